@@ -1,4 +1,24 @@
 """The adversary: closed-form and optimisation attacks on the updates of federated ViTs.
 
-Imports torch and scipy, never `fedmjp` and never Flower: an attack sees `Observation`s and nothing else.
+Imports torch and never `fedmjp` or Flower: an attack sees `Observation`s and nothing else.
 """
+
+from attacks import april, patch_embedding  # noqa: F401  (importing an attack registers it)
+from attacks.base import ATTACKS, Attack
+from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
+from attacks.registry import Registry, UsageError
+from attacks.tokenizer import Tokenizer, check_tokenizer, find_tokenizer
+
+__all__ = [
+    "ATTACKS",
+    "Attack",
+    "Capability",
+    "Observation",
+    "Reconstruction",
+    "Registry",
+    "ThreatModel",
+    "Tokenizer",
+    "UsageError",
+    "check_tokenizer",
+    "find_tokenizer",
+]

@@ -1,0 +1,116 @@
+"""What an attack is given, what it may assume, and what it gives back.
+
+An `Observation` is all that an honest-but-curious server has of one update; an attack sees a sequence of them and nothing
+else. The originals stay with the auditor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attacks.registry import UsageError
+
+
+class Capability(StrEnum):
+    """One thing the adversary may see or do, beyond the update of a single step."""
+
+    MODEL_WEIGHTS = "model_weights"  # architecture and weights that the client was sent
+    POSITION_GRADIENT = "position_gradient"  # the gradient of the position embedding is part of the update
+    SEVERAL_ROUNDS = "several_rounds"  # more than one update of the same client
+    LABELS = "labels"  # labels of the batch are given, not inferred
+    AUXILIARY_IMAGES = "auxiliary_images"  # public images of the same kind
+    MODIFIED_MODEL = "modified_model"  # the server chose the architecture to its advantage
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """A set of capabilities. The default is the honest-but-curious server of federated learning."""
+
+    grants: frozenset[Capability] = frozenset(
+        {Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS}
+    )
+
+    @classmethod
+    def parse(cls, names: Iterable[str]) -> ThreatModel:
+        """Build a threat model from capability names.
+
+        Raises:
+            UsageError: a name is no capability; the message lists them.
+        """
+        choices = [c.value for c in Capability]
+        for name in names:
+            if name not in choices:
+                raise UsageError(f"unknown capability {name!r}; choose from: {', '.join(choices)}")
+        return cls(frozenset(Capability(name) for name in names))
+
+    def lacks(self, needs: Iterable[Capability]) -> list[str]:
+        """The names of the needed capabilities that this threat model does not grant, sorted."""
+        return sorted(c.value for c in set(needs) - self.grants)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One client's update as the server sees it.
+
+    Attributes:
+        gradients: by parameter name, float32 as sent. For `kind="weights"` this is (sent - returned) / learning rate,
+            the sum of the local steps' gradients when the client runs plain SGD.
+        model: the model that the client was sent, with its weights; attacks must not change it.
+        num_examples: images in the batch of one local step.
+        image_shape: (C, H, W) of one input.
+        mean, std: per-channel normalisation that the client applies to images in [0, 1].
+        kind: "gradient" (one FedSGD step) or "weights" (the weights after `local_steps` steps).
+        labels: (B,) only where the threat model grants them.
+    """
+
+    gradients: Mapping[str, Tensor]
+    model: nn.Module
+    num_examples: int
+    image_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    kind: Literal["gradient", "weights"] = "gradient"
+    local_steps: int = 1
+    learning_rate: float = 0.0
+    round: int = 0
+    client: int = 0
+    labels: Tensor | None = None
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm of the whole update."""
+        squares = [g.detach().to(torch.float64).square().sum() for g in self.gradients.values()]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+    def to_pixels(self, normalised: Tensor) -> Tensor:
+        """Map normalised images (B, C, H, W) back to [0, 1], clipped."""
+        shape = (1, -1, 1, 1)
+        mean = torch.tensor(self.mean, dtype=normalised.dtype, device=normalised.device).view(shape)
+        std = torch.tensor(self.std, dtype=normalised.dtype, device=normalised.device).view(shape)
+        return (normalised * std + mean).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack gives back.
+
+    Attributes:
+        images: (B, C, H, W) float32 in [0, 1], or None where the attack cannot give any.
+        known: (B, 1, H, W) bool, the pixels that the attack vouches for; all False when `diagnosis` says why not.
+        labels: (B,) where the attack inferred them.
+        diagnosis: "" when the attack's assumptions hold, else in words a user can act on why its answer is not to be trusted.
+        seconds: wall-clock time of the attack.
+        details: numbers worth a column elsewhere, such as the condition number of the system solved.
+    """
+
+    images: Tensor | None
+    known: Tensor | None = None
+    labels: Tensor | None = None
+    diagnosis: str = ""
+    seconds: float = 0.0
+    details: Mapping[str, float] = field(default_factory=dict)

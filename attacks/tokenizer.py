@@ -1,0 +1,142 @@
+"""Where a ViT makes its tokens: patch projection, position embedding, prefix tokens.
+
+Works on timm, torchvision and Hugging Face ViTs by looking for the structure, not for a class: a convolution whose stride is
+its kernel, and a parameter of positions with one row a patch (plus prefix rows) and as many columns as the projection has
+channels. `check_tokenizer` proves on made-up input that z = E x + b + e holds, which names alone cannot show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attacks.registry import UsageError
+
+MAX_PREFIX_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The linear map z_i = E x_i + b + e_i of a ViT, by parameter name.
+
+    Attributes:
+        weight, bias: names of E, (D, C, p, p), and b, (D,); `bias` is None where the projection has none.
+        positions: name of the learnable position embedding, (1, N + prefix, D) or (N + prefix, D), or None.
+        prefix: position rows that come before the patches' (class and register tokens).
+        patch_size: p in pixels.
+        grid: patches (rows, columns); N = rows * columns.
+        channels: C, colour channels of a patch.
+        width: D, channels of a token.
+    """
+
+    weight: str
+    bias: str | None
+    positions: str | None
+    prefix: int
+    patch_size: int
+    grid: tuple[int, int]
+    channels: int
+    width: int
+
+    @property
+    def num_patches(self) -> int:
+        """N."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def patch_dim(self) -> int:
+        """P = C p^2."""
+        return self.channels * self.patch_size**2
+
+    def patchify(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, N, P), each patch flattened in the projection's order (channel, row, column)."""
+        return F.unfold(images, self.patch_size, stride=self.patch_size).transpose(1, 2)
+
+    def unpatchify(self, patches: Tensor) -> Tensor:
+        """(B, N, P) -> (B, C, H, W), the inverse of `patchify`."""
+        size = (self.grid[0] * self.patch_size, self.grid[1] * self.patch_size)
+        return F.fold(patches.transpose(1, 2), size, self.patch_size, stride=self.patch_size)
+
+
+def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Tokenizer:
+    """Find the tokenizer of a ViT.
+
+    Args:
+        model: any torch module; timm, torchvision and Hugging Face ViTs are known to work.
+        image_shape: (C, H, W) of the inputs.
+
+    Raises:
+        UsageError: the model has no patch projection, or the image does not divide into its patches.
+    """
+    channels, height, width = image_shape
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and module.in_channels == channels
+    ]
+    if not found or not _cuts_patches(found[0][1]):
+        raise UsageError(
+            f"{type(model).__name__} has no patch projection (a first convolution whose stride equals its kernel): "
+            "the attacks on patch embeddings need a Vision Transformer"
+        )
+    name, conv = found[0]
+    p = conv.kernel_size[0]
+    if height % p or width % p:
+        raise UsageError(f"images of {height} x {width} pixels do not divide into patches of {p}")
+    grid = (height // p, width // p)
+    positions, prefix = _find_positions(model, grid[0] * grid[1], conv.out_channels)
+    bias = f"{name}.bias" if conv.bias is not None else None
+    return Tokenizer(f"{name}.weight", bias, positions, prefix, p, grid, channels, conv.out_channels)
+
+
+def _cuts_patches(conv: nn.Conv2d) -> bool:
+    square = conv.kernel_size[0] == conv.kernel_size[1] > 1
+    return square and conv.kernel_size == conv.stride and conv.padding in ((0, 0), "valid") and conv.groups == 1
+
+
+def _find_positions(model: nn.Module, num_patches: int, width: int) -> tuple[str | None, int]:
+    """Name of the learnable position embedding and the number of its prefix rows; (None, 0) without one."""
+    for name, parameter in model.named_parameters():
+        if "pos" not in name.lower() or not parameter.requires_grad or parameter.shape[-1] != width:
+            continue
+        rows = parameter.numel() // width
+        if parameter.dim() in (2, 3) and 0 <= rows - num_patches <= MAX_PREFIX_TOKENS:
+            return name, rows - num_patches
+    return None, 0
+
+
+def check_tokenizer(model: nn.Module, tokenizer: Tokenizer, image_shape: tuple[int, int, int]) -> float:
+    """Prove on made-up input that dL/dE = G^T X holds, so that the closed forms apply to this model.
+
+    One forward and backward pass in the model's current mode; the model's own gradients are left as they were.
+
+    Returns:
+        The relative error of the identity (about 1e-6 in float32 where it holds, near 1 where it does not).
+
+    Raises:
+        UsageError: the model has no position embedding, or something stands between projection and position
+            embedding (a normalisation, say), so that the identity does not hold.
+    """
+    if tokenizer.positions is None:
+        raise UsageError(f"{type(model).__name__} has no learnable position embedding with one row a patch")
+    parameters = dict(model.named_parameters())
+    weight, positions = parameters[tokenizer.weight], parameters[tokenizer.positions]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(1, *image_shape, generator=generator).to(weight)
+    with torch.enable_grad():
+        output = model(images)
+        output = getattr(output, "logits", output)
+        output = getattr(output, "last_hidden_state", output)
+        grad_weight, rows = torch.autograd.grad(output.square().sum(), [weight, positions])
+    rows = rows.reshape(-1, tokenizer.width)[tokenizer.prefix :]  # (N, D)
+    expected = grad_weight.flatten(1)  # (D, P)
+    error = float((rows.T @ tokenizer.patchify(images)[0] - expected).norm() / expected.norm())
+    if not error < 1e-3:
+        raise UsageError(
+            f"{type(model).__name__}: tokens are not projection + position (dL/dE differs from G^T X by {error:.0%}); "
+            "the closed forms do not apply to this model"
+        )
+    return error

@@ -1,0 +1,91 @@
+"""Runs the chosen attacks on one update and scores what comes back against the originals.
+
+The auditor alone holds both sides: the adversary's `Observation` and the client's batch. Every image of every attack becomes one
+flat record of scores; two records that need no gradient at all (the mean image of the data, and another image of it) stand beside
+them as the floor that an attack has to beat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attacks import ATTACKS, Attack, Observation, Reconstruction
+from fedmjp.audit.matching import match
+from fedmjp.metrics import METRIC_DIRECTIONS, score
+
+BASELINES = ("mean_image", "other_image")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One attack on one update, scored.
+
+    Attributes:
+        attack: name of the attack or of the baseline.
+        parameters: its configuration.
+        images: (B, C, H, W) reconstructions in the order of the originals, or None.
+        records: for each image of the batch the metrics by name (NaN where there is no image).
+        reconstruction: as the attack returned it; None for baselines.
+    """
+
+    attack: str
+    parameters: Mapping[str, Any]
+    images: Tensor | None
+    records: list[dict[str, float]]
+    seconds: float
+    diagnosis: str
+    reconstruction: Reconstruction | None = None
+
+
+def run_attack(attack: Attack, name: str, observations: Sequence[Observation], originals: Tensor, score_images: Callable) -> Scored:
+    """Run one attack on the last of `observations` and score it against `originals` (B, C, H, W)."""
+    found = attack(observations)
+    if found.images is None:
+        records = [dict.fromkeys(METRIC_DIRECTIONS, float("nan")) for _ in originals]
+        return Scored(name, attack.parameters(), None, records, found.seconds, found.diagnosis, found)
+    images = found.images.to(originals)[match(found.images.to(originals), originals)]
+    return Scored(
+        name, attack.parameters(), images, score_images(images, originals), found.seconds, found.diagnosis, found
+    )
+
+
+def scorer(patch_size: int, lpips: Callable | None) -> Callable[[Tensor, Tensor], list[dict[str, float]]]:
+    """A function from (reconstructions, originals) to one dict of metrics an image."""
+
+    def score_images(reconstructions: Tensor, originals: Tensor) -> list[dict[str, float]]:
+        columns = score(reconstructions, originals, patch_size=patch_size, lpips=lpips)
+        return [{name: float(values[i]) for name, values in columns.items()} for i in range(len(originals))]
+
+    return score_images
+
+
+def audit_update(
+    observations: Sequence[Observation],
+    originals: Tensor,
+    *,
+    attacks: Sequence[str],
+    baselines: Mapping[str, Tensor],
+    score_images: Callable,
+    skip: Callable[[str], bool] = lambda name: False,
+) -> Iterator[Scored]:
+    """Baselines, then attacks, on one update.
+
+    Args:
+        observations: the client's updates so far, the audited one last.
+        originals: (B, C, H, W) in [0, 1].
+        attacks: names in `ATTACKS`.
+        baselines: name -> (B, C, H, W) guesses that need no gradient.
+        skip: names whose rows are already written.
+    """
+    for name, guess in baselines.items():
+        if not skip(name):
+            yield Scored(name, {}, guess, score_images(guess, originals), 0.0, "")
+    for name in attacks:
+        if not skip(name):
+            with torch.no_grad():
+                yield run_attack(ATTACKS.get(name)(), name, observations, originals, score_images)

@@ -1,0 +1,59 @@
+"""From what the server holds of an update to the `Observation` that an attack gets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from attacks import Capability, Observation, ThreatModel
+from fedmjp.client import ClientTask
+
+
+def observe_update(
+    task: ClientTask,
+    threat_model: ThreatModel,
+    *,
+    round: int,
+    client: int,
+    sent: Mapping[str, Tensor],
+    received: Mapping[str, Tensor],
+    labels: Tensor | None = None,
+) -> Observation:
+    """Build the adversary's view of one update of our own federation.
+
+    Args:
+        sent: weights and buffers that the client was sent, by name.
+        received: gradients, or weights, that came back, by parameter name.
+        labels: handed on only where the threat model grants them.
+    """
+    f, built = task.config.federation, task.model
+    gradients = {n: t.to(task.device) for n, t in received.items()}
+    if f.update == "weights":
+        gradients = {n: (sent[n].to(t) - t) / f.learning_rate for n, t in gradients.items()}
+    if Capability.POSITION_GRADIENT not in threat_model.grants:
+        gradients = {n: g for n, g in gradients.items() if n not in ("pos_embed", "unk_embed")}
+    return Observation(
+        gradients=gradients,
+        model=model_as_sent(built.module, sent),
+        num_examples=f.batch_size,
+        image_shape=(3, built.image_size, built.image_size),
+        mean=tuple(built.mean),
+        std=tuple(built.std),
+        kind=f.update,
+        local_steps=f.local_steps,
+        learning_rate=f.learning_rate,
+        round=round,
+        client=client,
+        labels=labels if Capability.LABELS in threat_model.grants else None,
+    )
+
+
+def model_as_sent(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the architecture holding the weights that were sent."""
+    twin = copy.deepcopy(module)
+    state = twin.state_dict()
+    for name, value in sent.items():
+        state[name].copy_(value)
+    return twin.eval()

@@ -1,0 +1,203 @@
+"""What one client does in one round. Knows data, model and defence; knows nothing of Flower.
+
+The auditor uses the same object to look up the originals of an update it attacked: batches and masks depend on
+(seed, client, round, step) only, so nothing but the update itself has to leave the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attacks.registry import UsageError
+from fedmjp.config import RunConfig
+from fedmjp.data import DataBundle, load_data, partition
+from fedmjp.defenses import ClientInput
+from fedmjp.models import MODELS, build_model, split_name
+from fedmjp.objectives import client_loss
+
+EVALUATION_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One local step's originals: images (B, C, H, W) in [0, 1], labels (B,), and the images' ids."""
+
+    images: Tensor
+    labels: Tensor
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ClientResult:
+    """What a client sends: the tensors by name (gradients, or weights), float buffers, and two numbers."""
+
+    tensors: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    num_examples: int
+    loss: float
+
+
+@lru_cache(maxsize=2)
+def shared_data(config_json: str) -> DataBundle:
+    """The data of a run, loaded once a process."""
+    config = RunConfig.from_json(config_json)
+    base, _ = split_name(config.model.model)
+    return load_data(
+        config.data.data,
+        size=MODELS.get(base).image_size,
+        path=config.data.data_path,
+        train_limit=config.data.train_limit,
+        test_limit=config.data.test_limit,
+        seed=config.seed,
+    )
+
+
+@lru_cache(maxsize=2)
+def shared_task(config_json: str, defense: str) -> ClientTask:
+    """The task of a run under one defence, built once a process."""
+    return ClientTask(RunConfig.from_json(config_json), defense)
+
+
+class ClientTask:
+    """Model, data partitions and defence of one federation.
+
+    Args:
+        config: the whole run's configuration.
+        defense: the defence this federation trains under.
+
+    Raises:
+        UsageError: data, weights or device that are not there.
+    """
+
+    def __init__(self, config: RunConfig, defense: str) -> None:
+        self.config = config
+        self.defense = config.defence(defense)
+        self.device = usable_device(config.device)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.data = shared_data(config.to_json())
+        self.parts = partition(self.data.train.labels, config.federation.clients, config.federation.partition, config.seed)
+        self.model = build_model(
+            self.defense.model_name(config.model.model),
+            num_classes=len(self.data.classes),
+            weights=config.model.weights,
+            block=config.model.block,
+            dal=getattr(self.defense, "dal", "none"),
+            seed=config.seed,
+        )
+        self.model.module.to(self.device)
+
+    def batch(self, client: int, round: int, step: int) -> Batch:
+        """The images of one step: epochs over the client's own data, each in a fresh order."""
+        f = self.config.federation
+        own = self.parts[client]
+        first = ((round - 1) * f.local_steps + step) * f.batch_size
+        places = range(first, first + f.batch_size)
+        orders: dict[int, np.ndarray] = {}
+        for epoch in {p // len(own) for p in places}:
+            seed = np.random.SeedSequence([self.config.seed, 1, client, epoch])
+            orders[epoch] = np.random.default_rng(seed).permutation(len(own))
+        indices = [int(own[orders[p // len(own)][p % len(own)]]) for p in places]
+        train = self.data.train
+        return Batch(train.images(indices), train.labels[indices], tuple(train.ids[i] for i in indices))
+
+    def seen(self, batch: Batch, client: int, round: int, step: int) -> ClientInput:
+        """The batch as the model sees it, after the defence, on the run's device."""
+        generator = self._generator(2, client, round, step)
+        return self.defense.on_input(batch.images.to(self.device), self.model, generator, round)
+
+    def update(self, client: int, round: int, weights: Mapping[str, Tensor]) -> ClientResult:
+        """Train from `weights` (parameters and float buffers by name) and return what the client sends.
+
+        Raises:
+            UsageError: weights that do not fit the model.
+        """
+        self.load(weights)
+        module = self.model.module.train()
+        steps = self.config.federation.local_steps
+        losses, gradients = [], {}
+        for step in range(steps):
+            batch = self.batch(client, round, step)
+            seen = self.seen(batch, client, round, step)
+            labels = batch.labels.to(self.device)
+            loss = client_loss(self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights())
+            gradients = _gradients(module, loss)
+            losses.append(float(loss.detach()))
+            if self.config.federation.update == "weights":
+                self._descend(gradients)
+        sent = gradients
+        if self.config.federation.update == "weights":
+            sent = {n: weights[n].to(self.device) - p.detach() for n, p in module.named_parameters()}
+        sent = self.defense.on_update(sent, self._generator(3, client, round, 0))
+        if self.config.federation.update == "weights":
+            sent = {n: weights[n].to(self.device) - t for n, t in sent.items()}
+        examples = self.config.federation.batch_size * steps
+        return ClientResult(sent, float_buffers(module), examples, sum(losses) / len(losses))
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy parameters and buffers by name into the model.
+
+        Raises:
+            UsageError: a name or shape that the model does not have.
+        """
+        state = self.model.module.state_dict()
+        for name, value in weights.items():
+            if name not in state or state[name].shape != value.shape:
+                raise UsageError(f"the weights received do not fit {self.model.name}: {name} {tuple(value.shape)}")
+            state[name].copy_(value)
+
+    @torch.no_grad()
+    def evaluate(self, weights: Mapping[str, Tensor]) -> tuple[float, float]:
+        """(mean cross-entropy, accuracy in [0, 1]) of `weights` on the test images, undefended."""
+        self.load(weights)
+        module, test = self.model.module.eval(), self.data.test
+        total, correct = 0.0, 0
+        for start in range(0, len(test), EVALUATION_BATCH):
+            indices = list(range(start, min(start + EVALUATION_BATCH, len(test))))
+            labels = test.labels[indices].to(self.device)
+            logits = module(self.model.normalise(test.images(indices).to(self.device)))
+            total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+            correct += int((logits.argmax(dim=1) == labels).sum())
+        return total / len(test), correct / len(test)
+
+    def _descend(self, gradients: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.module.named_parameters():
+                parameter -= self.config.federation.learning_rate * gradients[name]
+
+    def _generator(self, purpose: int, client: int, round: int, step: int) -> torch.Generator:
+        """A CPU generator of its own for every use, so that masks are the same on every device and engine."""
+        entropy = np.random.SeedSequence([self.config.seed, purpose, client, round, step]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))
+
+
+def _gradients(module: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Gradient of every parameter by name; zeros where the loss does not reach."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
+
+
+def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Floating-point buffers by name (running statistics of batch norms); they are averaged like weights."""
+    return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point()}
+
+
+def usable_device(name: str) -> torch.device:
+    """The torch device called `name`.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name} cannot be used here ({str(error).splitlines()[0][:80]}); try --device cpu") from error
+    return device

@@ -1,0 +1,220 @@
+"""The options of a run: the only place where a default stands. The command line is made from these dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from attacks import ATTACKS, Capability, ThreatModel, UsageError
+from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.models import split_name
+
+
+@dataclass(frozen=True)
+class FederationConfig:
+    """Who trains, and what is sent."""
+
+    clients: int = 8
+    """Clients in the federation."""
+    clients_per_round: int = 0
+    """Clients drawn each round (0: all of them)."""
+    rounds: int = 3
+    """Rounds of training."""
+    partition: str = "iid"
+    """How the training images are dealt out: iid, or dirichlet:ALPHA (small ALPHA: each client sees few classes)."""
+    update: Literal["gradient", "weights"] = "gradient"
+    """What a client sends: the gradient of one batch (FedSGD), or its weights after --local-steps steps (FedAvg)."""
+    batch_size: int = 1
+    """Images in a client's batch. The closed forms invert batches of one."""
+    local_steps: int = 1
+    """Steps a client takes before it sends (more than 1 needs --update weights)."""
+    learning_rate: float = 0.01
+    """Rate of the server's step on the mean gradient, or of the clients' local SGD."""
+    engine: Literal["local", "ray"] = "local"
+    """local: Flower's apps in this process. ray: Flower's simulation (pip install 'fedmjp[ray]')."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is trained."""
+
+    model: str = "deit_s"
+    """vit_s, deit_s, vit_ti, deit_ti, vit_b, deit_b, vit_mini_32, vit_mini_64 (each also as NAME_nope without position
+    embedding and NAME_mjp with MJP's), swin_t, resnet50. --defense mjp turns NAME into NAME_mjp by itself."""
+    weights: str = "auto"
+    """random, timm (published weights), a checkpoint's path, or auto (shipped weights of that name, else random)."""
+    block: Literal["standard", "april"] = "standard"
+    """First block: as people train it, or APRIL's without norm and residual, for which its closed form is exact."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on."""
+
+    data: str = "photos"
+    """photos (embedded), cifar10, cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files)."""
+    data_path: Path | None = None
+    """Local copy of a named data set: a folder of parquet files in the hub's layout, or an image folder for imagenet."""
+    train_limit: int | None = None
+    """Use a random subset of this many training images."""
+    test_limit: int | None = 64
+    """Evaluate on a random subset of this many test images."""
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """Which updates are attacked, how, and under which threat model."""
+
+    attacks: tuple[str, ...] = ("patch_embedding", "april")
+    """Attacks to run on each audited update."""
+    audit_clients: tuple[int, ...] = (0, 1, 2, 3)
+    """Ids of the clients whose updates are attacked."""
+    audit_rounds: tuple[int, ...] = ()
+    """Rounds whose updates are attacked (none given: every round)."""
+    grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
+    """What the adversary sees beyond an update: model_weights, position_gradient, several_rounds, labels,
+    auxiliary_images, modified_model. An attack that needs more is refused."""
+    lpips_net: Literal["squeeze", "alex", "vgg"] = "squeeze"
+    """Backbone of the LPIPS metric."""
+    lpips_weights: Path | None = None
+    """State dict of lpips.LPIPS; without it and without a cached backbone the LPIPS column stays empty."""
+
+
+# One group of options a defence, so that a new defence brings its options along by being registered.
+DefenseOptions = make_dataclass(
+    "DefenseOptions",
+    [(name, DEFENSES.get(name), field(default_factory=DEFENSES.get(name))) for name in DEFENSES],
+    frozen=True,
+    namespace={"__doc__": "Options of the defences."},
+)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Train a federation of Vision Transformers, attack its updates, and report what they leak."""
+
+    defense: tuple[str, ...] = ("none",)
+    """Defences to compare: one federation each, on the same data and seed."""
+    federation: FederationConfig = field(default_factory=FederationConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    options: DefenseOptions = field(default_factory=DefenseOptions)  # type: ignore[valid-type]
+    device: str = "cpu"
+    """cpu, cuda, or cuda:INDEX."""
+    threads: int = 0
+    """Torch threads (0: torch's own choice)."""
+    seed: int = 0
+    """Fixes data order, weights, masks and noise."""
+    out: Path = Path("runs/simulate")
+    """Folder of the results."""
+    resume: bool = False
+    """Go on with the unfinished run in --out; finished rows are not repeated."""
+
+    def defence(self, name: str) -> Defense:
+        """The defence called `name` with this run's options."""
+        return getattr(self.options, name)
+
+    def sampled(self) -> int:
+        """Clients per round."""
+        return self.federation.clients_per_round or self.federation.clients
+
+    def validate(self) -> None:
+        """Check every option against the others.
+
+        Raises:
+            UsageError: one line that names the option and its choices.
+        """
+        for name in self.defense:
+            DEFENSES.get(name)
+            self.defence(name).validate()
+        if not self.defense or len(set(self.defense)) < len(self.defense):
+            raise UsageError(f"--defense takes different names from: {', '.join(DEFENSES.names())}")
+        split_name(self.model.model)
+        for name in self.audit.attacks:
+            ATTACKS.get(name)().require(self.threat_model(), name)
+        self._validate_federation()
+
+    def _validate_federation(self) -> None:
+        f = self.federation
+        for option in ("clients", "rounds", "batch_size", "local_steps"):
+            if getattr(f, option) < 1:
+                raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(f, option)}")
+        if not 0 <= f.clients_per_round <= f.clients:
+            raise UsageError(f"--clients-per-round must lie between 0 and --clients ({f.clients}), not {f.clients_per_round}")
+        if not f.learning_rate > 0:
+            raise UsageError(f"--learning-rate must be positive, not {f.learning_rate}")
+        if f.update == "gradient" and f.local_steps > 1:
+            raise UsageError("--local-steps above 1 needs --update weights: a gradient is of one step")
+        strange = [c for c in self.audit.audit_clients if not 0 <= c < f.clients]
+        if strange and self.audit.audit_clients != AuditConfig().audit_clients:
+            raise UsageError(f"--audit-clients {strange[0]} is no client; choose from 0 to {f.clients - 1}")
+        strange = [r for r in self.audit.audit_rounds if not 1 <= r <= f.rounds]
+        if strange:
+            raise UsageError(f"--audit-rounds {strange[0]} is no round; choose from 1 to {f.rounds}")
+
+    def threat_model(self) -> ThreatModel:
+        """What the adversary is granted."""
+        grants = set(self.audit.grants)
+        if self.model.block == "april":  # the server that hands out such a block chose the architecture
+            grants.add(Capability.MODIFIED_MODEL.value)
+        return ThreatModel.parse(sorted(grants))
+
+    def to_json(self) -> str:
+        """Canonical JSON, the same for equal configurations."""
+        return json.dumps(dataclasses.asdict(self), default=str, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunConfig:
+        """Inverse of `to_json`."""
+        return _build(cls, json.loads(text))
+
+
+def _build(cls: type, values: dict[str, Any]) -> Any:
+    """A dataclass from nested plain values, restoring paths and tuples."""
+    hints = get_type_hints(cls)
+    built = {}
+    for name, value in values.items():
+        kind = hints[name]
+        if dataclasses.is_dataclass(kind):
+            value = _build(kind, value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif value is not None and kind in (Path, Path | None):
+            value = Path(value)
+        built[name] = value
+    return cls(**built)
+
+
+def from_flat(options: dict[str, Any], base: RunConfig | None = None) -> RunConfig:
+    """A configuration from flat option names, as `flwr run --run-config` passes them (`gamma=0.5 clients=4`).
+
+    Tuples are written with commas (`defense="none,mjp"`).
+
+    Raises:
+        UsageError: no such option.
+    """
+    nested = json.loads((base or RunConfig()).to_json())
+    places = dict(_places(RunConfig(), nested))
+    for key, value in options.items():
+        name = key.replace("-", "_")
+        if name not in places:
+            raise UsageError(f"unknown option {key!r}; choose from: {', '.join(sorted(places))}")
+        group = places[name]
+        if isinstance(group[name], list):
+            parts = [p for p in str(value).split(",") if p]
+            value = [int(p) if p.isdigit() else p for p in parts]
+        group[name] = value
+    return RunConfig.from_json(json.dumps(nested))
+
+
+def _places(config: Any, nested: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(option name, the nested dict that holds it) of every leaf."""
+    found = []
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        found += _places(value, nested[f.name]) if dataclasses.is_dataclass(value) else [(f.name, nested)]
+    return found

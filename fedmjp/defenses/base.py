@@ -1,0 +1,57 @@
+"""What a client may do about leakage: hooks on the model it trains, on its input, and on the update it sends.
+
+A new defence is one file: a frozen dataclass whose fields are its options (they appear on the command line), the hooks it
+needs, and `@DEFENSES.register("name")`. Defences are stateless; their randomness comes from a generator they are handed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attacks.registry import Registry
+from fedmjp.models import BuiltModel
+
+
+@dataclass(frozen=True)
+class ClientInput:
+    """What the model of a client sees.
+
+    Attributes:
+        images: (B, C, H, W) in [0, 1], after the defence.
+        position_mask: (B, N) bool, positions hidden behind the unknown embedding, or None.
+    """
+
+    images: Tensor
+    position_mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Defense:
+    """Base class and, as it stands, no defence: every hook hands on what it is given."""
+
+    def model_name(self, name: str) -> str:
+        """The variant of model `name` that the clients train under this defence."""
+        return name
+
+    def on_input(self, images: Tensor, model: BuiltModel, generator: torch.Generator, round: int) -> ClientInput:
+        """Transform a batch (B, C, H, W) in [0, 1]; `round` counts from 1."""
+        return ClientInput(images)
+
+    def loss_weights(self) -> Mapping[str, float]:
+        """Terms that the client adds to the cross-entropy, by name of the objective, with their weights."""
+        return {}
+
+    def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Transform the update (parameter name -> tensor) before it is sent."""
+        return update
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options out of range."""
+
+
+DEFENSES: Registry[type[Defense]] = Registry("defense")
+DEFENSES.register("none")(Defense)

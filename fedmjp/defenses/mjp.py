@@ -1,0 +1,73 @@
+"""Masked Jigsaw Puzzle (Liu, Ren et al., "Masked Jigsaw Puzzle: A Versatile Position Embedding for Vision Transformers",
+first named "Breaking the Chain of Gradient Leakage in Vision Transformers").
+
+A share gamma of the patches, chosen in blocks, is shuffled among itself; the model sees one shared unknown position embedding at
+those places (equations 6-7), and a dense absolute localisation loss (equation 4) teaches the visible position embeddings their
+place. On models without position embeddings (Swin, ResNet, _nope) only the jigsaw acts.
+
+The released code jigsaws each step with probability 0.5, not at all before epoch 20, draws one mask and one permutation for
+the whole batch, and takes the floor of gamma N. The defaults here are the paper's: every step, every image its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from attacks.registry import UsageError
+from fedmjp.defenses.base import DEFENSES, ClientInput, Defense
+from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
+from fedmjp.models import MODELS, BuiltModel, split_name
+
+
+@DEFENSES.register("mjp")
+@dataclass(frozen=True)
+class MaskedJigsawPuzzle(Defense):
+    """Options of --defense mjp."""
+
+    gamma: float = 0.9
+    """Share of patches that are masked and shuffled, in [0, 1]. The paper attacks at 0.9 and trains best at 0.1."""
+    jigsaw_probability: float = 1.0
+    """Probability that a step is jigsawed at all (released code: 0.5)."""
+    jigsaw_warmup: int = 0
+    """Rounds at the start without jigsaw (released code: 20 epochs)."""
+    jigsaw_per: Literal["image", "batch"] = "image"
+    """Draw mask and permutation for each image, or once for the batch (released code: batch)."""
+    dal: Literal["none", "pca", "linear", "nonlinear"] = "nonlinear"
+    """Map of the dense absolute localisation loss (the paper's best: nonlinear)."""
+    dal_weight: Annotated[float, tyro.conf.arg(metavar="LAMBDA")] = 0.01
+    """Weight lambda of the localisation loss (paper: 0.01)."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options out of range."""
+        for option in ("gamma", "jigsaw_probability"):
+            if not 0 <= getattr(self, option) <= 1:
+                raise UsageError(f"--{option.replace('_', '-')} must lie in [0, 1], not {getattr(self, option)}")
+        if self.jigsaw_warmup < 0 or self.dal_weight < 0:
+            raise UsageError("--jigsaw-warmup and --dal-weight must not be negative")
+
+    def model_name(self, name: str) -> str:
+        """The _mjp variant of a plain ViT; any other name as it is."""
+        base, variant = split_name(name)
+        return f"{base}_mjp" if variant == "" and MODELS.get(base).vit is not None else name
+
+    def on_input(self, images: Tensor, model: BuiltModel, generator: torch.Generator, round: int) -> ClientInput:
+        """Mask and jigsaw (equation 7). The generator's device only draws; the images stay on theirs."""
+        skipped = torch.rand((), generator=generator, device=generator.device) >= self.jigsaw_probability
+        if round <= self.jigsaw_warmup or bool(skipped):
+            return ClientInput(images)
+        draws = 1 if self.jigsaw_per == "batch" else len(images)
+        mask = block_masks(draws, model.grid, self.gamma, generator)
+        order = jigsaw_order(mask, generator)
+        mask, order = (t.to(images.device).expand(len(images), -1) for t in (mask, order))
+        moved = move_patches(images, order, model.patch_size)
+        return ClientInput(moved, mask if model.hides_positions else None)
+
+    def loss_weights(self) -> Mapping[str, float]:
+        """The localisation loss."""
+        return {} if self.dal == "none" else {"dal": self.dal_weight}

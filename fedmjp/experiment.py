@@ -1,0 +1,197 @@
+"""One run: a federation for each defence, its updates audited, every finished row on disk at once.
+
+The way of a datum: client batch -> defence on the input -> loss -> gradient -> defence on the update -> Flower message -> the
+server's tap -> Observation -> attack -> Reconstruction -> matched with the original -> scores -> row. The report is rendered
+from the rows alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attacks import Observation, UsageError
+from fedmjp import __version__, provenance
+from fedmjp.audit.harness import BASELINES, Scored, audit_update, scorer
+from fedmjp.audit.observe import observe_update
+from fedmjp.client import Batch, ClientTask, shared_task
+from fedmjp.config import RunConfig
+from fedmjp.federation import ENGINES, ServerView, run_rounds
+from fedmjp.metrics import load_lpips
+from fedmjp.metrics.baselines import mean_image
+from fedmjp.progress import RunProgress
+from fedmjp.report import RowLog
+from fedmjp.workspace import Workspace
+
+BASELINE_IMAGES = 128  # training images behind the mean image
+
+
+def run_experiment(config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
+    """Run every federation of `config` into `workspace`, going on where it stopped.
+
+    Raises:
+        UsageError: data, weights or device that are not there.
+        ClientFailure: a client failed.
+    """
+    ENGINES.get(config.federation.engine)(
+        lambda grid: conduct_on(grid, config, workspace, progress), config.federation.clients
+    )
+
+
+def conduct_on(grid: Any, config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
+    """The run on a given Flower Grid, whoever made it."""
+    lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
+    with workspace.open_rows() as rows:
+        for defense in config.defense:
+            task = shared_task(config.to_json(), defense)
+            workspace.note_task(task)
+            FederationAudit(task, defense, workspace, rows, progress, lpips).run(grid)
+
+
+class FederationAudit:
+    """One federation under one defence, with its auditor."""
+
+    def __init__(
+        self,
+        task: ClientTask,
+        defense: str,
+        workspace: Workspace,
+        rows: RowLog,
+        progress: RunProgress,
+        lpips: Callable | None,
+    ) -> None:
+        self.task, self.defense, self.workspace, self.rows, self.progress = task, defense, workspace, rows, progress
+        self.config = task.config
+        self.score_images = scorer(task.model.patch_size, lpips)
+        train = task.data.train
+        some = list(range(0, len(train), max(1, len(train) // BASELINE_IMAGES)))[:BASELINE_IMAGES]
+        self.mean_image = mean_image(train.images(some)).to(task.device)  # (1, C, H, W)
+        self.round_started = time.perf_counter()
+
+    def run(self, grid: Any) -> None:
+        """Train and audit from the round after the last finished one."""
+        finished, state = self.workspace.load_state(self.defense)
+        if state is not None:
+            self.task.load(state)
+        rounds = self.config.federation.rounds
+        with self.progress.federation(self.defense, rounds, self.config.sampled(), finished):
+            if finished < rounds:
+                run_rounds(
+                    grid, self.task, self.defense, on_update=self.on_update, on_round=self.on_round, first_round=finished + 1
+                )
+
+    def on_update(self, view: ServerView) -> None:
+        """Audit one client's update, if the run asks for it."""
+        audit = self.config.audit
+        if view.client in audit.audit_clients and (not audit.audit_rounds or view.round in audit.audit_rounds):
+            wanted = [a for a in (*BASELINES, *audit.attacks) if not self._done(a, view)]
+            if wanted:
+                self._audit(view, wanted)
+        self.progress.client_done()
+
+    def on_round(self, number: int, state: Mapping[str, Tensor]) -> None:
+        """Evaluate the global model, note the round and save the state to resume from."""
+        if not self.workspace.has_round(self.defense, number):
+            loss, accuracy = self.task.evaluate(state)
+            seconds = time.perf_counter() - self.round_started if number else 0.0
+            self.workspace.append_round(self.defense, number, loss, accuracy, seconds)
+            self.progress.round_done(number, loss, accuracy, seconds)
+        self.workspace.save_state(self.defense, number, state)
+        self.round_started = time.perf_counter()
+
+    def _done(self, attack: str, view: ServerView) -> bool:
+        return self.rows.done(self.defense, attack, view.round, view.client)
+
+    def _audit(self, view: ServerView, wanted: list[str]) -> None:
+        # Local steps after the first see other images; an attack on a summed update is scored on the first step's.
+        batch = self.task.batch(view.client, view.round, 0)
+        originals = batch.images.to(self.task.device)
+        seen = self.task.seen(batch, view.client, view.round, 0)
+        observation = observe_update(
+            self.task,
+            self.config.threat_model(),
+            round=view.round,
+            client=view.client,
+            sent=view.sent,
+            received=view.received,
+            labels=batch.labels,
+        )
+        self.workspace.save_images(self.defense, view.round, view.client, "original", originals)
+        self.workspace.save_images(self.defense, view.round, view.client, "seen", seen.images)
+        norm = observation.gradient_norm()
+        for scored in audit_update(
+            [observation],
+            originals,
+            attacks=self.config.audit.attacks,
+            baselines=self._baselines(view, len(originals)),
+            score_images=self.score_images,
+            skip=lambda name: name not in wanted,
+        ):
+            self._write(scored, observation, batch, norm)
+
+    def _baselines(self, view: ServerView, size: int) -> dict[str, Tensor]:
+        """The two guesses that need no gradient, (B, C, H, W) each."""
+        test = self.task.data.test
+        others = [(view.round * 101 + view.client * 7 + i) % len(test) for i in range(size)]
+        other = test.images(others).to(self.mean_image)
+        return dict(zip(BASELINES, (self.mean_image.expand(size, -1, -1, -1), other), strict=True))
+
+    def _write(self, scored: Scored, observation: Observation, batch: Batch, norm: float) -> None:
+        if scored.images is not None:
+            self.workspace.save_images(
+                self.defense, observation.round, observation.client, scored.attack, scored.images
+            )
+        common = self._common_columns()
+        for index, record in enumerate(scored.records):
+            row = common | {
+                "batch_size": observation.num_examples,
+                "local_steps": observation.local_steps,
+                "update": observation.kind,
+                "attack": scored.attack,
+                "attack_parameters": dict(scored.parameters),
+                "round": observation.round,
+                "client": observation.client,
+                "image": index,
+                "image_id": batch.ids[index],
+                "gradient_norm": norm,
+                "seconds": scored.seconds,
+                "diagnosis": scored.diagnosis,
+            }
+            self.rows.append(row | record)
+        self.progress.attack_done(scored.attack, [r["psnr"] for r in scored.records])
+
+    def _common_columns(self) -> dict:
+        built, config = self.task.model, self.config
+        return {
+            "run_id": self.workspace.run_id,
+            "commit": provenance.commit(),
+            "version": __version__,
+            "torch_version": torch.__version__,
+            "seed": config.seed,
+            "device": provenance.device_name(self.task.device),
+            "dataset": self.task.data.name,
+            "model": built.name,
+            "weights": built.provenance,
+            "block": built.block,
+            "defense": self.defense,
+            "defense_parameters": dict(vars(self.task.defense)),
+            "setting": "federation, scored against the original",
+            "threat_model": sorted(c.value for c in config.threat_model().grants),
+        }
+
+
+def check_before_start(config: RunConfig) -> None:
+    """Build what every federation needs, so that a mistake shows before anything is written.
+
+    Raises:
+        UsageError: unknown or missing data, weights, device; fewer images than clients.
+    """
+    config.validate()
+    for defense in config.defense:
+        task = shared_task(config.to_json(), defense)
+        if len(task.data.test) == 0:
+            raise UsageError(f"--data {config.data.data} has no test images")

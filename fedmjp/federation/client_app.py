@@ -1,0 +1,62 @@
+"""Flower's ClientApp: receives weights, answers with an update. The same app under every engine and under `flwr run`.
+
+The run's configuration travels with each message, because Flower's simulation starts clients with an empty run_config.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
+from flwr.clientapp import ClientApp  # noqa: E402
+
+from fedmjp.client import ClientTask, float_buffers, shared_task  # noqa: E402
+from fedmjp.federation.wire import flat, layout_of, pack, unpack  # noqa: E402
+
+app = ClientApp()
+
+
+@app.query()
+def identify(message: Message, context: Context) -> Message:
+    """Tell which partition of the data this node holds."""
+    return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train on this node's partition and send the update."""
+    order = message.content["order"]
+    task = shared_task(str(order["config"]), str(order["defense"]))
+    result = task.update(_partition(context), int(order["round"]), read_state(task, message.content["state"]))
+    return Message(
+        RecordDict(
+            {
+                "update": ArrayRecord({"parameters": pack(result.tensors), "buffers": pack(result.buffers)}),
+                "metrics": MetricRecord({"num-examples": result.num_examples, "train-loss": result.loss}),
+            }
+        ),
+        reply_to=message,
+    )
+
+
+def _partition(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+def pack_state(task: ClientTask) -> ArrayRecord:
+    """Parameters and float buffers of the task's model as it stands."""
+    parameters = dict(task.model.module.named_parameters())
+    return ArrayRecord({"parameters": pack(parameters), "buffers": pack(float_buffers(task.model.module))})
+
+
+def read_state(task: ClientTask, record: ArrayRecord) -> dict:
+    """Parameters and float buffers by name: views of the message's bytes, not to be written to.
+
+    Raises:
+        ValueError: another model's state.
+    """
+    module = task.model.module
+    state = unpack(flat(record["parameters"]), layout_of(dict(module.named_parameters())))
+    return state | unpack(flat(record["buffers"]), layout_of(float_buffers(module)))

@@ -1,0 +1,64 @@
+"""The server's tap: a Grid that shows every training reply to an observer and hands it on untouched.
+
+Wraps any Grid, so it audits a user's own Flower app and strategy as well as ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+Observer = Callable[[RecordDict, RecordDict, int], None]
+
+
+class TapGrid(Grid):
+    """`grid`, with `observer(sent, received, node id)` called on each client's successful training reply, in turn."""
+
+    def __init__(self, grid: Grid, observer: Observer) -> None:
+        self._grid, self._observer = grid, observer
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        """Replies as the wrapped grid gives them, each shown to the observer first."""
+        sent: dict[int, RecordDict] = {}
+
+        def outgoing() -> Iterator[Message]:
+            for message in messages:
+                if message.metadata.message_type.startswith(MessageType.TRAIN):
+                    sent[message.metadata.dst_node_id] = message.content
+                yield message
+
+        for reply in self._grid.send_and_receive(outgoing(), timeout=timeout):
+            node = reply.metadata.src_node_id
+            if node in sent and reply.has_content():
+                self._observer(sent.pop(node), reply.content, node)
+            yield reply
+
+    def set_run(self, run: Run) -> None:
+        """As the wrapped grid."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """As the wrapped grid."""
+        return self._grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """As the wrapped grid."""
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """As the wrapped grid."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """As the wrapped grid; replies pulled this way pass unobserved."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """As the wrapped grid, unobserved."""
+        return self._grid.pull_messages(message_ids)

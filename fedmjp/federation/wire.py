@@ -1,0 +1,66 @@
+"""Tensors on Flower's wire: all parameters of a message in one flat float32 array.
+
+One array is twice as fast as 150 over a real network, and in process it is written once and read without a copy: the bytes are a
+plain .npy file, made from the tensors' own memory and viewed in place.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from flwr.app import Array
+from torch import Tensor
+
+Layout = dict[str, tuple[int, ...]]
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """Names and shapes, in the order in which `pack` lays them out."""
+    return {name: tuple(t.shape) for name, t in tensors.items()}
+
+
+def pack(tensors: Mapping[str, Tensor]) -> Array:
+    """One flat float32 Array of all tensors, in their order."""
+    parts = [t.detach().to("cpu", torch.float32).contiguous().view(-1).numpy() for t in tensors.values()]
+    size = sum(p.size for p in parts)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": (size,)}
+    )
+    data = b"".join([header.getvalue(), *(memoryview(p).cast("B") for p in parts)])
+    return Array(dtype="float32", shape=(size,), stype="numpy.ndarray", data=data)
+
+
+def flat(array: Array) -> Tensor:
+    """The array as a flat tensor that shares the message's bytes: read it, never write to it.
+
+    Raises:
+        ValueError: the array is no plain float32 .npy.
+    """
+    stream = io.BytesIO(array.data[:1024])
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    if dtype != np.dtype("<f4"):
+        raise ValueError(f"expected float32 on the wire, got {dtype}")
+    values = np.frombuffer(array.data, dtype=dtype, offset=stream.tell())
+    with warnings.catch_warnings():  # torch warns that the memory is read-only; so is this function's promise
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(values).view(shape)
+
+
+def unpack(values: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Views of a flat tensor by name, the inverse of `pack`.
+
+    Raises:
+        ValueError: the flat tensor has another length than the layout.
+    """
+    sizes = [int(np.prod(shape)) for shape in layout.values()]
+    if values.numel() != sum(sizes):
+        raise ValueError(f"a message of {values.numel()} values does not fit a model of {sum(sizes)}")
+    chunks = values.split(sizes)
+    return {name: chunk.view(shape) for (name, shape), chunk in zip(layout.items(), chunks, strict=True)}

@@ -1,0 +1,83 @@
+"""timm's Vision Transformer with the MJP input layer.
+
+Equations 5-7 of "Masked Jigsaw Puzzle" (Liu, Ren et al.): masked positions get one shared, learnable *unknown* position
+embedding in place of their own. timm does everything else. `AprilBlock` is the first block of the analytic attack's papers.
+
+Departs from the released code: the unknown embedding is a parameter of its own instead of one more row of the position table,
+so that checkpoints of plain ViTs load unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from fedmjp.models.localisation import DenseAbsoluteLocalisation
+
+
+class ViT(VisionTransformer):
+    """A Vision Transformer whose position embeddings can be hidden patch by patch.
+
+    Args:
+        unknown_position: give the model the shared embedding E_unk (equation 6).
+        dal: the map of the dense absolute localisation loss ("pca", "linear", "nonlinear"), or "none".
+        **kwargs: as for timm's `VisionTransformer`.
+    """
+
+    def __init__(self, *, unknown_position: bool = False, dal: str = "none", **kwargs) -> None:
+        super().__init__(**kwargs)
+        # Made after the rest, so that the same seed gives the plain and the MJP model the same other weights.
+        self.unk_embed = nn.Parameter(torch.empty(1, 1, self.embed_dim)) if unknown_position else None
+        if self.unk_embed is not None:
+            nn.init.trunc_normal_(self.unk_embed, std=0.02)
+        self.dal = DenseAbsoluteLocalisation(self.embed_dim, dal) if dal != "none" else None
+
+    def forward(self, images: Tensor, position_mask: Tensor | None = None) -> Tensor:
+        """Logits (B, classes) of normalised images (B, C, H, W).
+
+        Args:
+            position_mask: (B, N) bool, True where the patch's position is hidden behind the unknown embedding.
+
+        Raises:
+            ValueError: a mask is given to a model without an unknown embedding.
+        """
+        return self.forward_head(self.forward_features(images, position_mask))
+
+    def forward_features(self, images: Tensor, position_mask: Tensor | None = None) -> Tensor:
+        """Tokens (B, prefix + N, D) after the last block's norm."""
+        tokens = self.patch_embed(images)
+        tokens = self._pos_embed(tokens) if position_mask is None else self._masked_pos_embed(tokens, position_mask)
+        return self.norm(self.blocks(self.norm_pre(tokens)))
+
+    def _masked_pos_embed(self, patches: Tensor, mask: Tensor) -> Tensor:
+        if self.unk_embed is None:
+            raise ValueError("this model has no unknown position embedding; build the _mjp variant of it")
+        prefix, positions = self.pos_embed.split([self.num_prefix_tokens, patches.shape[1]], dim=1)
+        patches = patches + torch.where(mask[..., None], self.unk_embed, positions)  # equation 6
+        return self.pos_drop(torch.cat([(self.cls_token + prefix).expand(len(patches), -1, -1), patches], dim=1))
+
+    def patch_positions(self) -> Tensor | None:
+        """Position embeddings of the patches, (N, D), or None."""
+        return None if self.pos_embed is None else self.pos_embed[0, self.num_prefix_tokens :]
+
+
+class AprilBlock(nn.Module):
+    """A block without the first norm and without residuals, for which APRIL's closed form is exact (Lu et al., equation 5).
+
+    The same architecture as the `breaching` package's, so that both attack the same gradient.
+    """
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.attn, self.norm2, self.mlp = block.attn, block.norm2, block.mlp
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.mlp(self.norm2(self.attn(tokens)))
+
+
+BlockKind = Literal["standard", "april"]
+

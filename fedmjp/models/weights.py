@@ -1,0 +1,85 @@
+"""Weights and where they come from. Whatever is loaded is told in words, and the words go into every table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import timm
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from attacks.registry import UsageError
+
+SHIPPED = Path(__file__).parent / "checkpoints"
+# What a checkpoint of a plain ViT lacks for the MJP variant, and what a checkpoint with positions has too much for _nope.
+MJP_ONLY = ("unk_embed", "dal.")
+
+
+def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | None, seed: int) -> str:
+    """Fill `module` from `source` and return the provenance in words.
+
+    Args:
+        source: "random", "timm", "auto", or the path of a .safetensors, .pt or .pth state dict.
+
+    Raises:
+        UsageError: a missing file, weights that cannot be downloaded, or a shape that does not fit.
+    """
+    shipped = SHIPPED / f"{name}.safetensors"
+    if source == "random" or (source == "auto" and not shipped.exists()):
+        return f"random (seed {seed}), NOT TRAINED"
+    if source == "timm":
+        return _fit(module, _timm_state(timm_name, name), f"timm {timm_name}")
+    path = shipped if source == "auto" else Path(source)
+    label = f"shipped {path.name}" if source == "auto" else path.name
+    return _fit(module, _read(path), label)
+
+
+def _timm_state(timm_name: str | None, name: str) -> dict[str, Tensor]:
+    if timm_name is None:
+        raise UsageError(f"timm publishes no weights for {name!r}; pass --weights random or a checkpoint's path")
+    try:
+        return timm.create_model(timm_name, pretrained=True).state_dict()
+    except Exception as error:  # the hub's client raises a dozen kinds of errors, all of which mean the same to a user
+        raise UsageError(
+            f"timm's weights of {timm_name} are neither cached nor reachable ({type(error).__name__}); "
+            "download them where there is a network, or pass --weights random or a checkpoint's path"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UsageError(f"no checkpoint at {path}; pass --weights random, timm, auto or a file's path")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file fails in many ways inside the readers
+        raise UsageError(f"{path} is no readable checkpoint ({type(error).__name__}: {str(error)[:80]})") from error
+    return state.get("model", state)
+
+
+def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
+    """Load what fits; a head for other classes stays random and is told, any other misfit is an error."""
+    own = module.state_dict()
+    state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+    head = [k for k in own if k.split(".")[0] in {"head", "fc"} and k in state and state[k].shape != own[k].shape]
+    for key in head:
+        del state[key]
+    without_positions = getattr(module, "pos_embed", None) is None
+    extra = [k for k in state if k not in own and not (k == "pos_embed" and without_positions) and not k.startswith(MJP_ONLY)]
+    missing = [k for k in own if k not in state and k not in head and not k.startswith(MJP_ONLY)]
+    wrong = [k for k in own if k in state and state[k].shape != own[k].shape]
+    if wrong:
+        key = wrong[0]
+        raise UsageError(f"{label} does not fit: {key} is {tuple(state[key].shape)}, the model has {tuple(own[key].shape)}")
+    if missing or extra:
+        example = (missing or extra)[0]
+        raise UsageError(
+            f"{label} does not fit: {len(missing)} parameters missing, {len(extra)} unknown (for example {example})"
+        )
+    fresh = [k for k in own if k not in state and k not in head]
+    module.load_state_dict({k: state[k] for k in own if k in state}, strict=False)
+    notes = ["head random"] if head else []
+    notes += ["unknown position and DAL map random"] if fresh else []
+    return label + (f" ({', '.join(notes)})" if notes else "")

@@ -1,0 +1,52 @@
+"""What a person sees while a run goes on: a bar per federation, a line per round with what each attack got."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class RunProgress:
+    """Progress of a run on `console`."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar: Progress | None = None
+        self._task = None
+        self._defense, self._rounds = "", 0
+        self._psnr: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def federation(self, defense: str, rounds: int, clients: int, finished: int) -> Iterator[None]:
+        """Show one federation's bar: a tick for each client's update."""
+        self._defense, self._rounds = defense, rounds
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as self._bar:
+            self._task = self._bar.add_task(f"{defense}: client updates", total=rounds * clients, completed=finished * clients)
+            yield
+
+    def attack_done(self, attack: str, psnr: list[float]) -> None:
+        """Note an attack's result on one update."""
+        self._psnr[attack] += [p for p in psnr if not math.isnan(p)] or []
+        self._psnr.setdefault(attack, [])
+        self._bar.update(self._task, description=f"{self._defense}: {attack}")
+
+    def client_done(self) -> None:
+        """One client's update has arrived and been audited."""
+        self._bar.advance(self._task)
+
+    def round_done(self, number: int, loss: float, accuracy: float, seconds: float) -> None:
+        """Print the round's line."""
+        attacks = "  ".join(f"{a} {fmean(v):.1f} dB" if v else f"{a} -" for a, v in self._psnr.items())
+        self._psnr.clear()
+        self.console.print(
+            f"[bold]{self._defense}[/] round {number}/{self._rounds}  loss {loss:.3f}  accuracy {accuracy:.1%}  "
+            f"{seconds:.1f} s  {attacks}",
+            highlight=False,
+        )

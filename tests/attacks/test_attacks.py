@@ -1,0 +1,142 @@
+"""Every attack recovers a real image where its assumptions hold, and says why where they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
+from fedmjp.models import build_model
+from fedmjp.metrics import score
+from tests.conftest import observe, photographs, shared_file
+
+# attack, the first block it is made for, and the PSNR it must reach on a photograph at 64 pixels with random weights
+CASES = [("patch_embedding", "standard", 60.0), ("patch_embedding", "april", 40.0), ("april", "april", 25.0)]
+
+
+def psnr(found, image) -> float:
+    return float(score(found.images, image, patch_size=8)["psnr"][0])
+
+
+def test_every_attack_has_a_case() -> None:
+    assert {name for name, _, _ in CASES} == set(ATTACKS)
+
+
+@pytest.mark.parametrize(("name", "block", "threshold"), CASES)
+def test_recovers_a_photograph(name: str, block: str, threshold: float) -> None:
+    model = build_model("vit_mini_64", num_classes=8, weights="random", block=block)
+    image = photographs(64, 1)
+    found = ATTACKS.get(name)()([observe(model, image)])
+    assert found.diagnosis == ""
+    assert found.known.all()
+    assert psnr(found, image) > threshold
+
+
+@pytest.mark.parametrize("name", list(ATTACKS))
+def test_repeats_itself(name: str, mini) -> None:
+    view = observe(mini, photographs(64, 1))
+    first, second = (ATTACKS.get(name)()([view]) for _ in range(2))
+    assert torch.equal(first.images, second.images)
+
+
+def no_positions() -> Observation:
+    return observe(build_model("vit_mini_64_nope", num_classes=8, weights="random"), photographs(64, 1))
+
+
+def masked() -> Observation:
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", block="april")
+    mask = torch.zeros(1, 64, dtype=torch.bool)
+    mask[0, 10:30] = True
+    return observe(model, photographs(64, 1), mask=mask)
+
+
+def changed(**changes) -> Observation:
+    model = build_model("vit_mini_64", num_classes=8, weights="random", block="april")
+    return observe(model, photographs(64, changes.pop("images", 1)), **changes)
+
+
+def negligible() -> Observation:
+    view = changed()
+    return dataclasses.replace(view, gradients={n: g * 1e-20 for n, g in view.gradients.items()})
+
+
+def convolutional() -> Observation:
+    view = changed()
+    return dataclasses.replace(view, model=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)))
+
+
+OBSTACLES = [
+    (no_positions, "no learnable position embedding"),
+    (masked, "20 of 64 position rows are exactly zero"),
+    (lambda: changed(images=2), "the batch holds 2 images"),
+    (lambda: changed(local_steps=4, kind="weights"), "4 local steps"),
+    (negligible, "gradient norm is"),
+    (convolutional, "no patch projection"),
+]
+
+
+@pytest.mark.parametrize("name", list(ATTACKS))
+@pytest.mark.parametrize(("make", "words"), OBSTACLES)
+def test_says_why_it_cannot_work(name: str, make, words: str) -> None:
+    found = ATTACKS.get(name)()([make()])
+    assert words in found.diagnosis
+    assert found.images is None or not found.known.any()
+
+
+def test_april_refuses_to_vouch_on_a_pre_norm_block(mini) -> None:
+    found = ATTACKS.get("april")()([observe(mini, photographs(64, 1))])
+    assert "APRIL's equation does not hold" in found.diagnosis
+    assert psnr(found, photographs(64, 1)) < 15
+
+
+@pytest.mark.parametrize("name", list(ATTACKS))
+def test_withheld_position_gradient(name: str, mini) -> None:
+    view = observe(mini, photographs(64, 1))
+    without = {n: g for n, g in view.gradients.items() if n != "pos_embed"}
+    found = ATTACKS.get(name)()([dataclasses.replace(view, gradients=without)])
+    assert "frozen or withheld" in found.diagnosis
+
+
+@pytest.mark.parametrize("name", list(ATTACKS))
+def test_nan_gradient_is_an_error(name: str, mini) -> None:
+    view = observe(mini, photographs(64, 1))
+    view.gradients["pos_embed"][0, 3, 5] = float("nan")
+    with pytest.raises(ValueError, match="pos_embed.*not finite"):
+        ATTACKS.get(name)()([view])
+
+
+def test_threat_model_refuses_and_names_the_choices() -> None:
+    with pytest.raises(UsageError, match="position_gradient"):
+        ATTACKS.get("patch_embedding")().require(ThreatModel(frozenset()), "patch_embedding")
+    with pytest.raises(UsageError, match="model_weights"):
+        ThreatModel.parse(["everything"])
+    assert ThreatModel.parse(["labels"]).grants == {Capability.LABELS}
+
+
+def test_unknown_attack_names_the_choices() -> None:
+    with pytest.raises(UsageError, match=r"did you mean 'april'.*patch_embedding"):
+        ATTACKS.get("aprill")
+
+
+@pytest.mark.slow
+def test_deit_s_at_224_above_60_db() -> None:
+    model = build_model("deit_s", num_classes=8, weights="random")
+    values = [psnr224(model, image) for image in photographs(224, 8)]
+    assert min(values) > 60, values
+
+
+@pytest.mark.slow
+def test_trained_vit_ti_above_45_db() -> None:
+    weights = shared_file("weights/vit_tiny_patch16_224.tiny_imagenet.safetensors")
+    model = build_model("vit_ti", num_classes=200, weights=str(weights))
+    values = [psnr224(model, image) for image in photographs(224, 4)]
+    assert min(values) > 45, values
+
+
+def psnr224(model, image) -> float:
+    found = ATTACKS.get("patch_embedding")()([observe(model, image[None])])
+    assert found.diagnosis == ""
+    return float(score(found.images, image[None], patch_size=16)["psnr"][0])

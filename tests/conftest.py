@@ -1,0 +1,57 @@
+"""What several rooms' tests share: real photographs, a small model's honest update, and the optional data beside the checkout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from attacks import Observation  # noqa: E402
+from fedmjp.data import load_data  # noqa: E402
+from fedmjp.models import BuiltModel, build_model  # noqa: E402
+from fedmjp.objectives import client_loss  # noqa: E402
+
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
+
+
+def shared_file(relative: str) -> Path:
+    """A file beside the checkout, or a skip that says what is missing."""
+    path = SHARED / relative
+    if not path.exists():
+        pytest.skip(f"needs {relative} in a folder 'shared' beside the checkout")
+    return path
+
+
+def photographs(size: int, count: int) -> Tensor:
+    """(count, 3, size, size) in [0, 1]: crops of scikit-image's photographs."""
+    return load_data("photos", size=size).train.images(list(range(count)))
+
+
+def observe(model: BuiltModel, images: Tensor, labels: Tensor | None = None, mask: Tensor | None = None, **changes) -> Observation:
+    """The honest update of one step on `images`, as a server sees it."""
+    labels = torch.arange(len(images)) if labels is None else labels
+    loss = client_loss(model, images, labels, mask, {})
+    names, parameters = zip(*model.module.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients = {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
+    view = {
+        "gradients": gradients,
+        "model": model.module,
+        "num_examples": len(images),
+        "image_shape": tuple(images.shape[1:]),
+        "mean": model.mean,
+        "std": model.std,
+    }
+    return Observation(**(view | changes))
+
+
+@pytest.fixture(scope="session")
+def mini() -> BuiltModel:
+    """The small ViT for 64 pixels, random weights."""
+    return build_model("vit_mini_64", num_classes=8, weights="random")
