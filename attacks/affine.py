@@ -13,9 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# float32 gradients carry a relative error near 1e-7 per entry; singular values of G below this share of the largest are
-# that error and not signal.
-FLOAT32_NOISE = 3e-7
+# Singular values of G below this many round-off units of the gradients' own type, relative to the largest, are error and
+# not signal.
+ROUND_OFF_UNITS = 2.5
+
+
+def noise_floor(gradients: Tensor) -> float:
+    """Relative size of the round-off in gradients of this type: 3e-7 for float32."""
+    return ROUND_OFF_UNITS * torch.finfo(gradients.dtype).eps
 
 
 @dataclass(frozen=True)
@@ -37,19 +42,20 @@ class RowSolution:
     residual: float
 
 
-def solve_rows(factors: Tensor, products: Tensor, *, rcond: float = FLOAT32_NOISE) -> RowSolution:
+def solve_rows(factors: Tensor, products: Tensor, *, rcond: float | None = None) -> RowSolution:
     """Solve G^T X = S for X by a singular value decomposition in float64.
 
     Args:
         factors: G, (N, D), one gradient row an unknown row.
         products: S, (D, P).
-        rcond: singular values below `rcond` times the largest count as zero.
+        rcond: singular values below `rcond` times the largest count as zero; by default the round-off of G's type.
 
     Raises:
         ValueError: shapes that do not fit.
     """
     if factors.shape[1] != products.shape[0]:
         raise ValueError(f"G is {tuple(factors.shape)}, S is {tuple(products.shape)}: their D differ")
+    rcond = noise_floor(factors) if rcond is None else rcond
     g, s = factors.to(torch.float64), products.to(torch.float64)
     u, sigma, vh = torch.linalg.svd(g, full_matrices=True)  # (N, N), (min,), (D, D)
     rank = int((sigma > rcond * sigma[0]).sum()) if sigma.numel() and sigma[0] > 0 else 0

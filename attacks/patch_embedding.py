@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.affine import FLOAT32_NOISE, RowSolution, solve_rows
+from attacks.affine import RowSolution, solve_rows
 from attacks.base import ATTACKS, Attack
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.priors import least_variation
@@ -59,12 +59,12 @@ class PatchEmbedding(Attack):
     """Solve G^T X = dL/dE for the patches X.
 
     Args:
-        rcond: singular values of G below this share of the largest are taken for round-off.
+        rcond: singular values of G below this share of the largest are taken for round-off; None fits the gradients' type.
         complete: settle free directions by least total variation (else they are left at least norm).
         max_free: most free directions that total variation is asked to settle; more say too little about the image.
     """
 
-    rcond: float = FLOAT32_NOISE
+    rcond: float | None = None
     complete: bool = True
     max_free: int = 32
 

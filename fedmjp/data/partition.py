@@ -1,0 +1,96 @@
+"""Which client holds which image: Flower's own partitioners, reduced to index arrays.
+
+"iid" shuffles and cuts evenly. "dirichlet:ALPHA" draws every class's shares over the clients from Dirichlet(ALPHA)
+(Yurochkin et al. 2019, arXiv:1905.12022): label skew grows as ALPHA falls.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attacks.registry import UsageError
+
+if TYPE_CHECKING:
+    from flwr_datasets.partitioner import Partitioner
+
+CHOICES = "iid, dirichlet:ALPHA"
+# Far beyond this the shares are equal, and farther still numpy's sampler overflows to shares of zero.
+LARGEST_ALPHA = 1e6
+
+
+def partition(
+    labels: Sequence[int] | np.ndarray | torch.Tensor, clients: int, spec: str, seed: int
+) -> list[np.ndarray]:
+    """Divide the indices 0..n-1 of `labels` among `clients`, at least one each.
+
+    Args:
+        labels: n class indices.
+        clients: number of clients, 1..n.
+        spec: "iid" or "dirichlet:ALPHA" with 0 < ALPHA <= 1e6.
+        seed: fixes the division.
+
+    Returns:
+        One sorted int64 array per client; together they hold every index once.
+
+    Raises:
+        UsageError: unknown `spec`, bad ALPHA, fewer than one client, more clients than images, or an ALPHA so small
+            that some client stays empty however often the partitioner redraws.
+    """
+    alpha = _parse(spec)
+    labels = np.asarray(labels, dtype=np.int64)  # (n,)
+    if clients < 1:
+        raise UsageError(f"{clients} clients cannot share data; ask for at least 1")
+    if clients > len(labels):
+        raise UsageError(f"{clients} clients but only {len(labels)} images; ask for fewer clients or load more images")
+    from datasets import Dataset
+    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
+
+    examples = Dataset.from_dict({"label": labels, "index": np.arange(len(labels))})
+    if alpha is None:
+        return _divide(IidPartitioner(num_partitions=clients), examples.shuffle(seed=seed), clients)
+    partitioner = DirichletPartitioner(
+        num_partitions=clients,
+        partition_by="label",
+        alpha=alpha,
+        min_partition_size=1,
+        self_balancing=False,
+        seed=seed,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _divide(partitioner, examples, clients)
+    except ValueError as error:
+        raise UsageError(
+            f"{spec!r} leaves one of {clients} clients without an image of {len(labels)} after repeated draws; "
+            f"raise ALPHA, ask for fewer clients or load more images"
+        ) from error
+
+
+def _parse(spec: str) -> float | None:
+    """Return ALPHA of "dirichlet:ALPHA", None for "iid"."""
+    if spec == "iid":
+        return None
+    kind, colon, value = spec.partition(":")
+    if kind != "dirichlet" or not colon:
+        raise UsageError(f"unknown partition {spec!r}; choose from: {CHOICES}")
+    try:
+        alpha = float(value)
+    except ValueError:
+        alpha = float("nan")
+    if not 0 < alpha <= LARGEST_ALPHA:
+        raise UsageError(
+            f"ALPHA of {spec!r} must be a number above 0 and at most {LARGEST_ALPHA:.0e}, as in dirichlet:0.5; "
+            f"for an even division use iid"
+        )
+    return alpha
+
+
+def _divide(partitioner: Partitioner, examples: object, clients: int) -> list[np.ndarray]:
+    partitioner.dataset = examples
+    return [np.sort(np.asarray(partitioner.load_partition(k)["index"][:], dtype=np.int64)) for k in range(clients)]

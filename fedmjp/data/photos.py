@@ -1,0 +1,126 @@
+"""`photos`: crops of the colour photographs that ship inside scikit-image, the data set that needs no download.
+
+One class per photograph. A vertical border cuts every photograph in two: train crops come from its left part, test
+crops from its right part, so no pixel is in both. Every crop is a square at native resolution, resized on demand. Crop
+0 of a class is its best view; images are ordered by crop number, then class, so the first eight show eight classes.
+
+The photographs are the public-domain and CC0 images of `skimage.data`, whose docstrings name authors and origins.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from PIL import Image
+
+from attacks.registry import UsageError
+from fedmjp.data.catalog import SOURCES, DataBundle, Request
+from fedmjp.data.imageset import ImageSet, choose
+
+TRAIN_CROPS = 12
+TEST_CROPS = 5
+# Fractions of the region's shorter side; test regions are narrow, and smaller crops there would be a blur at 224.
+TRAIN_SIDES = (0.62, 1.0)
+TEST_SIDES = (0.75, 1.0)
+
+
+class Photo(NamedTuple):
+    """A photograph of `skimage.data`: pixels wide and high, first test column, best views (left, top, side)."""
+
+    name: str
+    width: int
+    height: int
+    border: int
+    best_train: tuple[int, int, int]
+    best_test: tuple[int, int, int]
+
+
+class Crop(NamedTuple):
+    """A square of a photograph: `box` is (left, top, right, bottom) in its pixels, right and bottom exclusive."""
+
+    photo: str
+    number: int
+    box: tuple[int, int, int, int]
+
+
+PHOTOS = (
+    Photo("astronaut", 512, 512, 348, (100, 2, 224), (348, 20, 164)),
+    Photo("chelsea", 451, 300, 289, (19, 20, 270), (289, 50, 162)),
+    Photo("coffee", 600, 400, 432, (132, 0, 300), (432, 150, 168)),
+    Photo("rocket", 640, 427, 461, (180, 137, 280), (461, 240, 179)),
+    Photo("retina", 1411, 1411, 931, (60, 300, 800), (931, 470, 480)),
+    Photo("hubble_deep_field", 1000, 872, 660, (250, 60, 400), (660, 380, 340)),
+    Photo("immunohistochemistry", 512, 512, 340, (96, 0, 240), (340, 150, 172)),
+    Photo("stereo_motorcycle", 741, 500, 489, (205, 130, 284), (489, 170, 252)),
+)
+
+
+@dataclass(frozen=True)
+class CropImages:
+    """Opens crops of the photographs."""
+
+    crops: list[Crop]
+
+    def __call__(self, index: int) -> Image.Image:
+        crop = self.crops[index]
+        return _photograph(crop.photo).crop(crop.box)
+
+
+@SOURCES.register("photos")
+def load_photos(request: Request) -> DataBundle:
+    """Load the embedded photographs: 96 train and 40 test crops in 8 classes.
+
+    Raises:
+        UsageError: a path is given, or scikit-image came without its photographs.
+    """
+    if request.path is not None:
+        raise UsageError("data set 'photos' ships with scikit-image; drop --data-path, or use folder:PATH instead")
+    train = _image_set("train", request.train_limit, request)
+    test = _image_set("test", request.test_limit, request)
+    provenance = f"{len(train)} train and {len(test)} test crops of the photographs inside scikit-image"
+    return DataBundle(train, test, train.classes, "photos", provenance)
+
+
+def photo_crops(split: str) -> list[Crop]:
+    """Return the crops of `split` ("train" or "test") in the order of the image set."""
+    train = split == "train"
+    return [
+        Crop(photo.name, number, _box(photo, number, train))
+        for number in range(TRAIN_CROPS if train else TEST_CROPS)
+        for photo in PHOTOS
+    ]
+
+
+def _box(photo: Photo, number: int, train: bool) -> tuple[int, int, int, int]:
+    left, right = (0, photo.border) if train else (photo.border, photo.width)
+    if number == 0:
+        x, y, side = photo.best_train if train else photo.best_test
+    else:
+        smallest, largest = TRAIN_SIDES if train else TEST_SIDES
+        # The R3 sequence (powers of the root of x^4 = x + 1) spreads few crops evenly over side, x and y.
+        u, v, w = (number * step % 1 for step in (0.8191725, 0.6710436, 0.5497005))
+        side = round((smallest + (largest - smallest) * u) * min(right - left, photo.height))
+        x, y = left + round(v * (right - left - side)), round(w * (photo.height - side))
+    return x, y, x + side, y + side
+
+
+@functools.lru_cache(maxsize=len(PHOTOS))
+def _photograph(name: str) -> Image.Image:
+    import skimage.data
+
+    try:
+        pixels = getattr(skimage.data, name)()
+    except (OSError, ImportError) as error:
+        raise UsageError(f"scikit-image came without its photograph {name!r}; reinstall it from its wheel") from error
+    return Image.fromarray(pixels[0] if name == "stereo_motorcycle" else pixels)
+
+
+def _image_set(split: str, limit: int | None, request: Request) -> ImageSet:
+    every = photo_crops(split)
+    crops = [every[i] for i in choose(len(every), limit, request.seed)]
+    names = [photo.name for photo in PHOTOS]
+    labels = [names.index(crop.photo) for crop in crops]
+    ids = [f"{crop.photo}/{split}/{crop.number}" for crop in crops]
+    return ImageSet(CropImages(crops), labels, ids, names, request.size)

@@ -1,0 +1,54 @@
+"""One door to every data set: `load_data(name, size=...)`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attacks.registry import UsageError
+
+# Imported for their entries in SOURCES, in the order in which messages list them.
+from fedmjp.data import photos  # noqa: F401  # isort: skip
+from fedmjp.data import hub  # noqa: F401  # isort: skip
+from fedmjp.data.catalog import SOURCES, DataBundle, Request
+
+FOLDER = "folder:"
+
+
+def load_data(
+    name: str,
+    *,
+    size: int,
+    path: str | Path | None = None,
+    train_limit: int | None = None,
+    test_limit: int | None = None,
+    seed: int = 0,
+) -> DataBundle:
+    """Load the data set called `name`; pixels are decoded only when asked for.
+
+    Args:
+        name: an entry of `SOURCES`; "folder:PATH" for an image folder.
+        size: side of the images in pixels, at least 1.
+        path: a local copy: a folder of parquet files in the hub's layout, or for "imagenet" also an image folder.
+        train_limit: most images in the train set, at least 1; a random subset fixed by `seed`. None takes all.
+        test_limit: the same for the test set.
+        seed: fixes the subsets and, for a folder without splits of its own, the split; at least 0.
+
+    Raises:
+        UsageError: unknown name, bad number, or data that is missing, unreadable or out of reach.
+    """
+    for option, value, least in (
+        ("size", size, 1),
+        ("train_limit", train_limit, 1),
+        ("test_limit", test_limit, 1),
+        ("seed", seed, 0),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{option} is {value}; give at least {least}")
+    if name.startswith(FOLDER):
+        if path is not None:
+            raise UsageError(f"{name!r} names its folder already; drop --data-path")
+        path, name = name.removeprefix(FOLDER), "folder:PATH"
+        if not path:
+            raise UsageError("no folder given; write folder:PATH with the path of an image folder")
+    load = SOURCES.get(name)
+    return load(Request(size, None if path is None else Path(path), train_limit, test_limit, seed))

@@ -1,0 +1,38 @@
+"""Means with bootstrap intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Interval(NamedTuple):
+    """A mean, its confidence interval, and how many values stand behind it."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def bootstrap_mean(
+    values: Sequence[float] | np.ndarray, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap interval of the mean (Efron 1979).
+
+    Args:
+        values: (n,) numbers; NaN are dropped and not counted.
+
+    Returns:
+        NaN with count 0 where nothing is left; a single value is its own interval.
+    """
+    finite = np.asarray(values, dtype=float)
+    finite = finite[np.isfinite(finite)]
+    if len(finite) == 0:
+        return Interval(float("nan"), float("nan"), float("nan"), 0)
+    draws = np.random.default_rng(seed).integers(0, len(finite), size=(resamples, len(finite)))
+    means = finite[draws].mean(axis=1)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(finite.mean()), float(low), float(high), len(finite))

@@ -1,0 +1,117 @@
+"""Results to something a person reads: the row log, summary tables, figures and one self-contained page."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from attacks.registry import UsageError
+from fedmjp.report.figures import (
+    MAX_PANELS,
+    Panel,
+    Reconstructed,
+    leakage_by_round_figure,
+    reconstructions_figure,
+    training_figure,
+)
+from fedmjp.report.page import write_page
+from fedmjp.report.rows import BASELINES, IDENTITY, METRICS, ROW_KEYS, RowLog, load_rows
+from fedmjp.report.tables import as_text, summarise, write_csv, write_latex
+
+__all__ = [
+    "BASELINES",
+    "IDENTITY",
+    "MAX_PANELS",
+    "METRICS",
+    "ROW_KEYS",
+    "Panel",
+    "Reconstructed",
+    "RowLog",
+    "as_text",
+    "leakage_by_round_figure",
+    "load_rows",
+    "reconstructions_figure",
+    "render",
+    "summarise",
+    "training_figure",
+    "write_csv",
+    "write_latex",
+    "write_page",
+]
+
+ROUND_COLUMNS = ["defense", "round", "loss", "accuracy", "seconds"]
+
+
+def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
+    """Make every report file of a run from what the run left in its output folder.
+
+    Reads rows.jsonl, rounds.csv (may be absent) and run.json; writes summary.csv, summary.tex,
+    leakage_by_round, training and reconstructions as .png and .pdf (each where there is something to draw) and
+    report.html.
+
+    Args:
+        out: the run's output folder.
+        panels: at most 12 rows for the reconstructions figure; none leaves that figure out.
+
+    Returns:
+        the path of report.html.
+
+    Raises:
+        UsageError: rows.jsonl or run.json is missing or damaged.
+    """
+    out = Path(out)
+    rows, run, rounds = load_rows(out / "rows.jsonl"), _load_run(out / "run.json"), _load_rounds(out / "rounds.csv")
+    summary = summarise(rows)
+    write_csv(summary, out / "summary.csv")
+    write_latex(summary, out / "summary.tex")
+    figures: dict[str, Path] = {}
+    for name, draw, content in (
+        ("reconstructions", reconstructions_figure, panels),
+        ("leakage_by_round", leakage_by_round_figure, rows),
+        ("training", training_figure, rounds),
+    ):
+        if len(content):
+            figures[name] = out / f"{name}.png"
+            draw(content, figures[name])
+    page = out / "report.html"
+    write_page(page, run=run, summary=summary, rounds=rounds, rows=rows, figures=figures, notes=_notes(rows))
+    return page
+
+
+def _load_run(path: Path) -> dict[str, Any]:
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"no {path}; run a benchmark first or name its output folder") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(run, dict):
+        raise UsageError(f"{path} holds no object")
+    return run
+
+
+def _load_rounds(path: Path) -> pd.DataFrame:
+    if not path.is_file() or not path.stat().st_size:
+        return pd.DataFrame(columns=ROUND_COLUMNS)
+    rounds = pd.read_csv(path, converters={"defense": str})  # a converter, or a defence named "None" reads as NaN
+    missing = [column for column in ROUND_COLUMNS if column not in rounds]
+    if missing:
+        raise UsageError(f"{path} lacks the columns {missing}")
+    return rounds
+
+
+def _notes(rows: pd.DataFrame) -> list[str]:
+    notes = []
+    scored = rows[rows["mse"].notna()]
+    if scored.empty:
+        return notes
+    if scored["lpips"].isna().all():
+        notes.append("LPIPS was not computed: the weights of its network were not available.")
+    images = scored.groupby(["model", "block", "defense", "attack"]).size().min()
+    if images < 10:
+        notes.append(f"Some means rest on as few as {images} images; intervals over so few are too narrow.")
+    return notes

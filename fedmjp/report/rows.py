@@ -1,0 +1,199 @@
+"""The rows of a run: one JSON object a line, one line per image and attack.
+
+Everything the report says is computed from this file and from nothing else. A run may be killed at any moment and
+taken up again, so the log repairs the one kind of damage that a kill can do (a last line cut short) and refuses every
+other kind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pandas as pd
+
+from attacks.registry import UsageError
+
+METRICS = ("mse", "psnr", "ssim", "fft2d", "fft2d_official", "lpips", "patch_recovery")
+
+ROW_KEYS = (
+    "run_id",
+    "commit",
+    "version",
+    "torch_version",
+    "seed",
+    "device",
+    "dataset",
+    "model",
+    "weights",
+    "block",
+    "defense",
+    "defense_parameters",
+    "setting",
+    "update",
+    "batch_size",
+    "local_steps",
+    "attack",
+    "attack_parameters",
+    "threat_model",
+    "round",
+    "client",
+    "image",
+    "image_id",
+    "gradient_norm",
+    *METRICS,
+    "seconds",
+    "diagnosis",
+)
+
+IDENTITY = ("defense", "attack", "round", "client", "image")
+
+# Gradient-free answers every attack has to beat: they are rows like any other, filed under these attack names.
+BASELINES = ("mean_image", "other_image")
+
+
+class RowLog:
+    """An append-only log of result rows that survives being killed.
+
+    Args:
+        path: a .jsonl file; made with its folders if it does not exist, read and continued if it does.
+
+    Attributes:
+        repaired: the file ended in a line without its line end. A half-written row was cut off; a whole row that
+            lacked only its line end was kept.
+
+    Raises:
+        UsageError: a line other than a half-written last one is no row; the message names the file and the line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = self.path.read_bytes() if self.path.exists() else b""
+        self._rows, self.repaired = _parse(content, self.path)
+        if self.repaired:
+            _rewrite(self.path, self._rows)
+        self._read = {_identity(row) for row in self._rows}
+        self._appended: set[tuple[Any, ...]] = set()
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def append(self, row: Mapping[str, Any]) -> bool:
+        """Write one row and flush it; NaN and infinities become null.
+
+        A resumed run repeats a batch that was only partly written: images already in the file when it was opened are
+        then left as they are.
+
+        Returns:
+            whether the row was written.
+
+        Raises:
+            ValueError: keys missing or unknown, or the row was already appended through this log.
+        """
+        missing = [key for key in ROW_KEYS if key not in row]
+        unknown = [key for key in row if key not in ROW_KEYS]
+        if missing or unknown:
+            raise ValueError(f"not a results row: missing keys {missing}, unknown keys {unknown}")
+        clean = {key: _jsonable(row[key]) for key in ROW_KEYS}
+        identity = _identity(clean)
+        if identity in self._appended:
+            raise ValueError(f"row appended twice: {dict(zip(IDENTITY, identity, strict=True))}")
+        if identity in self._read:
+            return False
+        self._file.write(_line(clean))
+        self._file.flush()
+        self._appended.add(identity)
+        self._rows.append(clean)
+        return True
+
+    def done(self, defense: str, attack: str, round: int, client: int) -> bool:
+        """Whether every image of that client's batch (`batch_size` of them) has its row for that attack."""
+        wanted = (defense, attack, round, client)
+        batch = [row for row in self._rows if _identity(row)[:-1] == wanted]
+        return bool(batch) and len(batch) >= batch[0]["batch_size"]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, those read at the opening first; a new list of the log's own dictionaries."""
+        return list(self._rows)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> RowLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """Read a results file without changing it; a half-written last line is left out.
+
+    Returns:
+        one row per line with the columns `ROW_KEYS`. Metrics, `seconds` and `gradient_norm` are float64 with NaN for
+        null; dictionaries and lists stay Python objects.
+
+    Raises:
+        UsageError: no such file, or a damaged line (named).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
+    rows, _ = _parse(path.read_bytes(), path)
+    frame = pd.DataFrame(rows, columns=list(ROW_KEYS))
+    numbers = [*METRICS, "seconds", "gradient_norm"]
+    return frame.astype(dict.fromkeys(numbers, "float64"))
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in IDENTITY)
+
+
+def _parse(content: bytes, path: Path) -> tuple[list[dict[str, Any]], bool]:
+    *lines, tail = content.split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _row(line)
+        if row is None:
+            raise UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
+        rows.append(row)
+    last = _row(tail)
+    return rows + ([last] if last is not None else []), bool(tail)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # JSONDecodeError and UnicodeDecodeError both are
+        return None
+    return row if isinstance(row, dict) and set(row) == set(ROW_KEYS) else None
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    # Through a second file: a kill during the repair must not cost the rows that were whole.
+    draft = path.with_name(path.name + ".part")
+    draft.write_text("".join(map(_line, rows)), encoding="utf-8")
+    draft.replace(path)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if hasattr(value, "item"):  # a NumPy or torch scalar
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,195 @@
+"""From rows to tables: means with 95 % bootstrap intervals, as a frame, CSV, LaTeX or a terminal table.
+
+Rows are grouped by model, block, defence and attack. An attack that returned no image leaves no metric; such rows are
+counted under `failed` and enter no mean, so a mean over few images is read together with that count.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fedmjp.metrics import METRIC_DIRECTIONS, bootstrap_mean
+from fedmjp.report.rows import METRICS
+
+GROUP = ("model", "block", "defense", "attack")
+
+_DIGITS = {"mse": 4, "psnr": 2, "ssim": 3, "fft2d": 4, "fft2d_official": 4, "lpips": 3, "patch_recovery": 3}
+
+_ARROWS = {"↑": r"\uparrow", "↓": r"\downarrow"}
+
+_LATEX = {
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "\\": r"\textbackslash{}",
+    "_": r"\_",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
+
+
+def summarise(rows: pd.DataFrame) -> pd.DataFrame:
+    """Summary of results rows, one line per (model, block, defense, attack) in order of first appearance.
+
+    Args:
+        rows: frame with the columns `ROW_KEYS`, as `load_rows` gives it.
+
+    Returns:
+        frame with the columns `GROUP`, `count` (all rows), `failed` (rows without any metric), for each metric M
+        `M_mean`, `M_low`, `M_high` (95 % bootstrap interval of the mean, NaN if no value), `psnr_median` (dB),
+        `seconds_mean` (s) and `diagnosis` (the most common non-empty one, "" if there is none).
+    """
+    records = [
+        dict(zip(GROUP, key, strict=True)) | _summary(group) for key, group in rows.groupby(list(GROUP), sort=False)
+    ]
+    return pd.DataFrame(records, columns=_columns())
+
+
+def write_csv(summary: pd.DataFrame, path: str | os.PathLike[str]) -> None:
+    """Write the summary as CSV with full precision; NaN becomes an empty field."""
+    summary.to_csv(path, index=False)
+
+
+def write_latex(summary: pd.DataFrame, path: str | os.PathLike[str]) -> None:
+    """Write the summary as a LaTeX table body (needs only booktabs); `mean \\pm` half the 95 % interval.
+
+    Arrows point to the more private side. Metrics without a single value are left out.
+    """
+    Path(path).write_text(_latex(summary), encoding="utf-8")
+
+
+def as_text(summary: pd.DataFrame, width: int = 120) -> Table:
+    """The summary for a terminal `width` characters wide: mean [low, high] of the four metrics people ask for.
+
+    One section per defence. Below 120 characters the interval goes on a line of its own. LPIPS is shown only where it
+    was measured.
+    """
+    metrics = ["psnr", "ssim", *(["lpips"] if "lpips" in measured(summary) else []), "patch_recovery"]
+    several = summary["model"].nunique() > 1 or summary["block"].nunique() > 1
+    gap = "\n" if width < 120 else " "
+    table = Table(box=box.SIMPLE_HEAD, width=min(width, 130), pad_edge=False, show_edge=False, padding=0)
+    table.add_column("Defence\n  attack", overflow="fold")
+    table.add_column("Images", justify="right", overflow="fold")
+    for metric in metrics:
+        table.add_column(heading(metric).replace(" ", "\n", 1), justify="right", no_wrap=True)
+    for (model, block, defense), group in summary.groupby(["model", "block", "defense"], sort=False):
+        table.add_row(Text(f"{defense} ({model}, {block})" if several else str(defense), style="bold"))
+        for line in group.to_dict("records"):
+            cells = [f"  {line['attack']}", images_text(line)]
+            cells += [interval_text(line, metric, gap, digits=2) for metric in metrics]
+            table.add_row(*map(Text, cells))  # Text, because rich would take [low, high] for markup
+        table.add_section()
+    return table
+
+
+def interval_text(line: dict[str, Any], metric: str, gap: str = " ", digits: int | None = None) -> str:
+    """One summary line's metric as "mean [low, high]", or a dash where it has no value.
+
+    Args:
+        gap: what stands between the mean and its interval.
+        digits: decimals; None takes those customary for the metric.
+    """
+    mean, low, high = (line[f"{metric}_{part}"] for part in ("mean", "low", "high"))
+    if np.isnan(mean):
+        return "–"
+    digits = _DIGITS[metric] if digits is None else digits
+    if np.isnan(low):
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f}{gap}[{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def heading(metric: str) -> str:
+    """A metric's label, a no-break space and the arrow to its more private side, as in the MJP paper's tables."""
+    direction = METRIC_DIRECTIONS[metric]
+    return f"{direction.label}\N{NO-BREAK SPACE}{'↑' if direction.higher_is_more_private else '↓'}"
+
+
+def images_text(line: dict[str, Any]) -> str:
+    """How many images one summary line's means rest on: "16", or "12 of 16" where an attack returned none."""
+    count, failed = int(line["count"]), int(line["failed"])
+    return f"{count - failed} of {count}" if failed else str(count)
+
+
+def measured(summary: pd.DataFrame) -> list[str]:
+    """The metrics with at least one value in the summary, in the order of `METRICS`."""
+    return [metric for metric in METRICS if summary[f"{metric}_mean"].notna().any()]
+
+
+def _columns() -> list[str]:
+    metrics = [f"{metric}_{part}" for metric in METRICS for part in ("mean", "low", "high")]
+    return [*GROUP, "count", "failed", *metrics, "psnr_median", "seconds_mean", "diagnosis"]
+
+
+def _summary(group: pd.DataFrame) -> dict[str, Any]:
+    line: dict[str, Any] = {"count": len(group), "failed": int(group[list(METRICS)].isna().all(axis=1).sum())}
+    for metric in METRICS:
+        line |= dict(zip((f"{metric}_mean", f"{metric}_low", f"{metric}_high"), _interval(group[metric]), strict=True))
+    diagnoses = group["diagnosis"][group["diagnosis"] != ""]
+    return line | {
+        "psnr_median": group["psnr"].median(),
+        "seconds_mean": group["seconds"].mean(),
+        # value_counts breaks ties by first appearance
+        "diagnosis": diagnoses.value_counts().index[0] if len(diagnoses) else "",
+    }
+
+
+def _interval(values: pd.Series) -> tuple[float, float, float]:
+    if values.isna().all():
+        return (np.nan, np.nan, np.nan)
+    interval = bootstrap_mean(values.to_numpy())
+    return interval.mean, interval.low, interval.high
+
+
+def _latex(summary: pd.DataFrame) -> str:
+    metrics = measured(summary)
+    columns = 3 + len(metrics)
+    lines = [
+        r"% Mean and half the 95 % bootstrap interval over images; arrows point to the more private side.",
+        rf"\begin{{tabular}}{{ll{'r' * (columns - 2)}}}",
+        r"\toprule",
+        " & ".join(["Defence", "Attack", "$n$", *map(_latex_heading, metrics)]) + r" \\",
+    ]
+    for (model, block), group in summary.groupby(["model", "block"], sort=False):
+        title = f"{_escape(model)}, {_escape(block)} block"
+        lines += [r"\midrule", rf"\multicolumn{{{columns}}}{{l}}{{\emph{{{title}}}}} \\"]
+        before = None
+        for line in group.to_dict("records"):
+            if before is not None and line["defense"] != before:
+                lines.append(r"\addlinespace")
+            shown = "" if line["defense"] == before else _escape(line["defense"])
+            cells = [shown, _escape(line["attack"]), images_text(line), *(_latex_value(line, m) for m in metrics)]
+            lines.append(" & ".join(cells) + r" \\")
+            before = line["defense"]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex_heading(metric: str) -> str:
+    label, arrow = heading(metric).split("\N{NO-BREAK SPACE}")
+    return rf"{_escape(label)} ${_ARROWS[arrow]}$"
+
+
+def _latex_value(line: dict[str, Any], metric: str) -> str:
+    mean, low, high = (line[f"{metric}_{part}"] for part in ("mean", "low", "high"))
+    if np.isnan(mean):
+        return "--"
+    digits = _DIGITS[metric]
+    if np.isnan(low):
+        return f"${mean:.{digits}f}$"
+    return rf"${mean:.{digits}f} \pm {(high - low) / 2:.{digits}f}$"
+
+
+def _escape(text: Any) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in str(text))

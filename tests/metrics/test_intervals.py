@@ -1,0 +1,63 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from attacks.registry import UsageError
+from fedmjp.metrics import Interval, bootstrap_mean
+
+SKEWED = np.random.default_rng(5).exponential(scale=10.0, size=60)
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_agrees_with_scipy(confidence):
+    ours = bootstrap_mean(SKEWED, confidence=confidence, resamples=20_000)
+    scipys = stats.bootstrap(
+        (SKEWED,), np.mean, confidence_level=confidence, n_resamples=20_000, method="percentile", rng=1
+    )
+    # The two draw differently: allow three standard errors of such a quantile, about 3 % of the mean's deviation each.
+    tolerance = 0.1 * scipys.standard_error
+    assert ours.mean == pytest.approx(SKEWED.mean())
+    assert ours.low == pytest.approx(scipys.confidence_interval.low, abs=tolerance)
+    assert ours.high == pytest.approx(scipys.confidence_interval.high, abs=tolerance)
+    assert ours.count == 60
+
+
+def test_covers_the_true_mean_about_as_often_as_it_says():
+    samples = np.random.default_rng(0).normal(3.0, 2.0, size=(300, 40))
+    intervals = [bootstrap_mean(sample, resamples=500, seed=i) for i, sample in enumerate(samples)]
+    covered = np.mean([interval.low <= 3.0 <= interval.high for interval in intervals])
+    assert 0.90 < covered < 0.98
+
+
+def test_values_that_are_not_finite_are_left_out_and_not_counted():
+    with_gaps = np.insert(SKEWED, [0, 20, 60], [np.nan, np.inf, np.nan])
+    assert bootstrap_mean(with_gaps) == bootstrap_mean(SKEWED)
+
+
+def test_one_value_is_its_own_interval_and_none_is_nan():
+    assert bootstrap_mean([2.5, float("nan")]) == Interval(2.5, 2.5, 2.5, 1)
+    nothing = bootstrap_mean([float("nan")])
+    assert nothing.count == 0
+    assert all(math.isnan(value) for value in (nothing.mean, nothing.low, nothing.high))
+    assert bootstrap_mean([]).count == 0
+
+
+def test_a_seed_fixes_the_interval_and_another_moves_it():
+    assert bootstrap_mean(SKEWED, seed=4) == bootstrap_mean(SKEWED, seed=4)
+    assert bootstrap_mean(SKEWED, seed=4).low != bootstrap_mean(SKEWED, seed=5).low
+
+
+def test_takes_tensors_and_lists():
+    values = torch.tensor(SKEWED, requires_grad=True)
+    assert bootstrap_mean(values) == bootstrap_mean(SKEWED.tolist())
+
+
+@pytest.mark.parametrize(
+    "options", [{"confidence": 0.0}, {"confidence": 1.0}, {"confidence": 95.0}, {"resamples": 0}], ids=str
+)
+def test_refuses_what_makes_no_interval(options):
+    with pytest.raises(UsageError, match="confidence|resamples"):
+        bootstrap_mean(SKEWED, **options)

@@ -1,0 +1,136 @@
+import warnings
+
+import lpips
+import numpy as np
+import pytest
+import torch
+from skimage.transform import resize
+from torch import nn
+
+from attacks.registry import UsageError
+from fedmjp.metrics import load_lpips
+
+
+@pytest.fixture(scope="module")
+def squeeze(lpips_weights):
+    return load_lpips("squeeze", lpips_weights)
+
+
+@pytest.fixture
+def empty_hub(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def no_download(monkeypatch):
+    def refuse(url, *_, **__):
+        raise AssertionError(f"tried to download {url}")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+
+
+def test_gives_the_numbers_of_torchmetrics_documentation(squeeze):
+    # torchmetrics.functional.image.learned_perceptual_image_patch_similarity, second doctest, net_type="squeeze".
+    generator = torch.Generator().manual_seed(42)
+    first, second = torch.rand(2, 3, 100, 100, generator=generator), torch.rand(2, 3, 100, 100, generator=generator)
+    np.testing.assert_allclose(squeeze(first, second), [0.1024, 0.0938], atol=5e-5)
+
+
+def test_agrees_with_the_package_itself(squeeze, lpips_weights, noisy, photographs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        package = lpips.LPIPS(net="squeeze", pnet_rand=True, verbose=False)
+    package.load_state_dict(torch.load(lpips_weights, weights_only=True))
+    with torch.no_grad():
+        expected = [package(2 * r[None] - 1, 2 * o[None] - 1).item() for r, o in zip(noisy, photographs, strict=True)]
+    np.testing.assert_allclose(squeeze(noisy, photographs), expected, rtol=1e-4)
+
+
+def test_grows_with_the_noise_and_vanishes_on_identical_images(squeeze, noisy, photographs):
+    small, middle, large = squeeze(noisy, photographs).tolist()
+    assert 0 < small < middle < large
+    assert squeeze(photographs, photographs).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_grey_images_count_as_rgb_with_equal_channels(squeeze, noisy, photographs):
+    rec, orig = noisy[:, :1], photographs[:, :1]
+    expected = squeeze(rec.expand(-1, 3, -1, -1), orig.expand(-1, 3, -1, -1))
+    np.testing.assert_allclose(squeeze(rec, orig), expected, rtol=1e-5)
+
+
+def test_names_its_trunk_and_refuses_what_the_trunk_cannot_take(squeeze, photographs):
+    assert squeeze.label == "lpips[squeeze]"
+    smallest = photographs[..., :17, :17]
+    assert torch.isfinite(squeeze(smallest, 1 - smallest)).all()
+    with pytest.raises(UsageError, match="sides of 17"):
+        squeeze(photographs[..., :16, :], photographs[..., :16, :])
+    with pytest.raises(UsageError, match="2 channels"):
+        squeeze(photographs[:, :2], photographs[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("net", "trunk"),
+    [("squeeze", "squeezenet1_1-b8a52dc0.pth"), ("alex", "alexnet-owt-7be5be79.pth"), ("vgg", "vgg16-397923af.pth")],
+)
+def test_without_weights_warns_once_which_file_is_missing(empty_hub, no_download, net, trunk):
+    (empty_hub / "checkpoints" / trunk.replace("-", "-other-")).touch()
+    with pytest.warns(UserWarning, match=f"weights=.*{net}.*{trunk}") as caught:
+        assert load_lpips(net) is None
+    assert len(caught) == 1
+    assert "\n" not in str(caught[0].message)
+
+
+def test_takes_the_trunk_from_the_hub_cache(empty_hub, no_download, squeeze, lpips_weights, noisy, photographs):
+    from torchvision.models import squeezenet1_1
+
+    # The package copies the trunk's layers in order, so the complete state dict gives back torchvision's.
+    whole = torch.load(lpips_weights, weights_only=True)
+    layers = {key.split(".", 2)[2]: value for key, value in whole.items() if key.startswith("net.slice")}
+    trunk = squeezenet1_1().state_dict()
+    trunk |= {f"features.{name}": value for name, value in layers.items()}
+    torch.save(trunk, empty_hub / "checkpoints" / "squeezenet1_1-b8a52dc0.pth")
+    cached = load_lpips("squeeze")
+    np.testing.assert_allclose(cached(noisy, photographs), squeeze(noisy, photographs), rtol=1e-6)
+
+
+def test_wrong_weights_are_told_in_one_line(tmp_path):
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "linear.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    (tmp_path / "empty.pt").touch()
+    for name in ("linear.pt", "list.pt", "text.pt", "empty.pt"):
+        with pytest.raises(UsageError, match=f"{name} is no state dict") as caught:
+            load_lpips("squeeze", tmp_path / name)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="no LPIPS weights at"):
+        load_lpips("squeeze", tmp_path / "missing.pt")
+    with pytest.raises(UsageError, match="unknown LPIPS trunk 'resnet'"):
+        load_lpips("resnet")
+
+
+def test_loading_leaves_the_random_numbers_alone_and_is_silent(lpips_weights):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_lpips("squeeze", lpips_weights)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_missing_package_is_named(lpips_weights, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "lpips", None)
+    with pytest.raises(ImportError, match="pip install lpips"):
+        load_lpips("squeeze", lpips_weights)
+
+
+def test_ranks_blur_against_noise_as_people_do(squeeze, photographs):
+    # Zhang et al., figure 1: at an equal squared error a blurred patch is the worse one to people, not to MSE.
+    original = photographs[1:2]
+    small = resize(original[0].numpy(), (3, 24, 24), anti_aliasing=True)
+    blurred = torch.from_numpy(resize(small, (3, 96, 96), order=3).astype("float32"))[None].clamp(0, 1)
+    scale = (blurred - original).square().mean().sqrt()
+    noise = torch.randn(original.shape, generator=torch.Generator().manual_seed(0))
+    assert squeeze(blurred, original) > squeeze((original + scale * noise).clamp(0, 1), original)

@@ -1,0 +1,114 @@
+"""The row log: round trip, resuming, and what a kill or a careless editor can do to the file."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from report_samples import make_row
+
+from attacks.registry import UsageError
+from fedmjp.report import ROW_KEYS, RowLog, load_rows
+
+
+def test_round_trip_keeps_values_and_key_order(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    row = make_row(image_id="é\u2028x", defense_parameters={"ratio": np.float32(0.25)})
+    with RowLog(path) as log:
+        assert log.append(dict(reversed(row.items())))
+        assert not log.repaired
+    written = json.loads(path.read_bytes())
+    assert tuple(written) == ROW_KEYS
+    assert written == row | {"defense_parameters": {"ratio": 0.25}}
+    with RowLog(path) as log:
+        assert log.rows() == [written]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -np.inf, np.float32("nan")])
+def test_not_finite_becomes_null(tmp_path, value):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append(make_row(psnr=value, attack_parameters={"tv": [value]}))
+    written = json.loads(path.read_bytes())
+    assert written["psnr"] is None
+    assert written["attack_parameters"] == {"tv": [None]}
+    assert load_rows(path)["psnr"].isna().all()
+
+
+def test_missing_and_unknown_keys_are_refused_and_leave_no_trace(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lacking = make_row()
+    del lacking["psnr"]
+    with RowLog(path) as log:
+        with pytest.raises(ValueError, match=r"missing keys \['psnr'\]"):
+            log.append(lacking)
+        with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
+            log.append(make_row() | {"colour": 1})
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("cut", [1, 40, -3])
+def test_half_written_last_line_is_cut_off(tmp_path, cut):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        for client in range(3):
+            log.append(make_row(client=client, image_id="é"))
+    whole = path.read_bytes()
+    first_two, last = whole[: 2 * (len(whole) // 3)], whole[2 * (len(whole) // 3) :]
+    path.write_bytes(first_two + last[:cut])
+    assert list(load_rows(path)["client"]) == [0, 1]
+    with RowLog(path) as log:
+        assert log.repaired
+        assert path.read_bytes() == first_two
+        log.append(make_row(client=2, image_id="é"))
+    assert path.read_bytes() == whole
+
+
+def test_whole_last_row_without_line_end_is_kept(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append(make_row())
+    whole = path.read_bytes()
+    path.write_bytes(whole.rstrip(b"\n"))
+    with RowLog(path) as log:
+        assert log.repaired
+        assert log.done("none", "closed_form", 1, 0)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("damage", [b"{oops", b"", b"[]", b'{"psnr": 1}', b"\xff\xfe"])
+def test_damaged_middle_line_names_file_and_line(tmp_path, damage):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        for client in range(3):
+            log.append(make_row(client=client))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + damage + b"\n" + lines[2])
+    for read in (RowLog, load_rows):
+        with pytest.raises(UsageError, match=r"rows\.jsonl, line 2"):
+            read(path)
+    assert path.read_bytes() == lines[0] + damage + b"\n" + lines[2]
+
+
+def test_done_wants_every_image_of_the_batch(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append(make_row(batch_size=2, image=0))
+        assert not log.done("none", "closed_form", 1, 0)
+    with RowLog(path) as log:  # resumed: the batch is attacked again, its first image is there already
+        assert not log.append(make_row(batch_size=2, image=0))
+        assert log.append(make_row(batch_size=2, image=1))
+        assert log.done("none", "closed_form", 1, 0)
+        assert not log.done("mjp", "closed_form", 1, 0)
+        assert not log.done("none", "other", 1, 0)
+        assert not log.done("none", "closed_form", 2, 0)
+        assert not log.done("none", "closed_form", 1, 1)
+        with pytest.raises(ValueError, match="appended twice"):
+            log.append(make_row(batch_size=2, image=1))
+    assert len(load_rows(path)) == 2
+
+
+def test_missing_file_is_the_callers_mistake(tmp_path):
+    with pytest.raises(UsageError, match="no results file"):
+        load_rows(tmp_path / "rows.jsonl")

@@ -1,0 +1,111 @@
+"""The summary's numbers against SciPy and plain NumPy, the LaTeX against its grammar."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from report_samples import REFUSAL, make_row
+from rich.console import Console
+from scipy import stats
+
+from fedmjp import metrics
+from fedmjp.report import BASELINES, METRICS, as_text, summarise, write_csv, write_latex
+
+
+@pytest.fixture(scope="module")
+def summary(frame):
+    return summarise(frame)
+
+
+def test_rows_and_metrics_agree_on_names():
+    assert tuple(metrics.METRIC_DIRECTIONS) == METRICS
+    assert (metrics.MEAN_IMAGE, metrics.OTHER_IMAGE) == BASELINES
+
+
+def test_groups_come_in_order_of_first_appearance(frame, summary):
+    seen = list(dict.fromkeys(zip(frame["defense"], frame["attack"], strict=True)))
+    assert list(zip(summary["defense"], summary["attack"], strict=True)) == seen
+    assert (summary["count"] == 12).all()
+
+
+def test_means_medians_and_intervals(frame, summary):
+    for line in summary.to_dict("records"):
+        chosen = (frame["defense"] == line["defense"]) & (frame["attack"] == line["attack"])
+        values = np.array([v for v in frame["psnr"][chosen] if v == v])
+        if not len(values):
+            assert np.isnan([line["psnr_mean"], line["psnr_low"], line["psnr_high"], line["psnr_median"]]).all()
+            continue
+        np.testing.assert_allclose(line["psnr_mean"], values.sum() / len(values))
+        np.testing.assert_allclose(line["psnr_median"], np.sort(values)[[5, 6]].mean())
+        np.testing.assert_allclose(line["seconds_mean"], 1.25)
+        oracle = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=2000, rng=1).confidence_interval
+        wide = oracle.high - oracle.low
+        np.testing.assert_allclose([line["psnr_low"], line["psnr_high"]], oracle, atol=0.15 * wide)
+
+
+def test_failures_are_counted_and_diagnosed(summary):
+    refused = summary[(summary["defense"] == "mjp") & (summary["attack"] == "april_analytic")].iloc[0]
+    assert refused["failed"] == refused["count"] == 12
+    assert refused["diagnosis"] == REFUSAL
+    assert summary["failed"].sum() == 12
+    assert summary["lpips_mean"].isna().all()
+
+
+def test_most_common_diagnosis_ignores_the_empty_one():
+    rows = pd.DataFrame([make_row(client=i, diagnosis=d) for i, d in enumerate(["", "", "", "a", "b", "b"])])
+    rows = rows.astype(dict.fromkeys(METRICS, "float64"))
+    assert summarise(rows)["diagnosis"].tolist() == ["b"]
+
+
+def test_no_rows_make_an_empty_summary(frame):
+    assert list(summarise(frame.iloc[:0]).columns) == list(summarise(frame).columns)
+
+
+def test_csv_round_trip(summary, tmp_path):
+    write_csv(summary, tmp_path / "summary.csv")
+    back = pd.read_csv(tmp_path / "summary.csv", keep_default_na=False, na_values={"psnr_mean": [""]})
+    np.testing.assert_array_equal(back["psnr_mean"], summary["psnr_mean"])
+    assert back["defense"].tolist() == summary["defense"].tolist()
+
+
+def test_latex_is_balanced_and_escaped(frame, tmp_path):
+    summary = summarise(frame.assign(model=r"vit_50%&#{~}^\$"))
+    write_latex(summary, tmp_path / "summary.tex")
+    text = (tmp_path / "summary.tex").read_text(encoding="utf-8")
+    body = [line for line in text.splitlines() if not line.startswith("%")]
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+    assert r"vit\_50\%\&\#\{\textasciitilde{}\}\textasciicircum{}\textbackslash{}\$" in text
+    assert r"closed\_form" in text
+    columns = len(re.search(r"\\begin\{tabular\}\{(\w+)\}", text).group(1))
+    rows = [line for line in body if line.endswith(r"\\") and "multicolumn" not in line]
+    assert len(rows) == 1 + len(summary)
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {columns - 1}
+    assert all(len(re.findall(r"(?<!\\)\$", line)) % 2 == 0 for line in body)
+    assert not any(re.search(r"(?<!\\)[_#%]", line) for line in body)
+
+
+def test_latex_values_and_arrows(tmp_path, summary):
+    write_latex(summary, tmp_path / "summary.tex")
+    text = (tmp_path / "summary.tex").read_text(encoding="utf-8")
+    first = summary.iloc[0]
+    assert rf"${first['psnr_mean']:.2f} \pm {(first['psnr_high'] - first['psnr_low']) / 2:.2f}$" in text
+    for heading in (r"PSNR (dB) $\downarrow$", r"MSE $\uparrow$", r"$\uparrow$"):
+        assert heading in text
+    assert "LPIPS" not in text  # nothing measured
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_terminal_table_fits_and_shows_intervals(summary, width):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(as_text(summary, width))
+    text = capture.get()
+    assert max(map(len, text.splitlines())) <= width
+    first = summary.iloc[0]
+    assert f"{first['psnr_mean']:.2f}" in text
+    assert f"[{first['psnr_low']:.2f}, {first['psnr_high']:.2f}]" in text
+    assert "0 of 12" in text
+    assert "LPIPS" not in text
