@@ -60,7 +60,7 @@ class DataConfig:
     """Local copy of a named data set: a folder of parquet files in the hub's layout, or an image folder for imagenet."""
     train_limit: int | None = None
     """Use a random subset of this many training images."""
-    test_limit: int | None = 64
+    test_limit: int | None = 24
     """Evaluate on a random subset of this many test images."""
 
 

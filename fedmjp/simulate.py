@@ -51,7 +51,7 @@ def report(workspace: Workspace, console: Console) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code: 0, 1 for a failed client, 2 for a mistake of usage, 130 for an interrupt."""
-    console = Console()
+    console = _console()
     config = tyro.cli(
         tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)(RunConfig),
         prog="python -m fedmjp.simulate",
@@ -76,13 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _console() -> Console:
+    """The terminal; a file or a pipe is given room for the table."""
+    return Console() if sys.stdout.isatty() else Console(width=130)
+
+
 def _flower_main(grid: Any, run_config: Mapping[str, Any]) -> None:
     """The run on Flower's grid, with options from `flwr run --run-config`."""
     config = from_flat(dict(run_config))
     clients = len(list(grid.get_node_ids()))
     config = dataclasses.replace(config, federation=dataclasses.replace(config.federation, clients=clients))
     check_before_start(config)
-    workspace, console = Workspace(config), Console()
+    workspace, console = Workspace(config), _console()
     conduct_on(grid, config, workspace, RunProgress(console))
     workspace.finish()
     console.print(f"report: {report(workspace, console)}")

@@ -34,7 +34,7 @@ METRIC_DIRECTIONS: Mapping[str, Direction] = {
     "fft2d": Direction("FFT-2D", True),
     "fft2d_official": Direction("FFT-2D (official)", True),
     "lpips": Direction("LPIPS", True),
-    "patch_recovery": Direction("Patches > 25 dB", False),
+    "patch_recovery": Direction("Patches > 25 dB (share)", False),
 }
 
 
@@ -47,7 +47,7 @@ def score(
 ) -> dict[str, Tensor]:
     """Every metric of (B, C, H, W) images in [0, 1], (B,) each, in the order of `METRIC_DIRECTIONS`.
 
-    LPIPS is NaN without its network, SSIM is NaN for images smaller than its window.
+    LPIPS is NaN without its network or on images too small for it, SSIM on images smaller than its window (11).
     """
     missing = torch.full((len(original),), float("nan"), device=original.device)
     values = {

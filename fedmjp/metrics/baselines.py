@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attacks.registry import UsageError
+
 MEAN_IMAGE, OTHER_IMAGE = "mean_image", "other_image"
 
 
@@ -13,5 +15,11 @@ def mean_image(images: Tensor) -> Tensor:
 
 
 def other_image(images: Tensor) -> Tensor:
-    """For each of (B, C, H, W) images another one of them; B > 1."""
+    """For each of (B, C, H, W) images another one of them: (B, C, H, W), rolled by one.
+
+    Raises:
+        UsageError: fewer than two images, each of which would be answered with itself.
+    """
+    if len(images) < 2:
+        raise UsageError(f"another image needs a set of at least 2, not {len(images)}")
     return images.roll(1, dims=0)

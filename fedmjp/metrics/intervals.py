@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
+
+from attacks.registry import UsageError
 
 
 class Interval(NamedTuple):
@@ -18,16 +21,25 @@ class Interval(NamedTuple):
 
 
 def bootstrap_mean(
-    values: Sequence[float] | np.ndarray, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    values: Sequence[float] | np.ndarray | Tensor, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> Interval:
     """Percentile bootstrap interval of the mean (Efron 1979).
 
     Args:
-        values: (n,) numbers; NaN are dropped and not counted.
+        values: (n,) numbers; NaN and infinities are dropped and not counted.
 
     Returns:
         NaN with count 0 where nothing is left; a single value is its own interval.
+
+    Raises:
+        UsageError: `confidence` outside (0, 1), or `resamples` below 1.
     """
+    if not 0 < confidence < 1:
+        raise UsageError(f"confidence {confidence} lies outside (0, 1)")
+    if resamples < 1:
+        raise UsageError(f"resamples {resamples} is below 1")
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     if len(finite) == 0:

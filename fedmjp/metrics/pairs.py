@@ -11,7 +11,8 @@ def checked_pair(reconstruction: Tensor, original: Tensor) -> tuple[Tensor, Tens
     """Return the pair detached and in float64, in which no metric meets TF32 or loses a difference of squares.
 
     Args:
-        reconstruction: (B, C, H, W), floating, values expected in [0, 1] (not enforced: clamping is the attack's choice).
+        reconstruction: (B, C, H, W), floating, values expected in [0, 1] (not enforced: clamping is the
+            attack's choice).
         original: the same shape and device.
 
     Returns:

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from attacks.registry import UsageError
+from fedmjp.metrics.pairs import checked_pair
 
-TRUNKS = {"squeeze": "squeezenet1_1-*.pth", "alex": "alexnet-*.pth", "vgg": "vgg16-*.pth"}
+# The files that torchvision would load instead of downloading: another hash in the name means a silent download.
+TRUNKS = {"squeeze": "squeezenet1_1-b8a52dc0.pth", "alex": "alexnet-owt-7be5be79.pth", "vgg": "vgg16-397923af.pth"}
+# Below these sides (pixels) a pooling layer of the trunk has nothing left to pool.
+SMALLEST = {"squeeze": 17, "alex": 31, "vgg": 16}
 
 
 @dataclass(frozen=True)
@@ -20,16 +24,30 @@ class Lpips:
 
     Attributes:
         network: the `lpips.LPIPS` module.
-        label: backbone, for table headers.
+        net: the backbone; distances in different ones do not compare.
     """
 
     network: nn.Module
-    label: str
+    net: str
+
+    @property
+    def label(self) -> str:
+        """For table headers, for example "lpips[squeeze]"."""
+        return f"lpips[{self.net}]"
 
     @torch.no_grad()
     def __call__(self, reconstruction: Tensor, original: Tensor) -> Tensor:
-        """Distance of (B, 3, H, W) images in [0, 1]; (B,), 0 for identical images."""
-        return self.network(reconstruction.float(), original.float(), normalize=True).flatten()
+        """Distance of (B, 3, H, W) or grey (B, 1, H, W) images in [0, 1].
+
+        Returns:
+            (B,) on the images' device, 0 for identical images; NaN for images too small for the backbone.
+        """
+        pair = checked_pair(reconstruction, original)
+        if min(original.shape[-2:]) < SMALLEST[self.net]:
+            return torch.full((len(original),), float("nan"), device=original.device)
+        parameter = next(self.network.parameters())
+        placed = (images.to(parameter.device, parameter.dtype) for images in pair)
+        return self.network(*placed, normalize=True).flatten().to(original.device, torch.float32)
 
 
 def load_lpips(net: str = "squeeze", weights: Path | None = None, device: torch.device | str = "cpu") -> Lpips | None:
@@ -46,10 +64,11 @@ def load_lpips(net: str = "squeeze", weights: Path | None = None, device: torch.
         raise UsageError(f"unknown LPIPS backbone {net!r}; choose from: {', '.join(TRUNKS)}")
     if weights is not None and not Path(weights).is_file():
         raise UsageError(f"no LPIPS weights at {weights}; pass the state dict of lpips.LPIPS(net={net!r})")
-    cached = any(Path(torch.hub.get_dir(), "checkpoints").glob(TRUNKS[net]))
-    if weights is None and not cached:
+    trunk = Path(torch.hub.get_dir(), "checkpoints", TRUNKS[net])
+    if weights is None and not trunk.is_file():
         warnings.warn(
-            f"LPIPS is left empty: torchvision's {net} backbone is not cached; pass --lpips-weights FILE", stacklevel=2
+            f"LPIPS is left empty: torchvision's {net} backbone is not cached ({trunk}); pass --lpips-weights FILE",
+            stacklevel=2,
         )
         return None
     network = _network(net, random_trunk=weights is not None)
@@ -58,7 +77,9 @@ def load_lpips(net: str = "squeeze", weights: Path | None = None, device: torch.
             network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
         except Exception as error:  # a damaged or foreign file fails in many ways inside the reader
             raise UsageError(f"{weights} does not hold the weights of lpips.LPIPS(net={net!r})") from error
-    return Lpips(network.eval().requires_grad_(False).to(device), net)
+    # cuDNN rounds float32 convolutions to TF32 unless the whole process forbids it; double is never rounded.
+    dtype = torch.float64 if torch.device(device).type == "cuda" else torch.float32
+    return Lpips(network.eval().requires_grad_(False).to(device, dtype), net)
 
 
 def _network(net: str, *, random_trunk: bool) -> nn.Module:
@@ -66,6 +87,8 @@ def _network(net: str, *, random_trunk: bool) -> nn.Module:
         import lpips
     except ImportError as error:
         raise UsageError("LPIPS needs the package lpips: pip install lpips") from error
-    with warnings.catch_warnings():  # torchvision deprecates the way lpips asks it for its trunk
+    # Initial weights that are overwritten at once must not move the experiment's random numbers, and torchvision
+    # deprecates the way lpips asks it for its trunk.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return lpips.LPIPS(net=net, pnet_rand=random_trunk, verbose=False)

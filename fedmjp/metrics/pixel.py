@@ -6,30 +6,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attacks.registry import UsageError
+from fedmjp.metrics.pairs import checked_pair
 
 # Keeps the PSNR of identical images finite (120 dB), so that means over images stay meaningful.
 LEAST_MSE = 1e-12
 
 
-def check_pair(reconstruction: Tensor, original: Tensor) -> None:
-    """Raise `UsageError` unless both are (B, C, H, W) of the same shape."""
-    if reconstruction.shape != original.shape or original.dim() != 4:
-        raise UsageError(
-            f"metrics compare (B, C, H, W) images of one shape, not {tuple(reconstruction.shape)} and {tuple(original.shape)}"
-        )
-
-
 def mse(reconstruction: Tensor, original: Tensor) -> Tensor:
     """Mean squared error of (B, C, H, W) images in [0, 1]; (B,), in [0, 1]."""
-    check_pair(reconstruction, original)
-    return (reconstruction.double() - original.double()).square().flatten(1).mean(dim=1).to(original.dtype)
+    rec, orig = checked_pair(reconstruction, original)
+    return (rec - orig).square().flatten(1).mean(dim=1).float()
 
 
 def psnr(reconstruction: Tensor, original: Tensor) -> Tensor:
     """Peak signal-to-noise ratio in dB for a peak of 1; (B,), at most 120."""
-    check_pair(reconstruction, original)
-    error = (reconstruction.double() - original.double()).square().flatten(1).mean(dim=1)
-    return _decibels(error).to(original.dtype)
+    rec, orig = checked_pair(reconstruction, original)
+    error = (rec - orig).square().flatten(1).mean(dim=1)
+    return _decibels(error).float()
 
 
 def patch_recovery(reconstruction: Tensor, original: Tensor, patch_size: int, threshold_db: float = 25.0) -> Tensor:
@@ -38,14 +31,14 @@ def patch_recovery(reconstruction: Tensor, original: Tensor, patch_size: int, th
     Raises:
         UsageError: the image does not divide into patches of `patch_size` pixels.
     """
-    check_pair(reconstruction, original)
-    if original.shape[-1] % patch_size or original.shape[-2] % patch_size:
+    rec, orig = checked_pair(reconstruction, original)
+    if patch_size < 1 or original.shape[-1] % patch_size or original.shape[-2] % patch_size:
         raise UsageError(
             f"{original.shape[-2]} x {original.shape[-1]} pixels do not divide into patches of {patch_size}"
         )
-    squares = (reconstruction.double() - original.double()).square().mean(dim=1, keepdim=True)
+    squares = (rec - orig).square().mean(dim=1, keepdim=True)
     error = F.avg_pool2d(squares, patch_size).flatten(1)  # (B, N)
-    return (_decibels(error) > threshold_db).double().mean(dim=1).to(original.dtype)
+    return (_decibels(error) > threshold_db).double().mean(dim=1).float()
 
 
 def _decibels(error: Tensor) -> Tensor:

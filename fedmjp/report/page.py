@@ -27,7 +27,7 @@ CAPTIONS = {
     "Scores are against the original, so a faithful copy of a shuffled image scores low, though its patches are known.",
     "leakage_by_round": "Mean PSNR of each attack's reconstructions against the federated round, with 95 % bootstrap "
     "intervals over images; points are set slightly apart for legibility. Dotted lines need no gradient: an attack at "
-    "or below them has learnt nothing from the client.",
+    "or below them shows no leak.",
     "training": "What the defence costs: accuracy and loss of the global model on held-out data after each round.",
 }
 

@@ -13,10 +13,9 @@ LPIPS_WEIGHTS = Path(__file__).parents[2].parent / "shared" / "weights" / "lpips
 @pytest.fixture(scope="session")
 def photographs() -> torch.Tensor:
     """(3, 3, 96, 96) float32 in [0, 1]: astronaut, chelsea, coffee."""
-    cropped = [
-        torch.from_numpy(load()[:300, :300]).permute(2, 0, 1) for load in (data.astronaut, data.chelsea, data.coffee)
-    ]
-    return F.interpolate(torch.stack(cropped).float() / 255, size=96, mode="area")
+    loaded = (data.astronaut(), data.chelsea(), data.coffee())
+    cropped = torch.stack([torch.from_numpy(image[:300, :300]).permute(2, 0, 1) for image in loaded])
+    return F.interpolate(cropped.float() / 255, size=96, mode="area")
 
 
 @pytest.fixture(scope="session")

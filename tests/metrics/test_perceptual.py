@@ -1,3 +1,4 @@
+import sys
 import warnings
 
 import lpips
@@ -9,6 +10,7 @@ from torch import nn
 
 from attacks.registry import UsageError
 from fedmjp.metrics import load_lpips
+from fedmjp.metrics.perceptual import SMALLEST
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +62,25 @@ def test_grey_images_count_as_rgb_with_equal_channels(squeeze, noisy, photograph
     np.testing.assert_allclose(squeeze(rec, orig), expected, rtol=1e-5)
 
 
-def test_names_its_trunk_and_refuses_what_the_trunk_cannot_take(squeeze, photographs):
+def test_names_its_trunk_and_is_empty_where_the_trunk_sees_nothing(squeeze, photographs):
     assert squeeze.label == "lpips[squeeze]"
     smallest = photographs[..., :17, :17]
     assert torch.isfinite(squeeze(smallest, 1 - smallest)).all()
-    with pytest.raises(UsageError, match="sides of 17"):
-        squeeze(photographs[..., :16, :], photographs[..., :16, :])
-    with pytest.raises(UsageError, match="2 channels"):
-        squeeze(photographs[:, :2], photographs[:, :2])
+    assert torch.isnan(squeeze(smallest[..., :16, :], smallest[..., :16, :])).tolist() == [True, True, True]
+    with pytest.raises(UsageError, match="differ"):
+        squeeze(smallest, photographs)
+
+
+@pytest.mark.parametrize(("net", "side"), SMALLEST.items())
+def test_the_smallest_sides_are_those_of_the_trunks(net, side):
+    # The meta device knows shapes only: no weights to draw, nothing to convolve.
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trunk = lpips.LPIPS(net=net, pnet_rand=True, pretrained=False, verbose=False).net
+        enough, less = torch.rand(1, 3, side, side), torch.rand(1, 3, side - 1, side - 1)
+    assert all(min(features.shape[2:]) > 0 for features in trunk(enough))
+    with pytest.raises(RuntimeError, match="too small"):
+        trunk(less)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +89,7 @@ def test_names_its_trunk_and_refuses_what_the_trunk_cannot_take(squeeze, photogr
 )
 def test_without_weights_warns_once_which_file_is_missing(empty_hub, no_download, net, trunk):
     (empty_hub / "checkpoints" / trunk.replace("-", "-other-")).touch()
-    with pytest.warns(UserWarning, match=f"weights=.*{net}.*{trunk}") as caught:
+    with pytest.warns(UserWarning, match=f"{net}.*{trunk}.*--lpips-weights") as caught:
         assert load_lpips(net) is None
     assert len(caught) == 1
     assert "\n" not in str(caught[0].message)
@@ -101,12 +114,12 @@ def test_wrong_weights_are_told_in_one_line(tmp_path):
     (tmp_path / "text.pt").write_text("not a checkpoint")
     (tmp_path / "empty.pt").touch()
     for name in ("linear.pt", "list.pt", "text.pt", "empty.pt"):
-        with pytest.raises(UsageError, match=f"{name} is no state dict") as caught:
+        with pytest.raises(UsageError, match=f"{name} does not hold the weights") as caught:
             load_lpips("squeeze", tmp_path / name)
         assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="no LPIPS weights at"):
         load_lpips("squeeze", tmp_path / "missing.pt")
-    with pytest.raises(UsageError, match="unknown LPIPS trunk 'resnet'"):
+    with pytest.raises(UsageError, match="unknown LPIPS backbone 'resnet'"):
         load_lpips("resnet")
 
 
@@ -121,8 +134,8 @@ def test_loading_leaves_the_random_numbers_alone_and_is_silent(lpips_weights):
 
 
 def test_a_missing_package_is_named(lpips_weights, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "lpips", None)
-    with pytest.raises(ImportError, match="pip install lpips"):
+    monkeypatch.setitem(sys.modules, "lpips", None)
+    with pytest.raises(UsageError, match="pip install lpips"):
         load_lpips("squeeze", lpips_weights)
 
 

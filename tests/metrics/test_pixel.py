@@ -62,5 +62,5 @@ def test_psnr_equal_to_the_threshold_is_not_recovered():
 
 @pytest.mark.parametrize("patch_size", [0, -16, 7, 97])
 def test_a_patch_size_that_does_not_divide_is_refused(photographs, patch_size):
-    with pytest.raises(UsageError, match="does not divide"):
+    with pytest.raises(UsageError, match="do not divide into patches"):
         patch_recovery(photographs, photographs, patch_size)

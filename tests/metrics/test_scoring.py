@@ -64,6 +64,12 @@ def test_wrong_pairs_are_refused(metric, photographs):
             metric(photographs, wrong)
 
 
+@each_metric
+def test_an_empty_batch_is_refused(metric, photographs):
+    with pytest.raises(UsageError, match="non-empty"):
+        metric(photographs[:0], photographs[:0])
+
+
 @pytest.mark.parametrize("name", [name for name in METRICS if name != "patch_recovery"])
 def test_a_reconstruction_with_a_nan_scores_nan_and_spares_its_neighbours(name, noisy, photographs):
     broken = noisy.clone()
