@@ -1,0 +1,136 @@
+"""The rounds of a federation against a plain PyTorch loop, and what happens when a client misbehaves."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from attacks import UsageError
+from fedmjp.client import ClientTask, float_buffers
+from fedmjp.config import RunConfig
+from fedmjp.federation import ENGINES, ClientFailure, run_rounds
+from tests.federation.conftest import changed
+
+
+def train(config: RunConfig, defense: str = "none", engine: str = "local"):
+    """(updates by (round, client), state by round) of a run."""
+    updates, states = {}, {}
+
+    def conduct(grid) -> None:
+        run_rounds(
+            grid,
+            ClientTask(config, defense),
+            defense,
+            on_update=lambda v: updates.__setitem__((v.round, v.client), {n: t.clone() for n, t in v.received.items()}),
+            on_round=lambda number, state: states.__setitem__(number, {n: t.clone() for n, t in state.items()}),
+        )
+
+    ENGINES.get(engine)(conduct, config.federation.clients)
+    return updates, states
+
+
+def state_of(task: ClientTask) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in task.model.module.named_parameters()} | {
+        n: b.clone() for n, b in float_buffers(task.model.module).items()
+    }
+
+
+def test_fedsgd_is_the_plain_loop(small) -> None:
+    updates, states = train(small)
+    task = ClientTask(small, "none")
+    weights = state_of(task)
+    for number in (1, 2):
+        gradients = [task.update(c, number, weights).tensors for c in range(3)]
+        for c in range(3):
+            for n, gradient in gradients[c].items():
+                # Round 1 starts from the same bits; later rounds differ by the order in which a mean is rounded.
+                tolerance = {"rtol": 0, "atol": 0} if number == 1 else {"rtol": 1e-3, "atol": 1e-6}
+                torch.testing.assert_close(updates[number, c][n], gradient, **tolerance)
+        for n in gradients[0]:
+            weights[n] = weights[n] - small.federation.learning_rate * sum(g[n] for g in gradients) / 3
+        for n, value in weights.items():
+            torch.testing.assert_close(states[number][n], value, rtol=1e-5, atol=1e-7)
+
+
+def test_fedavg_averages_local_sgd(small) -> None:
+    config = changed(small, update="weights", local_steps=2, batch_size=2, rounds=1)
+    _, states = train(config)
+    task = ClientTask(config, "none")
+    start = state_of(task)
+    ends = []
+    for c in range(3):
+        task.load(start)
+        optimiser = torch.optim.SGD(task.model.module.parameters(), lr=config.federation.learning_rate)
+        for step in range(2):
+            batch = task.batch(c, 1, step)
+            optimiser.zero_grad()
+            logits = task.model.module(task.model.normalise(batch.images))
+            torch.nn.functional.cross_entropy(logits, batch.labels).backward()
+            optimiser.step()
+        ends.append(state_of(task))
+    for n in start:
+        torch.testing.assert_close(states[1][n], sum(e[n] for e in ends) / 3, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("defense", ["mjp", "noise", "frozen_positions"])
+def test_defences_train(small, defense: str) -> None:
+    updates, states = train(changed(small, rounds=1), defense)
+    assert len(updates) == 3
+    assert any(not torch.equal(states[0][n], states[1][n]) for n in states[0])
+
+
+def test_same_seed_same_updates(small) -> None:
+    first, second = train(small, "mjp")[0], train(small, "mjp")[0]
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[k][n], second[k][n]) for k in first for n in first[k])
+
+
+def test_sampling_by_partition(small) -> None:
+    config = changed(small, clients=6, clients_per_round=2, rounds=3)
+    clients = list(train(config)[0])
+    assert [r for r, _ in clients] == [1, 1, 2, 2, 3, 3]
+    assert all(a < b for (_, a), (_, b) in zip(clients[::2], clients[1::2], strict=True))
+
+
+def test_a_clients_batches_cover_its_data(small) -> None:
+    task = ClientTask(small, "none")
+    own = len(task.parts[1])
+    ids = [task.batch(1, number, 0).ids[0] for number in range(1, own + 1)]
+    assert len(set(ids)) == own
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda result: (_ for _ in ()).throw(RuntimeError("disk on fire")), "round 1: client 1 failed: RuntimeError: disk on fire"),
+        (lambda result: result.tensors["pos_embed"].fill_(float("nan")), "round 1: client 1 sent an update with NaN or infinity"),
+    ],
+)
+def test_a_bad_client_stops_the_round_by_name(small, monkeypatch, fault, words: str) -> None:
+    honest = ClientTask.update
+
+    def update(self, client, number, weights):
+        result = honest(self, client, number, weights)
+        if client == 1:
+            fault(result)
+        return result
+
+    monkeypatch.setattr(ClientTask, "update", update)
+    with pytest.raises(ClientFailure, match=words):
+        train(small)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_ray_gives_the_same_bits(small) -> None:
+    here, there = train(small, "mjp")[0], train(small, "mjp", engine="ray")[0]
+    assert sorted(here) == sorted(there)
+    assert all(torch.equal(here[k][n], there[k][n]) for k in here for n in here[k])
+
+
+def test_ray_without_ray(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install"):
+        ENGINES.get("ray")(lambda grid: None, 2)
