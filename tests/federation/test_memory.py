@@ -6,27 +6,34 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
+
+from tests.conftest import photographs
 
 SCRIPT = """
 import resource, sys
-import torch
 from fedmjp.client import ClientTask
 from fedmjp.config import from_flat
 from fedmjp.federation import ENGINES, run_rounds
-torch.set_num_threads(2)
-config = from_flat({"model": "deit_ti", "clients": 100, "clients_per_round": int(sys.argv[1]), "rounds": 1,
-                    "data": "photos", "partition": "iid", "train_limit": 96})
-config = from_flat({"clients": 96, "clients_per_round": int(sys.argv[1])}, config)
+config = from_flat({"model": "deit_ti", "clients": 100, "clients_per_round": int(sys.argv[1]), "rounds": 1, "threads": 2,
+                    "data": "folder:" + sys.argv[2]})
 ENGINES.get("local")(lambda grid: run_rounds(grid, ClientTask(config, "none"), "none", on_update=lambda v: None,
-                                             on_round=lambda n, s: None), 96)
+                                             on_round=lambda n, s: None), 100)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 """
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_clients() -> None:
-    peak = {
-        clients: float(subprocess.run([sys.executable, "-c", SCRIPT, str(clients)], capture_output=True, text=True, check=True).stdout)
-        for clients in (1, 96)
-    }
-    assert peak[96] - peak[1] < 0.5, f"peak memory in GiB by clients: {peak}"
+def test_memory_does_not_grow_with_clients(tmp_path) -> None:
+    for part, count in (("train", 100), ("val", 1)):
+        (tmp_path / part / "crop").mkdir(parents=True)
+        for i in range(count):
+            pixels = (photographs(64, 1 + i % 8)[-1] * 255).byte().permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(tmp_path / part / "crop" / f"{i}.png")
+
+    def peak_gib(clients: int) -> float:
+        command = [sys.executable, "-c", SCRIPT, str(clients), str(tmp_path)]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    peak = {clients: peak_gib(clients) for clients in (1, 100)}
+    assert peak[100] - peak[1] < 0.5, f"peak memory in GiB by clients: {peak}"

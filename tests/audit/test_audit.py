@@ -1,0 +1,97 @@
+"""The auditor: matching, scoring, and what the adversary is and is not shown."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from attacks import ThreatModel
+from fedmjp.audit.harness import audit_update, scorer
+from fedmjp.audit.matching import match
+from fedmjp.audit.observe import observe_update
+from fedmjp.client import ClientTask, float_buffers
+from fedmjp.config import RunConfig, from_flat
+from tests.conftest import observe, photographs
+
+
+def test_matching_is_the_best_permutation() -> None:
+    originals = photographs(32, 5)
+    shuffled = (originals[[3, 0, 4, 1, 2]] + 0.2 * torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
+    found = match(shuffled, originals)
+
+    def cost(order) -> float:
+        return float((shuffled[list(order)] - originals).square().sum())
+
+    best = min(itertools.permutations(range(5)), key=cost)
+    assert found.tolist() == list(best) == [1, 3, 4, 0, 2]
+
+
+def small(**options) -> RunConfig:
+    return from_flat({"model": "vit_mini_64", "clients": 2, "test_limit": 4, **options})
+
+
+def view_of(config: RunConfig, grants: ThreatModel | None = None):
+    task = ClientTask(config, config.defense[0])
+    weights = dict(task.model.module.named_parameters()) | float_buffers(task.model.module)
+    weights = {n: w.detach().clone() for n, w in weights.items()}
+    result = task.update(0, 1, weights)
+    threat = grants or config.threat_model()
+    return task, observe_update(
+        task, threat, round=1, client=0, sent=weights, received=result.tensors, labels=task.batch(0, 1, 0).labels
+    )
+
+
+def score_of(task, view, attack: str) -> list[float]:
+    originals = task.batch(0, 1, 0).images
+    scored = audit_update([view], originals, attacks=[attack], baselines={}, score_images=scorer(8, None))
+    return [r["psnr"] for r in next(iter(scored)).records]
+
+
+def test_gradient_and_one_step_weights_leak_the_same_image() -> None:
+    for update in ("gradient", "weights"):
+        task, view = view_of(small(update=update))
+        assert score_of(task, view, "patch_embedding")[0] > (60 if update == "gradient" else 30), update
+
+
+@pytest.mark.parametrize("attack", ["patch_embedding", "april"])
+def test_mjp_at_90_percent_stops_both_closed_forms(attack: str) -> None:
+    task, view = view_of(small(defense="mjp", gamma=0.9, block="april" if attack == "april" else "standard"))
+    assert score_of(task, view, attack)[0] < 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ["patch_embedding", "april"])
+@pytest.mark.parametrize("block", ["standard", "april"])
+def test_mjp_at_90_percent_on_deit_s(attack: str, block: str) -> None:
+    task, view = view_of(small(model="deit_s", defense="mjp", gamma=0.9, block=block))
+    originals = task.batch(0, 1, 0).images
+    scored = next(iter(audit_update([view], originals, attacks=[attack], baselines={}, score_images=scorer(16, None))))
+    assert scored.records[0]["psnr"] < 15
+    assert "MJP" in scored.diagnosis
+
+
+def test_the_adversary_sees_what_it_is_granted() -> None:
+    _, view = view_of(small(), ThreatModel.parse(["model_weights"]))
+    assert view.labels is None
+    assert "pos_embed" not in view.gradients
+    _, view = view_of(small(), ThreatModel.parse(["labels", "position_gradient"]))
+    assert view.labels is not None
+    assert "pos_embed" in view.gradients
+
+
+def test_baselines_stand_beside_attacks(mini) -> None:
+    images = photographs(64, 2)
+    scored = list(
+        audit_update(
+            [observe(mini, images[:1])],
+            images[:1],
+            attacks=["patch_embedding", "april"],
+            baselines={"mean_image": images.mean(dim=0, keepdim=True), "other_image": images[1:]},
+            score_images=scorer(8, None),
+            skip=lambda name: name == "april",
+        )
+    )
+    assert [s.attack for s in scored] == ["mean_image", "other_image", "patch_embedding"]
+    assert scored[2].records[0]["psnr"] > 40 > scored[1].records[0]["psnr"]

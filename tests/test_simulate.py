@@ -1,0 +1,224 @@
+"""The command line as a user meets it: whole runs, mistakes, interrupts, resumption."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from fedmjp import simulate
+from fedmjp.client import ClientTask
+from fedmjp.config import RunConfig, from_flat
+
+SMALL = ["--model", "vit_mini_32", "--clients", "3", "--rounds", "2", "--audit-clients", "0", "1", "--test-limit", "8"]
+
+
+def run(out, *options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return simulate.main([*SMALL, "--out", str(out), *options])
+    except SystemExit as stop:  # the parser of the command line leaves this way
+        return int(stop.code)
+
+
+def rows_of(out) -> list[dict]:
+    """Rows without what may differ between equal runs."""
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run that compares two defences."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    assert run(out, "--defense", "none", "mjp") == 0
+    return out
+
+
+def test_writes_everything_the_report_promises(finished) -> None:
+    names = {p.name for p in finished.iterdir()}
+    assert names >= {
+        *("rows.jsonl", "summary.csv", "summary.tex", "rounds.csv", "run.json", "report.html"),
+        *("reconstructions.png", "leakage_by_round.png", "training.png", "images"),
+    }
+    assert "state" not in names
+    rows = rows_of(finished)
+    assert len(rows) == 2 * 2 * 2 * 4  # defences x rounds x audited clients x (attacks + baselines)
+    assert {r["attack"] for r in rows} == {"mean_image", "other_image", "patch_embedding", "april"}
+    assert all(r["commit"] and r["weights"] == "random (seed 0), NOT TRAINED" for r in rows)
+    rounds = pd.read_csv(finished / "rounds.csv")
+    assert rounds.groupby("defense")["round"].apply(list).to_dict() == {"none": [0, 1, 2], "mjp": [0, 1, 2]}
+    record = json.loads((finished / "run.json").read_text())
+    assert record["finished"]
+    assert record["versions"]["torch"]
+
+
+def test_the_open_federation_leaks_and_mjp_stops_the_closed_forms(finished) -> None:
+    rows = pd.DataFrame(rows_of(finished))
+    mean = rows.groupby(["defense", "attack"])["psnr"].mean()
+    assert mean["none", "patch_embedding"] > 60
+    assert mean["mjp", "patch_embedding"] < 15
+    assert mean["mjp", "april"] < 15
+
+
+def test_defences_meet_the_same_images(finished) -> None:
+    rows = pd.DataFrame(rows_of(finished))
+    ids = [list(group["image_id"]) for _, group in rows.groupby("defense")]
+    assert ids[0] == ids[1]
+
+
+def test_same_command_same_rows(finished, tmp_path) -> None:
+    assert run(tmp_path / "again", "--defense", "none", "mjp") == 0
+    assert rows_of(tmp_path / "again") == rows_of(finished)
+
+
+def test_finished_run_can_be_rendered_again(finished) -> None:
+    before = rows_of(finished)
+    (finished / "report.html").unlink()
+    assert run(finished, "--defense", "none", "mjp", "--resume") == 0
+    assert (finished / "report.html").exists()
+    assert rows_of(finished) == before
+
+
+@pytest.mark.parametrize("stop_at", [1, 5, 9])
+def test_interrupted_run_resumes_without_repeating(finished, tmp_path, monkeypatch, stop_at: int) -> None:
+    out = tmp_path / "run"
+    honest, calls = ClientTask.update, []
+
+    def update(self, client, number, weights):
+        calls.append((client, number))
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+        return honest(self, client, number, weights)
+
+    monkeypatch.setattr(ClientTask, "update", update)
+    assert run(out, "--defense", "none", "mjp") == 130
+    before = (out / "rows.jsonl").read_text().splitlines()
+    with (out / "rows.jsonl").open("a") as file:
+        file.write('{"run_id": "half a li')
+    monkeypatch.setattr(ClientTask, "update", honest)
+    assert run(out, "--defense", "none", "mjp", "--resume") == 0
+    assert (out / "rows.jsonl").read_text().splitlines()[: len(before)] == before
+    assert rows_of(out) == rows_of(finished)
+
+
+def test_failed_client_is_named_and_its_run_resumes(tmp_path, monkeypatch, capsys) -> None:
+    honest = ClientTask.update
+
+    def update(self, client, number, weights):
+        if (client, number) == (2, 2):
+            raise RuntimeError("out of disk")
+        return honest(self, client, number, weights)
+
+    monkeypatch.setattr(ClientTask, "update", update)
+    assert run(tmp_path / "run") == 1
+    error = capsys.readouterr().err
+    assert "round 2: client 2 failed: RuntimeError: out of disk" in error
+    assert "--resume" in error
+    monkeypatch.setattr(ClientTask, "update", honest)
+    assert run(tmp_path / "run", "--resume") == 0
+
+
+MISTAKES = [
+    (["--defense", "mjq"], "did you mean 'mjp'"),
+    (["--defense", "none", "none"], "--defense takes different names"),
+    (["--attacks", "aprill"], "did you mean 'april'"),
+    (["--model", "vit_xxl"], "choose from: vit_ti"),
+    (["--data", "cifar11"], "cifar10"),
+    (["--data", "folder:nowhere"], "nowhere"),
+    (["--data", "cifar10", "--data-path", "nowhere"], "nowhere"),
+    (["--data", "cifar100"], "--data-path"),
+    (["--defense", "mjp", "--gamma", "1.5"], r"--gamma must lie in \[0, 1\]"),
+    (["--weights", "nowhere.safetensors"], "no checkpoint at"),
+    (["--partition", "sorted"], "dirichlet"),
+    (["--clients", "0"], "--clients must be at least 1"),
+    (["--clients-per-round", "4"], "--clients-per-round"),
+    (["--clients", "5000"], "5000"),
+    (["--local-steps", "3"], "--update weights"),
+    (["--learning-rate", "-1"], "--learning-rate"),
+    (["--audit-clients", "7"], "choose from 0 to 2"),
+    (["--audit-rounds", "3"], "choose from 1 to 2"),
+    (["--grants", "model_weights"], "position_gradient"),
+    (["--grants", "omniscience"], "unknown capability"),
+    (["--device", "cuda:99"], "--device cuda:99 cannot be used here"),
+    (["--block", "april", "--model", "resnet50"], "plain ViT"),
+    (["--lpips-weights", "nowhere.pt"], "no LPIPS weights"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES)
+def test_mistakes_end_with_one_line_and_code_2(tmp_path, capsys, options: list[str], words: str) -> None:
+    assert run(tmp_path / "run", *options) == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(words, error)
+    assert error.count("\n") == 0
+    assert not (tmp_path / "run" / "rows.jsonl").exists()
+
+
+def test_wrong_choice_of_the_parser_exits_2(tmp_path, capsys) -> None:
+    assert run(tmp_path / "run", "--engine", "spark") == 2
+    assert "local" in capsys.readouterr().err
+
+
+def test_checkpoint_of_the_wrong_shape(tmp_path, capsys) -> None:
+    from safetensors.torch import save_file
+
+    from fedmjp.models import build_model
+
+    save_file(build_model("vit_mini_64", num_classes=8, weights="random").module.state_dict(), tmp_path / "other.safetensors")
+    assert run(tmp_path / "run", "--weights", str(tmp_path / "other.safetensors")) == 2
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_second_run_into_the_same_folder(finished, tmp_path, capsys) -> None:
+    assert run(finished, "--defense", "none", "mjp") == 2
+    assert "--resume" in capsys.readouterr().err
+    assert run(finished, "--defense", "none", "mjp", "--resume", "--seed", "1") == 2
+    assert "another seed" in capsys.readouterr().err
+
+
+def test_broken_image_in_a_folder_is_skipped_and_told(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(6):
+            Image.fromarray(rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(tmp_path / "images" / name / f"{i}.png")
+    (tmp_path / "images" / "a" / "broken.jpg").write_text("this is no image")
+    assert run(tmp_path / "run", "--data", f"folder:{tmp_path / 'images'}", "--rounds", "1") == 0
+    skipped = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["skipped"]
+    assert len(skipped) == 1
+    assert "broken.jpg" in skipped[0]
+    assert "broken.jpg" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_batches_of_three_are_matched_and_diagnosed(tmp_path) -> None:
+    assert run(tmp_path / "run", "--batch-size", "3", "--rounds", "1") == 0
+    rows = [r for r in rows_of(tmp_path / "run") if r["attack"] == "patch_embedding"]
+    assert [r["image"] for r in rows] == [0, 1, 2, 0, 1, 2]
+    assert all("the batch holds 3 images" in r["diagnosis"] for r in rows)
+
+
+def test_help_documents_every_option() -> None:
+    text = subprocess.run(
+        [sys.executable, "-m", "fedmjp.simulate", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    flags = set(re.findall(r"--[a-z-]+", text))
+    wanted = {f"--{name.replace('_', '-')}" for name in _leaf_names(json.loads(RunConfig().to_json()))}
+    assert wanted <= flags
+    assert "released code: 0.5" in re.sub(r"\s+", " ", re.sub(r"[│╰╭─╮╯]", " ", text))
+
+
+def _leaf_names(values: dict) -> list[str]:
+    return [n for k, v in values.items() for n in (_leaf_names(v) if isinstance(v, dict) else [k])]
+
+
+def test_configuration_survives_json() -> None:
+    config = from_flat({"defense": "none,mjp", "gamma": 0.3, "data_path": "x/y", "audit_rounds": "1,2", "rounds": 4})
+    assert RunConfig.from_json(config.to_json()) == config
+    assert (config.options.mjp.gamma, config.defense, config.audit.audit_rounds) == (0.3, ("none", "mjp"), (1, 2))
