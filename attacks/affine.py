@@ -1,9 +1,9 @@
 """The linear solve behind the closed forms: rows X from S = G^T X.
 
-Every analytic attack on a ViT ends in one system: an outer-product sum S = sum_i g_i x_i^T (D, P), whose left factors g_i
-are in the same message (G, (N, D)), solved for the rows x_i. This module solves it in float64, tells how well conditioned
-it was, and names what it leaves open: the combinations of rows that no equation reaches (the null space of G^T), which
-`priors` settles.
+Every analytic attack on a ViT ends in one system: an outer-product sum S = sum_i g_i x_i^T (D, P), whose left factors
+g_i are in the same message (G, (N, D)), solved for the rows x_i. This module solves it in float64, tells how well
+conditioned it was, and names what it leaves open: the combinations of rows that no equation reaches (the null space of
+G^T), which `priors` settles.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Singular values of G below this many round-off units of the gradients' own type, relative to the largest, are error and
-# not signal.
+# Singular values of G below this many round-off units of the gradients' own type, relative to the largest, are error
+# and not signal.
 ROUND_OFF_UNITS = 2.5
 
 

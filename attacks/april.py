@@ -1,12 +1,13 @@
 """APRIL's closed form (Lu et al. 2021, "APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers").
 
 For a first block that reads the tokens z directly (no norm before the attention, no residual around it),
-W_q^T dW_q + W_k^T dW_k + W_v^T dW_v = sum_i g_i z_i^T (its equation 6), and g_i is the position gradient. Solve for z, subtract the
-position embedding, invert the patch projection (by its pseudo-inverse: with D < P this keeps the part of a patch inside the
-projection's row space only).
+W_q^T dW_q + W_k^T dW_k + W_v^T dW_v = sum_i g_i z_i^T (its equation 6), and g_i is the position gradient. Solve for z,
+subtract the position embedding, invert the patch projection (by its pseudo-inverse: with D < P this keeps the part of a
+patch inside the projection's row space only).
 
-The same arithmetic as the `breaching` package's AprilAttacker, which is the parity check: float64, singular values kept down to
-float64 round-off. float32 gradients and a badly conditioned G then cost most of the fidelity; `details` says how badly.
+The same arithmetic as the `breaching` package's AprilAttacker, which is the parity check: float64, singular values kept
+down to float64 round-off. float32 gradients and a badly conditioned G then cost most of the fidelity; `details` says
+how badly.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ class Attack(ABC):
         """
         lacking = threat_model.lacks(self.needs)
         if lacking:
-            raise UsageError(f"attack {name!r} needs {', '.join(lacking)}, which the threat model does not grant (--grants)")
+            raise UsageError(
+                f"attack {name!r} needs {', '.join(lacking)}, which the threat model does not grant (--grants)"
+            )
 
 
 ATTACKS: Registry[type[Attack]] = Registry("attack")

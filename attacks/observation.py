@@ -1,7 +1,7 @@
 """What an attack is given, what it may assume, and what it gives back.
 
-An `Observation` is all that an honest-but-curious server has of one update; an attack sees a sequence of them and nothing
-else. The originals stay with the auditor.
+An `Observation` is all that an honest-but-curious server has of one update; an attack sees a sequence of them and
+nothing else. The originals stay with the auditor.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Reconstruction:
         images: (B, C, H, W) float32 in [0, 1], or None where the attack cannot give any.
         known: (B, 1, H, W) bool, the pixels that the attack vouches for; all False when `diagnosis` says why not.
         labels: (B,) where the attack inferred them.
-        diagnosis: "" when the attack's assumptions hold, else in words a user can act on why its answer is not to be trusted.
-        seconds: wall-clock time of the attack.
+        diagnosis: "" when the attack's assumptions hold, else in words a user can act on why its answer is not to be
+        trusted. seconds: wall-clock time of the attack.
         details: numbers worth a column elsewhere, such as the condition number of the system solved.
     """
 

@@ -1,12 +1,12 @@
 """Closed-form inversion of the patch projection, on any unmodified ViT with a learnable additive position embedding.
 
 Tokens are z_i = E x_i + b + e_i. With g_i = dL/dz_i the same update holds both dL/de_i = g_i (a row each) and
-dL/dE = sum_i g_i x_i^T = G^T X. G and dL/dE are known, X is not: N unknown rows in D equations a pixel. No weights, no labels and
-no change to the architecture are needed. Where N > D, or the network's last norm takes a direction away, a few combinations of
-rows stay free; they are chosen so that the image has the least total variation.
+dL/dE = sum_i g_i x_i^T = G^T X. G and dL/dE are known, X is not: N unknown rows in D equations a pixel. No weights, no
+labels and no change to the architecture are needed. Where N > D, or the network's last norm takes a direction away, a
+few combinations of rows stay free; they are chosen so that the image has the least total variation.
 
-The idea that position gradients open the door is APRIL's (Lu et al. 2021); inverting the projection instead of the attention is a
-step further: it holds on pre-norm blocks, where APRIL's equation does not.
+The idea that position gradients open the door is APRIL's (Lu et al. 2021); inverting the projection instead of the
+attention is a step further: it holds on pre-norm blocks, where APRIL's equation does not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def missing_positions(tokenizer: Tokenizer) -> str:
     """Why there are no position rows, in words."""
     if tokenizer.positions is None:
         return "the model has no learnable position embedding, so the update holds no gradient per token to solve with"
-    return f"the update holds no gradient of {tokenizer.positions} (frozen or withheld), so there is nothing to solve with"
+    return (
+        f"the update holds no gradient of {tokenizer.positions} (frozen or withheld), so there is nothing to solve with"
+    )
 
 
 @ATTACKS.register("patch_embedding")
@@ -59,8 +61,8 @@ class PatchEmbedding(Attack):
     """Solve G^T X = dL/dE for the patches X.
 
     Args:
-        rcond: singular values of G below this share of the largest are taken for round-off; None fits the gradients' type.
-        complete: settle free directions by least total variation (else they are left at least norm).
+        rcond: singular values of G below this share of the largest are taken for round-off; None fits the gradients'
+        type. complete: settle free directions by least total variation (else they are left at least norm).
         max_free: most free directions that total variation is asked to settle; more say too little about the image.
     """
 
@@ -117,7 +119,5 @@ class PatchEmbedding(Attack):
         if not (self.complete and exact and 0 < free <= self.max_free):
             return solution.rows
         start = solution.rows.new_zeros(free, tokenizer.patch_dim)
-        coefficients = least_variation(
-            lambda c: tokenizer.unpatchify((solution.rows + solution.free @ c)[None]), start
-        )
+        coefficients = least_variation(lambda c: tokenizer.unpatchify((solution.rows + solution.free @ c)[None]), start)
         return solution.rows + solution.free @ coefficients

@@ -30,8 +30,8 @@ def least_variation(
     Args:
         render: affine map from coefficients to images (B, C, H, W), differentiable.
         start: initial coefficients, float64.
-        smoothing: rounding of |.| at zero, in units of the rendered image, from coarse to fine; the objective is convex, so
-            each stage only warms up the next.
+        smoothing: rounding of |.| at zero, in units of the rendered image, from coarse to fine; the objective is
+            convex, so each stage only warms up the next.
         iterations: L-BFGS iterations a stage.
 
     Returns:

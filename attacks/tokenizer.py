@@ -1,8 +1,9 @@
 """Where a ViT makes its tokens: patch projection, position embedding, prefix tokens.
 
-Works on timm, torchvision and Hugging Face ViTs by looking for the structure, not for a class: a convolution whose stride is
-its kernel, and a parameter of positions with one row a patch (plus prefix rows) and as many columns as the projection has
-channels. `check_tokenizer` proves on made-up input that z = E x + b + e holds, which names alone cannot show.
+Works on timm, torchvision and Hugging Face ViTs by looking for the structure, not for a class: a convolution whose
+stride is its kernel, and a parameter of positions with one row a patch (plus prefix rows) and as many columns as the
+projection has channels. `check_tokenizer` proves on made-up input that z = E x + b + e holds, which names alone cannot
+show.
 """
 
 from __future__ import annotations

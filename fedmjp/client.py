@@ -82,7 +82,9 @@ class ClientTask:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.data = shared_data(config.to_json())
-        self.parts = partition(self.data.train.labels, config.federation.clients, config.federation.partition, config.seed)
+        self.parts = partition(
+            self.data.train.labels, config.federation.clients, config.federation.partition, config.seed
+        )
         self.model = build_model(
             self.defense.model_name(config.model.model),
             num_classes=len(self.data.classes),
@@ -199,5 +201,7 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name} cannot be used here ({str(error).splitlines()[0][:80]}); try --device cpu") from error
+        raise UsageError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0][:80]}); try --device cpu"
+        ) from error
     return device

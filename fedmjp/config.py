@@ -144,7 +144,9 @@ class RunConfig:
             if getattr(f, option) < 1:
                 raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(f, option)}")
         if not 0 <= f.clients_per_round <= f.clients:
-            raise UsageError(f"--clients-per-round must lie between 0 and --clients ({f.clients}), not {f.clients_per_round}")
+            raise UsageError(
+                f"--clients-per-round must lie between 0 and --clients ({f.clients}), not {f.clients_per_round}"
+            )
         if not f.learning_rate > 0:
             raise UsageError(f"--learning-rate must be positive, not {f.learning_rate}")
         if f.update == "gradient" and f.local_steps > 1:

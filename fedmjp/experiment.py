@@ -1,8 +1,8 @@
 """One run: a federation for each defence, its updates audited, every finished row on disk at once.
 
-The way of a datum: client batch -> defence on the input -> loss -> gradient -> defence on the update -> Flower message -> the
-server's tap -> Observation -> attack -> Reconstruction -> matched with the original -> scores -> row. The report is rendered
-from the rows alone.
+The way of a datum: client batch -> defence on the input -> loss -> gradient -> defence on the update -> Flower message
+-> the server's tap -> Observation -> attack -> Reconstruction -> matched with the original -> scores -> row. The report
+is rendered from the rows alone.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ class FederationAudit:
         with self.progress.federation(self.defense, rounds, self.config.sampled(), finished):
             if finished < rounds:
                 run_rounds(
-                    grid, self.task, self.defense, on_update=self.on_update, on_round=self.on_round, first_round=finished + 1
+                    grid,
+                    self.task,
+                    self.defense,
+                    on_update=self.on_update,
+                    on_round=self.on_round,
+                    first_round=finished + 1,
                 )
 
     def on_update(self, view: ServerView) -> None:

@@ -26,9 +26,17 @@ class RunProgress:
     def federation(self, defense: str, rounds: int, clients: int, finished: int) -> Iterator[None]:
         """Show one federation's bar: a tick for each client's update."""
         self._defense, self._rounds = defense, rounds
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self.console, transient=True) as self._bar:
-            self._task = self._bar.add_task(f"{defense}: client updates", total=rounds * clients, completed=finished * clients)
+            self._task = self._bar.add_task(
+                f"{defense}: client updates", total=rounds * clients, completed=finished * clients
+            )
             yield
 
     def attack_done(self, attack: str, psnr: list[float]) -> None:

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "torchvision", "timm", "flwr", "flwr-datasets", "datasets", "lpips", "scikit-image", "numpy", "pandas")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "flwr",
+    "flwr-datasets",
+    "datasets",
+    "lpips",
+    "scikit-image",
+    "numpy",
+    "pandas",
+)
 
 
 @lru_cache
@@ -19,7 +30,9 @@ def commit() -> str:
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != root:

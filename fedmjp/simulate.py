@@ -67,10 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except ClientFailure as error:
-        print(f"error: {error}\nFinished rows are in {config.out}; go on with --resume --out {config.out}", file=sys.stderr)
+        print(
+            f"error: {error}\nFinished rows are in {config.out}; go on with --resume --out {config.out}",
+            file=sys.stderr,
+        )
         return EXIT_FAILURE
     except KeyboardInterrupt:
-        print(f"\ninterrupted; finished rows are in {config.out}; go on with --resume --out {config.out}", file=sys.stderr)
+        print(
+            f"\ninterrupted; finished rows are in {config.out}; go on with --resume --out {config.out}", file=sys.stderr
+        )
         return EXIT_INTERRUPTED
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
     return 0

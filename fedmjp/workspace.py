@@ -70,7 +70,9 @@ class Workspace:
         try:
             before = json.loads(found.read_text())
         except (OSError, json.JSONDecodeError) as error:
-            raise UsageError(f"{found} cannot be read ({type(error).__name__}); start again in another --out") from error
+            raise UsageError(
+                f"{found} cannot be read ({type(error).__name__}); start again in another --out"
+            ) from error
         changed = sorted(k for k in _leaves(identity) if _leaves(identity)[k] != _leaves(before["config"]).get(k))
         if changed:
             raise UsageError(
@@ -161,7 +163,9 @@ class Workspace:
         panels = []
         for defense in self.config.defense:
             keys = dict.fromkeys(
-                (r["round"], r["client"], r["image"]) for r in rows if r["defense"] == defense and r["attack"] in self.config.audit.attacks
+                (r["round"], r["client"], r["image"])
+                for r in rows
+                if r["defense"] == defense and r["attack"] in self.config.audit.attacks
             )
             for key in list(keys)[:share]:
                 panels.append(self._panel(defense, key, rows))
@@ -175,7 +179,9 @@ class Workspace:
                 if row["attack"] in self.config.audit.attacks:
                     picture = self._picture(defense, key, row["attack"]) if row["psnr"] is not None else None
                     found[row["attack"]] = Reconstructed(picture, row["psnr"], row["diagnosis"])
-        title = f"{defense}, round {round}, client {client}" + (f", image {image}" if self.config.federation.batch_size > 1 else "")
+        title = f"{defense}, round {round}, client {client}" + (
+            f", image {image}" if self.config.federation.batch_size > 1 else ""
+        )
         return Panel(title, self._picture(defense, key, "original"), self._picture(defense, key, "seen"), found)
 
     def _picture(self, defense: str, key: tuple[int, int, int], what: str) -> Tensor:

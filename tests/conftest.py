@@ -8,14 +8,14 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import pytest
+import torch
+from torch import Tensor
 
-from attacks import Observation  # noqa: E402
-from fedmjp.data import load_data  # noqa: E402
-from fedmjp.models import BuiltModel, build_model  # noqa: E402
-from fedmjp.objectives import client_loss  # noqa: E402
+from attacks import Observation
+from fedmjp.data import load_data
+from fedmjp.models import BuiltModel, build_model
+from fedmjp.objectives import client_loss
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
@@ -33,7 +33,9 @@ def photographs(size: int, count: int) -> Tensor:
     return load_data("photos", size=size).train.images(list(range(count)))
 
 
-def observe(model: BuiltModel, images: Tensor, labels: Tensor | None = None, mask: Tensor | None = None, **changes) -> Observation:
+def observe(
+    model: BuiltModel, images: Tensor, labels: Tensor | None = None, mask: Tensor | None = None, **changes
+) -> Observation:
     """The honest update of one step on `images`, as a server sees it."""
     labels = torch.arange(len(images)) if labels is None else labels
     loss = client_loss(model, images, labels, mask, {})

@@ -171,7 +171,9 @@ def test_checkpoint_of_the_wrong_shape(tmp_path, capsys) -> None:
 
     from fedmjp.models import build_model
 
-    save_file(build_model("vit_mini_64", num_classes=8, weights="random").module.state_dict(), tmp_path / "other.safetensors")
+    save_file(
+        build_model("vit_mini_64", num_classes=8, weights="random").module.state_dict(), tmp_path / "other.safetensors"
+    )
     assert run(tmp_path / "run", "--weights", str(tmp_path / "other.safetensors")) == 2
     assert "does not fit" in capsys.readouterr().err
 
@@ -188,7 +190,9 @@ def test_broken_image_in_a_folder_is_skipped_and_told(tmp_path) -> None:
     for name in ("a", "b"):
         (tmp_path / "images" / name).mkdir(parents=True)
         for i in range(6):
-            Image.fromarray(rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(tmp_path / "images" / name / f"{i}.png")
+            Image.fromarray(rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(
+                tmp_path / "images" / name / f"{i}.png"
+            )
     (tmp_path / "images" / "a" / "broken.jpg").write_text("this is no image")
     assert run(tmp_path / "run", "--data", f"folder:{tmp_path / 'images'}", "--rounds", "1") == 0
     skipped = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["skipped"]

@@ -1,8 +1,8 @@
 """Runs the chosen attacks on one update and scores what comes back against the originals.
 
-The auditor alone holds both sides: the adversary's `Observation` and the client's batch. Every image of every attack becomes one
-flat record of scores; two records that need no gradient at all (the mean image of the data, and another image of it) stand beside
-them as the floor that an attack has to beat.
+The auditor alone holds both sides: the adversary's `Observation` and the client's batch. Every image of every attack
+becomes one flat record of scores; two records that need no gradient at all (the mean image of the data, and another
+image of it) stand beside them as the floor that an attack has to beat.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Scored:
     reconstruction: Reconstruction | None = None
 
 
-def run_attack(attack: Attack, name: str, observations: Sequence[Observation], originals: Tensor, score_images: Callable) -> Scored:
+def run_attack(
+    attack: Attack, name: str, observations: Sequence[Observation], originals: Tensor, score_images: Callable
+) -> Scored:
     """Run one attack on the last of `observations` and score it against `originals` (B, C, H, W)."""
     found = attack(observations)
     if found.images is None:

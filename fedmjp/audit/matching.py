@@ -1,6 +1,7 @@
 """Which reconstruction belongs to which original.
 
-A gradient says nothing of the order of a batch, so a batch is matched by the assignment (Hungarian algorithm) of least total squared error.
+A gradient says nothing of the order of a batch, so a batch is matched by the assignment (Hungarian algorithm) of least
+total squared error.
 """
 
 from __future__ import annotations

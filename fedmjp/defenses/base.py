@@ -1,7 +1,8 @@
 """What a client may do about leakage: hooks on the model it trains, on its input, and on the update it sends.
 
-A new defence is one file: a frozen dataclass whose fields are its options (they appear on the command line), the hooks it
-needs, and `@DEFENSES.register("name")`. Defences are stateless; their randomness comes from a generator they are handed.
+A new defence is one file: a frozen dataclass whose fields are its options (they appear on the command line), the hooks
+it needs, and `@DEFENSES.register("name")`. Defences are stateless; their randomness comes from a generator they are
+handed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Frozen position embedding: the client neither trains nor sends it.
 
-The closed forms live on the gradient of the position embedding; this defence withholds just that, at no cost in computation.
+The closed forms live on the gradient of the position embedding; this defence withholds just that, at no cost in
+computation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Block-wise masks and jigsaws for a whole batch at once (MJP, section 4.2).
 
-Masks follow BEiT's procedure: rectangles of random area and aspect are added until the wanted number of patches is chosen. All
-images of a batch draw a rectangle at the same time; there is no loop over images. Departs from BEiT, and from MJP's released code
-that took it over: exactly round(gamma N) patches are chosen (theirs stops at the first rectangle that does not fit, and floors);
-the last rectangle is trimmed in raster order instead.
+Masks follow BEiT's procedure: rectangles of random area and aspect are added until the wanted number of patches is
+chosen. All images of a batch draw a rectangle at the same time; there is no loop over images. Departs from BEiT, and
+from MJP's released code that took it over: exactly round(gamma N) patches are chosen (theirs stops at the first
+rectangle that does not fit, and floors); the last rectangle is trimmed in raster order instead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Masked Jigsaw Puzzle (Liu, Ren et al., "Masked Jigsaw Puzzle: A Versatile Position Embedding for Vision Transformers",
-first named "Breaking the Chain of Gradient Leakage in Vision Transformers").
+"""Masked Jigsaw Puzzle (Liu, Ren et al., "Masked Jigsaw Puzzle: A Versatile Position Embedding for Vision
+Transformers", first named "Breaking the Chain of Gradient Leakage in Vision Transformers").
 
-A share gamma of the patches, chosen in blocks, is shuffled among itself; the model sees one shared unknown position embedding at
-those places (equations 6-7), and a dense absolute localisation loss (equation 4) teaches the visible position embeddings their
-place. On models without position embeddings (Swin, ResNet, _nope) only the jigsaw acts.
+A share gamma of the patches, chosen in blocks, is shuffled among itself; the model sees one shared unknown position
+embedding at those places (equations 6-7), and a dense absolute localisation loss (equation 4) teaches the visible
+position embeddings their place. On models without position embeddings (Swin, ResNet, _nope) only the jigsaw acts.
 
-The released code jigsaws each step with probability 0.5, not at all before epoch 20, draws one mask and one permutation for
-the whole batch, and takes the floor of gamma N. The defaults here are the paper's: every step, every image its own.
+The released code jigsaws each step with probability 0.5, not at all before epoch 20, draws one mask and one permutation
+for the whole batch, and takes the floor of gamma N. The defaults here are the paper's: every step, every image its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Clipping and Gaussian noise on the whole update, the mechanism of differentially private SGD (Abadi et al. 2016).
 
-Departs from DP-SGD: the clip is on the client's mean gradient, not on each example's, so no epsilon is claimed. Flower's own
-clipping and noise mods assume that a client returns parameters; on gradients they are silently wrong, hence this one.
+Departs from DP-SGD: the clip is on the client's mean gradient, not on each example's, so no epsilon is claimed.
+Flower's own clipping and noise mods assume that a client returns parameters; on gradients they are silently wrong,
+hence this one.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
-from flwr.clientapp import ClientApp  # noqa: E402
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
-from fedmjp.client import ClientTask, float_buffers, shared_task  # noqa: E402
-from fedmjp.federation.wire import flat, layout_of, pack, unpack  # noqa: E402
+from fedmjp.client import ClientTask, float_buffers, shared_task
+from fedmjp.federation.wire import flat, layout_of, pack, unpack
 
 app = ClientApp()
 

@@ -1,8 +1,8 @@
 """Flower's Grid in this process: the default engine.
 
-Messages are handed to the ClientApp one at a time and replies are yielded as they come, so that memory does not grow with
-the number of clients. No start-up, no other process, no network. A client that raises answers with an error message, as it would
-on a real SuperNode.
+Messages are handed to the ClientApp one at a time and replies are yielded as they come, so that memory does not grow
+with the number of clients. No start-up, no other process, no network. A client that raises answers with an error
+message, as it would on a real SuperNode.
 """
 
 from __future__ import annotations

@@ -72,7 +72,9 @@ def run_rounds(
         on_round(server_round + first_round - 1, read_state(task, arrays))
         return None
 
-    strategy.start(TapGrid(grid, observe), pack_state(task), num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)
+    strategy.start(
+        TapGrid(grid, observe), pack_state(task), num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate
+    )
 
 
 def server_app_for(conduct: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:

@@ -1,8 +1,9 @@
 """Flower's strategy of this project: FedSGD on gradients or FedAvg on weights, streamed.
 
-Departs from Flower's FedAvg in four points: replies are added to a running mean as they come instead of being collected; a
-client that fails stops the round instead of dropping out in silence; clients are ordered and sampled by partition id, because node
-ids are random; and the sum is taken in that order under every engine, so that engines agree bit for bit.
+Departs from Flower's FedAvg in four points: replies are added to a running mean as they come instead of being
+collected; a client that fails stops the round instead of dropping out in silence; clients are ordered and sampled by
+partition id, because node ids are random; and the sum is taken in that order under every engine, so that engines agree
+bit for bit.
 """
 
 from __future__ import annotations
@@ -50,7 +51,14 @@ class FederatedMean(Strategy):
     """
 
     def __init__(
-        self, *, order: dict[str, str], update: str, learning_rate: float, per_round: int, seed: int, first_round: int = 1
+        self,
+        *,
+        order: dict[str, str],
+        update: str,
+        learning_rate: float,
+        per_round: int,
+        seed: int,
+        first_round: int = 1,
     ) -> None:
         self.order, self.update, self.learning_rate = order, update, learning_rate
         self.per_round, self.seed, self.offset = per_round, seed, first_round - 1

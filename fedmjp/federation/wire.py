@@ -1,7 +1,7 @@
 """Tensors on Flower's wire: all parameters of a message in one flat float32 array.
 
-One array is twice as fast as 150 over a real network, and in process it is written once and read without a copy: the bytes are a
-plain .npy file, made from the tensors' own memory and viewed in place.
+One array is twice as fast as 150 over a real network, and in process it is written once and read without a copy: the
+bytes are a plain .npy file, made from the tensors' own memory and viewed in place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Dense absolute localisation (DAL): can a position embedding tell its own place in the grid?
 
-Equation 4 of the MJP paper: the mean L1 distance between the grid place (i, j), 1 <= i, j <= K, of each unmasked patch and the
-place that a map g reads from its position embedding. As in the released code the nonlinear map has one hidden layer (the
-paper speaks of a 3-layer MLP, counting the input), coordinates are in units of patches, and PCA is a randomised one with 5
-iterations. Departs from it: places count from 1 as in the paper, and the PCA draws from a fixed seed, so that a run repeats.
+Equation 4 of the MJP paper: the mean L1 distance between the grid place (i, j), 1 <= i, j <= K, of each unmasked patch
+and the place that a map g reads from its position embedding. As in the released code the nonlinear map has one hidden
+layer (the paper speaks of a 3-layer MLP, counting the input), coordinates are in units of patches, and PCA is a
+randomised one with 5 iterations. Departs from it: places count from 1 as in the paper, and the PCA draws from a fixed
+seed, so that a run repeats.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Models by name, over timm: NAME, NAME_nope (no position embedding), NAME_mjp (unknown position embedding and DAL map).
+"""Models by name, over timm: NAME, NAME_nope (no position embedding), NAME_mjp (unknown position embedding and DAL
+map).
 
-    built = build_model("deit_s_mjp", num_classes=10, weights="random", seed=0)
-    logits = built.module(built.normalise(images), position_mask=mask)
+built = build_model("deit_s_mjp", num_classes=10, weights="random", seed=0)
+logits = built.module(built.normalise(images), position_mask=mask)
 """
 
 from __future__ import annotations
@@ -111,13 +112,19 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def build_model(
-    name: str, *, num_classes: int, weights: str = "auto", block: BlockKind = "standard", dal: str = "linear", seed: int = 0
+    name: str,
+    *,
+    num_classes: int,
+    weights: str = "auto",
+    block: BlockKind = "standard",
+    dal: str = "linear",
+    seed: int = 0,
 ) -> BuiltModel:
     """Build a model by name.
 
     Args:
-        weights: "random", "timm" (timm's published weights), a checkpoint's path, or "auto" (shipped weights of that name,
-            else random).
+        weights: "random", "timm" (timm's published weights), a checkpoint's path, or "auto" (shipped weights of that
+            name, else random).
         block: "april" swaps the first block for the one of APRIL's papers.
         dal: DAL map of the _mjp variants.
         seed: of the random initialisation; NAME and its variants share every weight that they have in common.

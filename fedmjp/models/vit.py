@@ -1,10 +1,11 @@
 """timm's Vision Transformer with the MJP input layer.
 
 Equations 5-7 of "Masked Jigsaw Puzzle" (Liu, Ren et al.): masked positions get one shared, learnable *unknown* position
-embedding in place of their own. timm does everything else. `AprilBlock` is the first block of the analytic attack's papers.
+embedding in place of their own. timm does everything else. `AprilBlock` is the first block of the analytic attack's
+papers.
 
-Departs from the released code: the unknown embedding is a parameter of its own instead of one more row of the position table,
-so that checkpoints of plain ViTs load unchanged.
+Departs from the released code: the unknown embedding is a parameter of its own instead of one more row of the position
+table, so that checkpoints of plain ViTs load unchanged.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class ViT(VisionTransformer):
 
 
 class AprilBlock(nn.Module):
-    """A block without the first norm and without residuals, for which APRIL's closed form is exact (Lu et al., equation 5).
+    """A block without the first norm and without residuals, for which APRIL's closed form is exact (Lu et al., equation
+    5).
 
     The same architecture as the `breaching` package's, so that both attack the same gradient.
     """
@@ -80,4 +82,3 @@ class AprilBlock(nn.Module):
 
 
 BlockKind = Literal["standard", "april"]
-

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from attacks.registry import UsageError
 
 SHIPPED = Path(__file__).parent / "checkpoints"
-# What a checkpoint of a plain ViT lacks for the MJP variant, and what a checkpoint with positions has too much for _nope.
+# What a checkpoint of a plain ViT lacks for the MJP variant, and what a checkpoint with positions has too much for
+# _nope.
 MJP_ONLY = ("unk_embed", "dal.")
 
 
@@ -67,12 +68,16 @@ def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
     for key in head:
         del state[key]
     without_positions = getattr(module, "pos_embed", None) is None
-    extra = [k for k in state if k not in own and not (k == "pos_embed" and without_positions) and not k.startswith(MJP_ONLY)]
+    extra = [
+        k for k in state if k not in own and not (k == "pos_embed" and without_positions) and not k.startswith(MJP_ONLY)
+    ]
     missing = [k for k in own if k not in state and k not in head and not k.startswith(MJP_ONLY)]
     wrong = [k for k in own if k in state and state[k].shape != own[k].shape]
     if wrong:
         key = wrong[0]
-        raise UsageError(f"{label} does not fit: {key} is {tuple(state[key].shape)}, the model has {tuple(own[key].shape)}")
+        raise UsageError(
+            f"{label} does not fit: {key} is {tuple(state[key].shape)}, the model has {tuple(own[key].shape)}"
+        )
     if missing or extra:
         example = (missing or extra)[0]
         raise UsageError(

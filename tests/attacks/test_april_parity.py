@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from attacks import ATTACKS
 from fedmjp.metrics import score

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
-from fedmjp.models import build_model
 from fedmjp.metrics import score
+from fedmjp.models import build_model
 from tests.conftest import observe, photographs, shared_file
 
-# Attack, first block, precision of the gradient, and the PSNR to reach on a photograph at 64 pixels with random weights.
-# On the april block the position gradient's condition number is about 1e7, so float32 round-off decides: what float64
-# recovers to the last digit, float32 leaves below 20 dB (the published leakage of APRIL is about that).
+# Attack, first block, precision of the gradient, and the PSNR to reach on a photograph at 64 pixels with random
+# weights. On the april block the position gradient's condition number is about 1e7, so float32 round-off decides: what
+# float64 recovers to the last digit, float32 leaves below 20 dB (the published leakage of APRIL is about that).
 CASES = [
     ("patch_embedding", "standard", torch.float32, 60.0),
     ("patch_embedding", "april", torch.float64, 100.0),

@@ -18,7 +18,9 @@ from tests.conftest import observe, photographs
 
 def test_matching_is_the_best_permutation() -> None:
     originals = photographs(32, 5)
-    shuffled = (originals[[3, 0, 4, 1, 2]] + 0.2 * torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
+    shuffled = (
+        originals[[3, 0, 4, 1, 2]] + 0.2 * torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    ).clamp(0, 1)
     found = match(shuffled, originals)
 
     def cost(order) -> float:

@@ -64,7 +64,9 @@ def test_moves_patches_like_a_loop() -> None:
         for place in range(6):
             y, x = divmod(place, 2)
             sy, sx = divmod(int(order[b, place]), 2)
-            expected[b, :, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4] = images[b, :, 4 * sy : 4 * sy + 4, 4 * sx : 4 * sx + 4]
+            expected[b, :, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4] = images[
+                b, :, 4 * sy : 4 * sy + 4, 4 * sx : 4 * sx + 4
+            ]
     assert torch.equal(move_patches(images, order, 4), expected)
 
 

@@ -104,8 +104,14 @@ def test_a_clients_batches_cover_its_data(small) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda result: (_ for _ in ()).throw(RuntimeError("disk on fire")), "round 1: client 1 failed: RuntimeError: disk on fire"),
-        (lambda result: result.tensors["pos_embed"].fill_(float("nan")), "round 1: client 1 sent an update with NaN or infinity"),
+        (
+            lambda result: (_ for _ in ()).throw(RuntimeError("disk on fire")),
+            "round 1: client 1 failed: RuntimeError: disk on fire",
+        ),
+        (
+            lambda result: result.tensors["pos_embed"].fill_(float("nan")),
+            "round 1: client 1 sent an update with NaN or infinity",
+        ),
     ],
 )
 def test_a_bad_client_stops_the_round_by_name(small, monkeypatch, fault, words: str) -> None:

@@ -41,7 +41,8 @@ def test_plain_vits_are_timms() -> None:
 
 def test_variants_share_weights() -> None:
     plain, mjp, nope = (
-        build_model(f"vit_mini_64{v}", num_classes=7, weights="random").module.state_dict() for v in ("", "_mjp", "_nope")
+        build_model(f"vit_mini_64{v}", num_classes=7, weights="random").module.state_dict()
+        for v in ("", "_mjp", "_nope")
     )
     assert all(torch.equal(plain[k], mjp[k]) for k in plain)
     assert set(mjp) - set(plain) == {"unk_embed", "dal.map.weight", "dal.map.bias"}
