@@ -59,20 +59,16 @@ class April(Attack):
         projection = weights[tokenizer.weight].detach().double().flatten(1)  # (D, P)
         patches = tokens @ torch.linalg.pinv(projection).T  # (N, P)
 
-        reasons = unmet_assumptions(observation)
+        masked = rows[tokenizer.prefix :].abs().amax(dim=1) == 0  # (N,)
+        reasons = unmet_assumptions(observation, masked)
         if pre_norm:
             reasons.append(
-                f"the first block normalises its input ({pre_norm}): APRIL's equation does not hold there (use --block april)"
-            )
-        masked = int((rows[tokenizer.prefix :].abs().amax(dim=1) == 0).sum())
-        if masked:
-            reasons.append(
-                f"{masked} of {tokenizer.num_patches} position rows are exactly zero: those patches hide behind a shared "
-                "position embedding (MJP) and spoil the solve of the others"
+                f"the first block normalises its input ({pre_norm}): APRIL's equation does not hold there "
+                "(use --block april)"
             )
         images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
         known = torch.full_like(images[:, :1], not reasons, dtype=torch.bool)
-        details = {"condition": solution.condition, "residual": solution.residual, "masked": masked}
+        details = {"condition": solution.condition, "residual": solution.residual, "masked": int(masked.sum())}
         batch = (observation.num_examples, -1, -1, -1)
         return Reconstruction(images.expand(batch), known.expand(batch), diagnosis="; ".join(reasons), details=details)
 

@@ -45,7 +45,7 @@ class Attack(ABC):
                 raise ValueError(f"the gradient of {name} (client {target.client}, round {target.round}) is not finite")
         norm = target.gradient_norm()
         if norm < NEGLIGIBLE_NORM:
-            reason = f"the gradient norm is {norm:.1e}: the update says nothing about the batch (a trained or saturated model)"
+            reason = f"the gradient norm is {norm:.1e}: the update says nothing about the batch (a saturated model)"
             result = Reconstruction(images=None, diagnosis=reason)
         else:
             with torch.no_grad():

@@ -104,7 +104,8 @@ class Reconstruction:
         known: (B, 1, H, W) bool, the pixels that the attack vouches for; all False when `diagnosis` says why not.
         labels: (B,) where the attack inferred them.
         diagnosis: "" when the attack's assumptions hold, else in words a user can act on why its answer is not to be
-        trusted. seconds: wall-clock time of the attack.
+            trusted.
+        seconds: wall-clock time of the attack.
         details: numbers worth a column elsewhere, such as the condition number of the system solved.
     """
 

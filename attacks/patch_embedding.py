@@ -26,8 +26,12 @@ from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
 
-def unmet_assumptions(observation: Observation) -> list[str]:
-    """Why a closed form for one image and one step does not fit this update, in words; empty where it does."""
+def unmet_assumptions(observation: Observation, masked: Tensor) -> list[str]:
+    """Why a closed form for one image and one step does not fit this update, in words; empty where it does.
+
+    Args:
+        masked: (N,) bool, position rows that are exactly zero.
+    """
     reasons = []
     if observation.num_examples > 1:
         reasons.append(
@@ -35,7 +39,13 @@ def unmet_assumptions(observation: Observation) -> list[str]:
         )
     if observation.local_steps > 1:
         reasons.append(
-            f"the update sums {observation.local_steps} local steps: several batches and changing weights are mixed in it"
+            f"the update sums {observation.local_steps} local steps: several batches and changing weights are mixed "
+            "in it"
+        )
+    if masked.any():
+        reasons.append(
+            f"{int(masked.sum())} of {len(masked)} position rows are exactly zero: those patches hide behind a shared "
+            "position embedding (MJP) and spoil the solve of the others"
         )
     return reasons
 
@@ -61,8 +71,9 @@ class PatchEmbedding(Attack):
     """Solve G^T X = dL/dE for the patches X.
 
     Args:
-        rcond: singular values of G below this share of the largest are taken for round-off; None fits the gradients'
-        type. complete: settle free directions by least total variation (else they are left at least norm).
+        rcond: singular values of G below this share of the largest are taken for round-off; None fits the type of the
+            gradients.
+        complete: settle free directions by least total variation (else they are left at least norm).
         max_free: most free directions that total variation is asked to settle; more say too little about the image.
     """
 
@@ -85,12 +96,7 @@ class PatchEmbedding(Attack):
 
         factors = rows[tokenizer.prefix :]  # (N, D)
         masked = factors.abs().amax(dim=1) == 0  # (N,)
-        reasons = unmet_assumptions(observation)
-        if masked.any():
-            reasons.append(
-                f"{int(masked.sum())} of {len(masked)} position rows are exactly zero: those patches hide behind a shared "
-                "position embedding (MJP) and spoil the solve of the others"
-            )
+        reasons = unmet_assumptions(observation, masked)
         products = observation.gradients[tokenizer.weight].flatten(1)  # (D, P)
         solution = solve_rows(factors[~masked], products, rcond=self.rcond)
         visible = self._complete(solution, tokenizer, exact=not reasons)
@@ -98,7 +104,7 @@ class PatchEmbedding(Attack):
         patches[~masked] = visible
         if solution.free.shape[1] > self.max_free:
             reasons.append(
-                f"only {solution.rank} of {len(factors) - int(masked.sum())} directions of the position gradient rise above "
+                f"only {solution.rank} of {len(solution.rows)} directions of the position gradient rise above "
                 "round-off: too many combinations of patches stay free"
             )
         images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()

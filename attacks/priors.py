@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def total_variation(images: Tensor, smoothing: float) -> Tensor:
-    """Smoothed anisotropic total variation of (B, C, H, W) images, a scalar: sum of sqrt(difference^2 + smoothing^2)."""
+    """Anisotropic total variation of (B, C, H, W) images, smoothed: sum of sqrt(difference^2 + smoothing^2)."""
     down = images[..., 1:, :] - images[..., :-1, :]
     right = images[..., :, 1:] - images[..., :, :-1]
     return (down.square() + smoothing**2).sqrt().sum() + (right.square() + smoothing**2).sqrt().sum()

@@ -70,7 +70,7 @@ def step(model: BuiltModel, defense: Defense, images: Tensor, labels: Tensor, ge
 
 
 def looped_input(images: Tensor, grid: tuple[int, int], patch: int, gamma: float) -> tuple[Tensor, Tensor]:
-    """Masks and jigsaws as a reader of the paper would first write them: image by image, block by block, patch by patch."""
+    """Masks and jigsaws as one would first write them: image by image, block by block, patch by patch."""
     rows, columns = grid
     wanted = math.floor(gamma * rows * columns + 0.5)
     moved, masks = images.clone(), torch.zeros(len(images), rows * columns, dtype=torch.bool)
@@ -151,9 +151,8 @@ def main() -> None:
     table.to_csv(options.out / "overhead.csv", index=False, float_format="%.5g")
     Console(width=140).print(table.drop(columns=["commit", "torch", "device"]).round(4).to_string(index=False))
     worst = table["step_ratio"].max()
-    print(
-        f"MJP step / plain step: {worst:.3f} at worst (paper: 1.02; aim: under 1.02); written to {options.out / 'overhead.csv'}"
-    )
+    print(f"MJP step / plain step: {worst:.3f} at worst (paper: 1.02; aim: under 1.02)")
+    print(f"written to {options.out / 'overhead.csv'}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class DataConfig:
     data: str = "photos"
     """photos (embedded), cifar10, cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files)."""
     data_path: Path | None = None
-    """Local copy of a named data set: a folder of parquet files in the hub's layout, or an image folder for imagenet."""
+    """Local copy of a named data set: parquet files in the hub's layout, or an image folder for imagenet."""
     train_limit: int | None = None
     """Use a random subset of this many training images."""
     test_limit: int | None = 24

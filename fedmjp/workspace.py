@@ -76,12 +76,13 @@ class Workspace:
         changed = sorted(k for k in _leaves(identity) if _leaves(identity)[k] != _leaves(before["config"]).get(k))
         if changed:
             raise UsageError(
-                f"{self.out} holds a run with another {', '.join(changed)}; resume with the same options or pass another --out"
+                f"{self.out} holds a run with another {', '.join(changed)}; resume with the same options or pass "
+                "another --out"
             )
         if before["commit"] != provenance.commit():
             raise UsageError(
-                f"{self.out} was begun at commit {before['commit']}, this is {provenance.commit()}: their rows must not mix; "
-                "pass another --out"
+                f"{self.out} was begun at commit {before['commit']}, this is {provenance.commit()}: their rows must "
+                "not mix; pass another --out"
             )
         self.description["weights"] = before.get("weights", {})
 
@@ -175,13 +176,13 @@ class Workspace:
         round, client, image = key
         found = {}
         for row in rows:
-            if (row["defense"], row["round"], row["client"], row["image"]) == (defense, *key):
-                if row["attack"] in self.config.audit.attacks:
-                    picture = self._picture(defense, key, row["attack"]) if row["psnr"] is not None else None
-                    found[row["attack"]] = Reconstructed(picture, row["psnr"], row["diagnosis"])
-        title = f"{defense}, round {round}, client {client}" + (
-            f", image {image}" if self.config.federation.batch_size > 1 else ""
-        )
+            same = (row["defense"], row["round"], row["client"], row["image"]) == (defense, *key)
+            if same and row["attack"] in self.config.audit.attacks:
+                picture = self._picture(defense, key, row["attack"]) if row["psnr"] is not None else None
+                found[row["attack"]] = Reconstructed(picture, row["psnr"], row["diagnosis"])
+        title = f"{defense}, round {round}, client {client}"
+        if self.config.federation.batch_size > 1:
+            title += f", image {image}"
         return Panel(title, self._picture(defense, key, "original"), self._picture(defense, key, "seen"), found)
 
     def _picture(self, defense: str, key: tuple[int, int, int], what: str) -> Tensor:

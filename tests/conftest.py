@@ -1,4 +1,4 @@
-"""What several rooms' tests share: real photographs, a small model's honest update, and the optional data beside the checkout."""
+"""What the tests of several rooms share: photographs, a model's honest update, optional data beside the checkout."""
 
 from __future__ import annotations
 

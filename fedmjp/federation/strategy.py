@@ -97,13 +97,15 @@ class FederatedMean(Strategy):
             weight = int(metrics["num-examples"])
             for part, array in update.items():
                 values = flat(array)
-                total = sums.setdefault(part, torch.zeros_like(values))
-                total.add_(values, alpha=weight)
+                if part in sums:
+                    sums[part].add_(values, alpha=weight)
+                else:
+                    sums[part] = values * weight
             self._check_finite(sums["parameters"], reply, number)
             examples, loss, clients = examples + weight, loss + weight * float(metrics["train-loss"]), clients + 1
         mean = {part: total.div_(examples) for part, total in sums.items()}
         if self.update == "gradient":
-            mean["parameters"] = flat(self._sent["parameters"]) - self.learning_rate * mean["parameters"]
+            mean["parameters"].mul_(-self.learning_rate).add_(flat(self._sent["parameters"]))
         arrays = ArrayRecord({part: pack({part: values}) for part, values in mean.items()})
         return arrays, MetricRecord({"train-loss": loss / examples, "clients": clients})
 

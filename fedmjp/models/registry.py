@@ -1,8 +1,9 @@
-"""Models by name, over timm: NAME, NAME_nope (no position embedding), NAME_mjp (unknown position embedding and DAL
-map).
+"""Models by name, over timm.
 
-built = build_model("deit_s_mjp", num_classes=10, weights="random", seed=0)
-logits = built.module(built.normalise(images), position_mask=mask)
+NAME is as timm builds it, NAME_nope has no position embedding, NAME_mjp has MJP's unknown one and its DAL map:
+
+    built = build_model("deit_s_mjp", num_classes=10, weights="random", seed=0)
+    logits = built.module(built.normalise(images), position_mask=mask)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The registry: shapes, variants that share weights, the MJP input layer by hand, checkpoints that fit and that do not."""
+"""The registry: shapes, variants that share weights, the MJP input layer by hand, checkpoints that fit or do not."""
 
 from __future__ import annotations
 
