@@ -1,8 +1,8 @@
 """Audit a model or a Flower app that is not ours.
 
-Two entrances to the same attacks: `audit_gradient` for a training step in plain PyTorch, where the originals are at hand and
-the answer is scored; and `Watcher` for a running Flower app, where only updates are seen and the answer is pictures and
-diagnoses:
+Two entrances to the same attacks: `audit_gradient` for a training step in plain PyTorch, where the originals are at
+hand and the answer is scored; and `Watcher` for a running Flower app, where only updates are seen and the answer is
+pictures and diagnoses:
 
     watcher = Watcher(model, image_shape=(3, 224, 224), mean=mean, std=std, learning_rate=0.01, out="leaks")
     FedAvg().start(TapGrid(grid, watcher), initial_arrays, num_rounds=1)
@@ -62,10 +62,10 @@ def audit_gradient(
 
 
 class Watcher:
-    """Observer for `TapGrid`: attacks every training reply of any Flower app whose replies hold the model's arrays.
+    """Observer for `TapGrid`: attacks each training reply of any Flower app that answers with the model's arrays.
 
-    Replies with gradients by parameter name and replies with weights (FedAvg) are both understood; arrays are matched to
-    parameters by name, which is what `ArrayRecord(model.state_dict())` gives.
+    Replies with gradients and replies with weights (FedAvg) are both understood; arrays are matched to parameters by
+    name, which is what `ArrayRecord(model.state_dict())` gives.
 
     Args:
         model: the architecture that the app trains.

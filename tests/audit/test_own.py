@@ -40,7 +40,7 @@ def test_own_model_that_is_no_vit() -> None:
 
 
 def test_own_flower_app(tmp_path) -> None:
-    """Flower's FedAvg over a client that trains one SGD step and returns its weights: the tap recovers its photograph."""
+    """Flower's FedAvg over clients that take one SGD step and return weights: the tap recovers the photograph."""
     torch.manual_seed(0)
     model, image = timm_vit(), photographs(32, 1)
     theirs = ClientApp()
