@@ -1,6 +1,6 @@
-"""Render the README's result tables from results/.  python benchmarks/render_readme.py
+"""Render the README's result tables from results/: python benchmarks/render_readme.py
 
-Replaces what stands between `<!-- NAME -->` and `<!-- /NAME -->`; the README holds no figure that was typed by hand there.
+Replaces what stands between `<!-- NAME -->` and `<!-- /NAME -->`; no figure there is typed by hand.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ MEANINGS = {
     "not against zero.",
     "ssim": "Structural similarity, 1 for equal pictures. Lower is more private.",
     "fft2d": "Cosine distance of the two-dimensional Fourier spectra, 0 for equal pictures. Higher is more private.",
-    "fft2d_official": "The same distance as the MJP authors' script computes it, for comparison with their table; it "
-    "is not 0 for equal pictures. Higher is more private.",
+    "fft2d_official": "The same distance as the MJP authors' script computes it, without the complex conjugate, for "
+    "comparison with their table. Higher is more private.",
     "lpips": "Perceptual distance in the features of a trained network. Higher is more private.",
     "patch_recovery": "Share of patches recovered in their own place at more than 25 dB each, from 0 to 1. It tells an "
     "image recovered in parts from one recovered badly all over. Lower is more private.",
