@@ -6,11 +6,18 @@ import dataclasses
 import json
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
+
+import tyro
 
 from attacks import ATTACKS, Capability, ThreatModel, UsageError
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.models import split_name
+
+DEFENSE_HELP = (
+    f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}."
+)
+ATTACKS_HELP = f"Attacks to run on each audited update. Choose from: {', '.join(ATTACKS)}."
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,7 @@ class DataConfig:
 class AuditConfig:
     """Which updates are attacked, how, and under which threat model."""
 
-    attacks: tuple[str, ...] = ("patch_embedding", "april")
-    """Attacks to run on each audited update."""
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = ("patch_embedding", "april")
     audit_clients: tuple[int, ...] = (0, 1, 2, 3)
     """Ids of the clients whose updates are attacked."""
     audit_rounds: tuple[int, ...] = ()
@@ -96,8 +102,7 @@ DefenseOptions = make_dataclass(
 class RunConfig:
     """Train a federation of Vision Transformers, attack its updates, and report what they leak."""
 
-    defense: tuple[str, ...] = ("none",)
-    """Defences to compare: one federation each, on the same data and seed."""
+    defense: Annotated[tuple[str, ...], tyro.conf.arg(help=DEFENSE_HELP)] = ("none",)
     federation: FederationConfig = field(default_factory=FederationConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -110,7 +115,7 @@ class RunConfig:
     seed: int = 0
     """Fixes data order, weights, masks and noise."""
     out: Path = Path("runs/simulate")
-    """Folder of the results."""
+    """Folder of the results (left at its default, a new folder in it is named after the time)."""
     resume: bool = False
     """Go on with the unfinished run in --out; finished rows are not repeated."""
 
@@ -206,6 +211,8 @@ def from_flat(options: dict[str, Any], base: RunConfig | None = None) -> RunConf
         if name not in places:
             raise UsageError(f"unknown option {key!r}; choose from: {', '.join(sorted(places))}")
         group = places[name]
+        if value == "" and group[name] is None:
+            continue
         if isinstance(group[name], list):
             parts = [p for p in str(value).split(",") if p]
             value = [int(p) if p.isdigit() else p for p in parts]

@@ -5,7 +5,10 @@ Also the ServerApp of `flwr run`: the same run on a SuperLink with SuperNodes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -52,12 +55,7 @@ def report(workspace: Workspace, console: Console) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code: 0, 1 for a failed client, 2 for a mistake of usage, 130 for an interrupt."""
     console = _console()
-    config = tyro.cli(
-        tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)(RunConfig),
-        prog="python -m fedmjp.simulate",
-        description=RunConfig.__doc__,
-        args=arguments,
-    )
+    config = _parse(arguments)
     if config.out == RunConfig().out:
         config = dataclasses.replace(config, out=config.out / datetime.now().strftime("%Y%m%d-%H%M%S"))
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
@@ -79,6 +77,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
     return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> RunConfig:
+    """The configuration on the command line; leaves with code 2 and one line where it cannot be read."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                tyro.conf.configure(tyro.conf.OmitArgPrefixes)(RunConfig),
+                prog="python -m fedmjp.simulate",
+                description=RunConfig.__doc__,
+                args=arguments,
+            )
+    except SystemExit as stop:
+        if stop.code:  # the parser draws a box around several lines
+            words = re.sub(r"[^\S ]|[\u2500-\u257f]", " ", complaint.getvalue())
+            print("error: " + re.sub(r" +", " ", words).strip(), file=sys.stderr)
+        raise
 
 
 def _console() -> Console:

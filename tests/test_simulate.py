@@ -161,9 +161,20 @@ def test_mistakes_end_with_one_line_and_code_2(tmp_path, capsys, options: list[s
     assert not (tmp_path / "run" / "rows.jsonl").exists()
 
 
-def test_wrong_choice_of_the_parser_exits_2(tmp_path, capsys) -> None:
-    assert run(tmp_path / "run", "--engine", "spark") == 2
-    assert "local" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "spark"], "local.*ray"),
+        (["--gamma", "much"], "gamma"),
+        (["--no-such-option"], "no-such-option"),
+        (["--dal", "cubic"], "nonlinear"),
+    ],
+)
+def test_what_the_parser_refuses_is_one_line_too(tmp_path, capsys, options: list[str], words: str) -> None:
+    assert run(tmp_path / "run", *options) == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(words, error)
+    assert error.count("\n") == 0
 
 
 def test_checkpoint_of_the_wrong_shape(tmp_path, capsys) -> None:

@@ -71,7 +71,7 @@ class FederatedMean(Strategy):
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterator[Message]:
+    ) -> Iterable[Message]:
         """One message for each drawn client, in the order of partitions."""
         self.partitions = self.partitions or partitions_by_node(grid)
         number = server_round + self.offset
@@ -80,8 +80,8 @@ class FederatedMean(Strategy):
         chosen = sorted(draw.choice(len(nodes), size=self.per_round, replace=False))
         self._sent, self._queue = arrays, [nodes[i] for i in chosen]
         order = ConfigRecord({**self.order, "round": number})
-        for node in self._queue:
-            yield Message(RecordDict({"state": arrays, "order": order}), node, MessageType.TRAIN, group_id=str(number))
+        content = RecordDict({"state": arrays, "order": order})
+        return [Message(content, node, MessageType.TRAIN, group_id=str(number)) for node in self._queue]
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
         """Stream the replies into the mean and take the server's step.

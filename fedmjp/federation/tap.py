@@ -22,15 +22,13 @@ class TapGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Replies as the wrapped grid gives them, each shown to the observer first."""
-        sent: dict[int, RecordDict] = {}
-
-        def outgoing() -> Iterator[Message]:
-            for message in messages:
-                if message.metadata.message_type.startswith(MessageType.TRAIN):
-                    sent[message.metadata.dst_node_id] = message.content
-                yield message
-
-        for reply in self._grid.send_and_receive(outgoing(), timeout=timeout):
+        outgoing = list(messages)  # Flower's network grid goes through them twice
+        sent: dict[int, RecordDict] = {
+            message.metadata.dst_node_id: message.content
+            for message in outgoing
+            if message.metadata.message_type.startswith(MessageType.TRAIN)
+        }
+        for reply in self._grid.send_and_receive(outgoing, timeout=timeout):
             node = reply.metadata.src_node_id
             if node in sent and reply.has_content():
                 self._observer(sent.pop(node), reply.content, node)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, StrictUndefined
 
 from fedmjp.report.figures import DPI
+from fedmjp.report.page_template import PAGE
 from fedmjp.report.rows import BASELINES
 from fedmjp.report.tables import heading, images_text, interval_text, measured
 
@@ -68,15 +69,9 @@ def write_page(
         figures: name to PNG file; the names in `CAPTIONS` have a place and a caption, others go at the end.
         notes: remarks for the reader, shown under the verdict.
     """
-    environment = Environment(
-        loader=PackageLoader("fedmjp.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     run = dict.fromkeys(("run_id", "command", "commit", "finished")) | dict(run)
-    page = environment.get_template("page.html.j2").render(
+    page = environment.from_string(PAGE).render(
         run=run,
         opening=_opening(run, rows),
         verdicts=verdicts(summary),

@@ -1,4 +1,9 @@
-<!DOCTYPE html>
+"""The report's Jinja2 template.
+
+A Python string and not a file of its own, because Flower's app bundles carry Python, TOML, Markdown, JSON and YAML files only.
+"""
+
+PAGE = r"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -209,3 +214,4 @@ credit to the defence.</p>
 </details>
 </body>
 </html>
+"""
