@@ -187,8 +187,12 @@ def _gradients(module: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Floating-point buffers by name (running statistics of batch norms); they are averaged like weights."""
-    return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point()}
+    """Floating-point buffers that belong to a checkpoint (running statistics of batch norms), by name.
+
+    They are averaged like weights. What a model computes from its own shape (Swin's attention masks) stays at home.
+    """
+    kept = module.state_dict().keys()
+    return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point() and n in kept}
 
 
 def usable_device(name: str) -> torch.device:

@@ -81,6 +81,15 @@ def test_defences_train(small, defense: str) -> None:
     assert any(not torch.equal(states[0][n], states[1][n]) for n in states[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["swin_t", "resnet50"])
+def test_models_with_buffers_train(small, model: str) -> None:
+    _, states = train(changed(small, model=model, clients=2, rounds=1, test_limit=2), "mjp")
+    running = [n for n in states[0] if "running_mean" in n]
+    assert bool(running) == (model == "resnet50")
+    assert all(not torch.equal(states[0][n], states[1][n]) for n in running)
+
+
 def test_same_seed_same_updates(small) -> None:
     first, second = train(small, "mjp")[0], train(small, "mjp")[0]
     assert first.keys() == second.keys()
