@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attacks.affine import solve_rows
-from attacks.priors import least_variation, total_variation
+from attacks.priors import least_variation, quietness, total_variation
 
 
 def test_agrees_with_numpy_least_squares() -> None:
@@ -44,6 +44,13 @@ def test_total_variation_of_a_step() -> None:
     image = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
     image[..., 2:] = 1
     assert float(total_variation(image, 0.0)) == pytest.approx(4.0)
+
+
+def test_quiet_surroundings_weigh_more() -> None:
+    image = torch.zeros(1, 3, 20, 20, dtype=torch.float64)
+    image[..., 12:] = torch.rand(1, 3, 20, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for weights in quietness(image):
+        assert weights[..., :8].min() > 10 * weights[..., -6:].max()
 
 
 def test_least_variation_finds_the_offset_of_a_flat_image() -> None:
