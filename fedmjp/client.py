@@ -94,6 +94,9 @@ class ClientTask:
             seed=config.seed,
         )
         self.model.module.to(self.device)
+        self.parameters = dict(self.model.module.named_parameters())
+        self.buffers = float_buffers(self.model.module)
+        self._loaded: object = None
 
     def batch(self, client: int, round: int, step: int) -> Batch:
         """The images of one step: epochs over the client's own data, each in a fresh order."""
@@ -114,14 +117,19 @@ class ClientTask:
         generator = self._generator(2, client, round, step)
         return self.defense.on_input(batch.images.to(self.device), self.model, generator, round)
 
-    def update(self, client: int, round: int, weights: Mapping[str, Tensor]) -> ClientResult:
+    def update(
+        self, client: int, round: int, weights: Mapping[str, Tensor], source: bytes | None = None
+    ) -> ClientResult:
         """Train from `weights` (parameters and float buffers by name) and return what the client sends.
+
+        Args:
+            source: the bytes that hold the weights, if any: see `load`.
 
         Raises:
             UsageError: weights that do not fit the model.
         """
-        self.load(weights)
-        module = self.model.module.train()
+        self.load(weights, source)
+        self.model.module.train()
         steps = self.config.federation.local_steps
         losses, gradients = [], {}
         for step in range(steps):
@@ -129,30 +137,38 @@ class ClientTask:
             seen = self.seen(batch, client, round, step)
             labels = batch.labels.to(self.device)
             loss = client_loss(self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights())
-            gradients = _gradients(module, loss)
+            gradients = self._gradients(loss)
             losses.append(float(loss.detach()))
             if self.config.federation.update == "weights":
                 self._descend(gradients)
         sent = gradients
         if self.config.federation.update == "weights":
-            sent = {n: weights[n].to(self.device) - p.detach() for n, p in module.named_parameters()}
+            sent = {n: weights[n].to(self.device) - p.detach() for n, p in self.parameters.items()}
         sent = self.defense.on_update(sent, self._generator(3, client, round, 0))
         if self.config.federation.update == "weights":
             sent = {n: weights[n].to(self.device) - t for n, t in sent.items()}
         examples = self.config.federation.batch_size * steps
-        return ClientResult(sent, float_buffers(module), examples, sum(losses) / len(losses))
+        return ClientResult(sent, self.buffers, examples, sum(losses) / len(losses))
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
+    def load(self, weights: Mapping[str, Tensor], source: bytes | None = None) -> None:
         """Copy parameters and buffers by name into the model.
+
+        Args:
+            source: the immutable bytes behind `weights`. All clients of a round are sent the same ones, and in one
+                process parameters that are there already are not copied again; buffers, which a step changes, are.
 
         Raises:
             UsageError: a name or shape that the model does not have.
         """
-        state = self.model.module.state_dict()
+        known = self.parameters | self.buffers
         for name, value in weights.items():
-            if name not in state or state[name].shape != value.shape:
+            if name not in known or known[name].shape != value.shape:
                 raise UsageError(f"the weights received do not fit {self.model.name}: {name} {tuple(value.shape)}")
-            state[name].copy_(value)
+        fresh = self.buffers if source is not None and source is self._loaded else known
+        with torch.no_grad():
+            for name in fresh:
+                known[name].copy_(weights[name])
+        self._loaded = source
 
     @torch.no_grad()
     def evaluate(self, weights: Mapping[str, Tensor]) -> tuple[float, float]:
@@ -168,22 +184,22 @@ class ClientTask:
             correct += int((logits.argmax(dim=1) == labels).sum())
         return total / len(test), correct / len(test)
 
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """Gradient of every parameter by name; zeros where the loss does not reach."""
+        found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        pairs = zip(self.parameters.items(), found, strict=True)
+        return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
+
     def _descend(self, gradients: Mapping[str, Tensor]) -> None:
+        self._loaded = None
         with torch.no_grad():
-            for name, parameter in self.model.module.named_parameters():
+            for name, parameter in self.parameters.items():
                 parameter -= self.config.federation.learning_rate * gradients[name]
 
     def _generator(self, purpose: int, client: int, round: int, step: int) -> torch.Generator:
         """A CPU generator of its own for every use, so that masks are the same on every device and engine."""
         entropy = np.random.SeedSequence([self.config.seed, purpose, client, round, step]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))
-
-
-def _gradients(module: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Gradient of every parameter by name; zeros where the loss does not reach."""
-    names, parameters = zip(*module.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
 
 
 def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:

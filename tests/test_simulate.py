@@ -91,11 +91,11 @@ def test_interrupted_run_resumes_without_repeating(finished, tmp_path, monkeypat
     out = tmp_path / "run"
     honest, calls = ClientTask.update, []
 
-    def update(self, client, number, weights):
+    def update(self, client, number, *state):
         calls.append((client, number))
         if len(calls) == stop_at:
             raise KeyboardInterrupt
-        return honest(self, client, number, weights)
+        return honest(self, client, number, *state)
 
     monkeypatch.setattr(ClientTask, "update", update)
     assert run(out, "--defense", "none", "mjp") == 130
@@ -111,10 +111,10 @@ def test_interrupted_run_resumes_without_repeating(finished, tmp_path, monkeypat
 def test_failed_client_is_named_and_its_run_resumes(tmp_path, monkeypatch, capsys) -> None:
     honest = ClientTask.update
 
-    def update(self, client, number, weights):
+    def update(self, client, number, *state):
         if (client, number) == (2, 2):
             raise RuntimeError("out of disk")
-        return honest(self, client, number, weights)
+        return honest(self, client, number, *state)
 
     monkeypatch.setattr(ClientTask, "update", update)
     assert run(tmp_path / "run") == 1

@@ -12,7 +12,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedmjp.client import ClientTask, float_buffers, shared_task
+from fedmjp.client import ClientTask, shared_task
 from fedmjp.federation.wire import flat, layout_of, pack, unpack
 
 app = ClientApp()
@@ -29,7 +29,9 @@ def train(message: Message, context: Context) -> Message:
     """Train on this node's partition and send the update."""
     order = message.content["order"]
     task = shared_task(str(order["config"]), str(order["defense"]))
-    result = task.update(_partition(context), int(order["round"]), read_state(task, message.content["state"]))
+    state = message.content["state"]
+    weights = read_state(task, state)
+    result = task.update(_partition(context), int(order["round"]), weights, state["parameters"].data)
     return Message(
         RecordDict(
             {
@@ -47,8 +49,7 @@ def _partition(context: Context) -> int:
 
 def pack_state(task: ClientTask) -> ArrayRecord:
     """Parameters and float buffers of the task's model as it stands."""
-    parameters = dict(task.model.module.named_parameters())
-    return ArrayRecord({"parameters": pack(parameters), "buffers": pack(float_buffers(task.model.module))})
+    return ArrayRecord({"parameters": pack(task.parameters), "buffers": pack(task.buffers)})
 
 
 def read_state(task: ClientTask, record: ArrayRecord) -> dict:
@@ -57,6 +58,5 @@ def read_state(task: ClientTask, record: ArrayRecord) -> dict:
     Raises:
         ValueError: another model's state.
     """
-    module = task.model.module
-    state = unpack(flat(record["parameters"]), layout_of(dict(module.named_parameters())))
-    return state | unpack(flat(record["buffers"]), layout_of(float_buffers(module)))
+    state = unpack(flat(record["parameters"]), layout_of(task.parameters))
+    return state | unpack(flat(record["buffers"]), layout_of(task.buffers))

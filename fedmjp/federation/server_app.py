@@ -61,7 +61,7 @@ def run_rounds(
         seed=task.config.seed,
         first_round=first_round,
     )
-    layout = layout_of(dict(task.model.module.named_parameters()))
+    layout = layout_of(task.parameters)
 
     def observe(sent: RecordDict, received: RecordDict, node: int) -> None:
         number = int(sent["order"]["round"])

@@ -126,8 +126,8 @@ def test_a_clients_batches_cover_its_data(small) -> None:
 def test_a_bad_client_stops_the_round_by_name(small, monkeypatch, fault, words: str) -> None:
     honest = ClientTask.update
 
-    def update(self, client, number, weights):
-        result = honest(self, client, number, weights)
+    def update(self, client, number, *state):
+        result = honest(self, client, number, *state)
         if client == 1:
             fault(result)
         return result
