@@ -3,8 +3,9 @@
 Among all images that fit the equations, the one whose neighbouring pixels differ least: total variation. It is applied
 twice. A first pass weighs all pixels alike; then each difference is weighed by how quiet its surroundings came out (the
 reweighting of Candes, Wakin and Boyd 2008, with the magnitude averaged over a window), so that a busy region may stay
-busy and a smooth one is held to be smooth. On a trained ViT-Ti and sixteen ImageNet photographs the second pass moved
-the median from 44.5 to 49.5 dB, for about as much time again.
+busy and a smooth one is held to be smooth. The constants below were picked from about ten variants on eight ImageNet
+photographs with a trained ViT-Ti. On sixteen others the second pass moved the median from 57.4 to 59.3 dB (15 of 16
+above 45 dB instead of 13), at twice the time; it costs some dB where the first pass was all but exact already.
 """
 
 from __future__ import annotations
