@@ -28,7 +28,7 @@ class Attack(ABC):
     needs: ClassVar[frozenset[Capability]] = frozenset()
 
     def __call__(self, observations: Sequence[Observation]) -> Reconstruction:
-        """Attack a sequence of updates, oldest first.
+        """Attack a sequence of updates of one client, oldest first.
 
         Returns:
             A `Reconstruction` of the last update's batch. An attack that cannot work answers with a diagnosis.
@@ -36,25 +36,30 @@ class Attack(ABC):
         Raises:
             ValueError: the sequence is empty, or a gradient holds NaN or infinity.
         """
-        if not observations:
-            raise ValueError("an attack needs at least one observation")
+        return self.attack_many([observations])[0]
+
+    def attack_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
+        """Attack many clients at once, each with its own sequence of updates; `seconds` is each one's equal share.
+
+        Raises:
+            ValueError: see `__call__`.
+        """
         started = time.perf_counter()
-        target = observations[-1]
-        for name, gradient in target.gradients.items():
-            if not torch.isfinite(gradient).all():
-                raise ValueError(f"the gradient of {name} (client {target.client}, round {target.round}) is not finite")
-        norm = target.gradient_norm()
-        if norm < NEGLIGIBLE_NORM:
-            reason = f"the gradient norm is {norm:.1e}: the update says nothing about the batch (a saturated model)"
-            result = Reconstruction(images=None, diagnosis=reason)
-        else:
-            with torch.no_grad():
-                result = self.reconstruct(observations)
-        return replace(result, seconds=time.perf_counter() - started)
+        refused = [_refusal(case) for case in cases]
+        open_cases = [case for case, reason in zip(cases, refused, strict=True) if not reason]
+        with torch.no_grad():
+            found = iter(self.reconstruct_many(open_cases) if open_cases else [])
+        results = [Reconstruction(images=None, diagnosis=reason) if reason else next(found) for reason in refused]
+        share = (time.perf_counter() - started) / max(len(cases), 1)
+        return [replace(result, seconds=share) for result in results]
 
     @abstractmethod
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """The attack itself, called under `torch.no_grad` with finite, non-negligible gradients."""
+
+    def reconstruct_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
+        """The attack on several clients, for attacks that gain by a batch; one after the other unless overridden."""
+        return [self.reconstruct(case) for case in cases]
 
     def parameters(self) -> dict[str, Any]:
         """The configuration as plain values, for the results row."""
@@ -71,6 +76,20 @@ class Attack(ABC):
             raise UsageError(
                 f"attack {name!r} needs {', '.join(lacking)}, which the threat model does not grant (--grants)"
             )
+
+
+def _refusal(observations: Sequence[Observation]) -> str:
+    """Why the last update says nothing, or ""; raises on input that no attack can take."""
+    if not observations:
+        raise ValueError("an attack needs at least one observation")
+    target = observations[-1]
+    for name, gradient in target.gradients.items():
+        if not torch.isfinite(gradient).all():
+            raise ValueError(f"the gradient of {name} (client {target.client}, round {target.round}) is not finite")
+    norm = target.gradient_norm()
+    if norm < NEGLIGIBLE_NORM:
+        return f"the gradient norm is {norm:.1e}: the update says nothing about the batch (a saturated model)"
+    return ""
 
 
 ATTACKS: Registry[type[Attack]] = Registry("attack")

@@ -25,6 +25,7 @@ class Capability(StrEnum):
     SEVERAL_ROUNDS = "several_rounds"  # more than one update of the same client
     LABELS = "labels"  # labels of the batch are given, not inferred
     AUXILIARY_IMAGES = "auxiliary_images"  # public images of the same kind
+    TOKEN_GRADIENT = "token_gradient"  # dL/dz a token even where no position embedding sends it (no message holds it)
     MODIFIED_MODEL = "modified_model"  # the server chose the architecture to its advantage
 
 

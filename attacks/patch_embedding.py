@@ -11,63 +11,20 @@ attention is a step further: it holds on pre-norm blocks, where APRIL's equation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attacks.affine import RowSolution, solve_rows
-from attacks.base import ATTACKS, Attack
-from attacks.observation import Capability, Observation, Reconstruction
+from attacks.affine import RowSolution
+from attacks.base import ATTACKS
+from attacks.closed_form import ClosedForm, Equation
 from attacks.priors import least_variation
-from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer, find_tokenizer
-
-
-def unmet_assumptions(observation: Observation, masked: Tensor) -> list[str]:
-    """Why a closed form for one image and one step does not fit this update, in words; empty where it does.
-
-    Args:
-        masked: (N,) bool, position rows that are exactly zero.
-    """
-    reasons = []
-    if observation.num_examples > 1:
-        reasons.append(
-            f"the batch holds {observation.num_examples} images: their gradients add up and the solve returns a mixture"
-        )
-    if observation.local_steps > 1:
-        reasons.append(
-            f"the update sums {observation.local_steps} local steps: several batches and changing weights are mixed "
-            "in it"
-        )
-    if masked.any():
-        reasons.append(
-            f"{int(masked.sum())} of {len(masked)} position rows are exactly zero: those patches hide behind a shared "
-            "position embedding (MJP) and spoil the solve of the others"
-        )
-    return reasons
-
-
-def position_rows(observation: Observation, tokenizer: Tokenizer) -> Tensor | None:
-    """Position gradient with its prefix rows, (prefix + N, D), or None where the update holds none (or only zeros)."""
-    gradient = observation.gradients.get(tokenizer.positions) if tokenizer.positions else None
-    return None if gradient is None or not gradient.any() else gradient.reshape(-1, tokenizer.width)
-
-
-def missing_positions(tokenizer: Tokenizer) -> str:
-    """Why there are no position rows, in words."""
-    if tokenizer.positions is None:
-        return "the model has no learnable position embedding, so the update holds no gradient per token to solve with"
-    return (
-        f"the update holds no gradient of {tokenizer.positions} (frozen or withheld), so there is nothing to solve with"
-    )
+from attacks.tokenizer import Tokenizer
 
 
 @ATTACKS.register("patch_embedding")
 @dataclass(frozen=True, kw_only=True)
-class PatchEmbedding(Attack):
+class PatchEmbedding(ClosedForm):
     """Solve G^T X = dL/dE for the patches X.
 
     Args:
@@ -81,48 +38,25 @@ class PatchEmbedding(Attack):
     complete: bool = True
     max_free: int = 32
 
-    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT})
+    def equation(self, model: nn.Module, tokenizer: Tokenizer) -> Equation:
+        """dL/dE, patch rows only: prefix tokens pass no projection."""
+        return Equation(
+            first=tokenizer.prefix,
+            products=lambda gradients: gradients[tokenizer.weight].flatten(1),  # (D, P)
+            patches=lambda rows: rows,
+            rcond=self.rcond,
+        )
 
-    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; `details` holds rank, condition, residual, free directions and masked rows."""
-        observation = observations[-1]
-        try:
-            tokenizer = find_tokenizer(observation.model, observation.image_shape)
-        except UsageError as error:
-            return Reconstruction(images=None, diagnosis=str(error))
-        rows = position_rows(observation, tokenizer)
-        if rows is None:
-            return Reconstruction(images=None, diagnosis=missing_positions(tokenizer))
-
-        factors = rows[tokenizer.prefix :]  # (N, D)
-        masked = factors.abs().amax(dim=1) == 0  # (N,)
-        reasons = unmet_assumptions(observation, masked)
-        products = observation.gradients[tokenizer.weight].flatten(1)  # (D, P)
-        solution = solve_rows(factors[~masked], products, rcond=self.rcond)
-        visible = self._complete(solution, tokenizer, exact=not reasons)
-        patches = visible.new_zeros(tokenizer.num_patches, tokenizer.patch_dim)
-        patches[~masked] = visible
-        if solution.free.shape[1] > self.max_free:
+    def settle(self, solution: RowSolution, tokenizer: Tokenizer, reasons: list[str]) -> Tensor:
+        """Rows (N, P) with the free directions settled, where the system holds and leaves few of them."""
+        free = solution.free.shape[1]
+        if free == 0 or reasons or not self.complete:
+            return solution.rows
+        if free > self.max_free:
             reasons.append(
                 f"only {solution.rank} of {len(solution.rows)} directions of the position gradient rise above "
                 "round-off: too many combinations of patches stay free"
             )
-        images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
-        known = torch.full_like(images[:, :1], not reasons, dtype=torch.bool)
-        details = {
-            "rank": solution.rank,
-            "condition": solution.condition,
-            "residual": solution.residual,
-            "free": solution.free.shape[1],
-            "masked": int(masked.sum()),
-        }
-        batch = (observation.num_examples, -1, -1, -1)
-        return Reconstruction(images.expand(batch), known.expand(batch), diagnosis="; ".join(reasons), details=details)
-
-    def _complete(self, solution: RowSolution, tokenizer: Tokenizer, *, exact: bool) -> Tensor:
-        """Rows (N, P) with the free directions settled, where the system holds and leaves few of them."""
-        free = solution.free.shape[1]
-        if not (self.complete and exact and 0 < free <= self.max_free):
             return solution.rows
         start = solution.rows.new_zeros(free, tokenizer.patch_dim)
         coefficients = least_variation(lambda c: tokenizer.unpatchify((solution.rows + solution.free @ c)[None]), start)

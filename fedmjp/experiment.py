@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from attacks import Observation, UsageError
-from fedmjp import __version__, provenance
+from attacks import ATTACKS, Observation, UsageError
+from fedmjp import provenance
 from fedmjp.audit.harness import BASELINES, Scored, audit_update, scorer
 from fedmjp.audit.observe import observe_update
 from fedmjp.client import Batch, ClientTask, shared_task
@@ -109,7 +108,8 @@ class FederationAudit:
         self.round_started = time.perf_counter()
 
     def _done(self, attack: str, view: ServerView) -> bool:
-        return self.rows.done(self.defense, attack, view.round, view.client)
+        parameters = ATTACKS.get(attack)().parameters() if attack in ATTACKS else {}
+        return self.rows.done(self._case(attack, parameters, view.round, view.client))
 
     def _audit(self, view: ServerView, wanted: list[str]) -> None:
         # Local steps after the first see other images; an attack on a summed update is scored on the first step's.
@@ -150,43 +150,47 @@ class FederationAudit:
             self.workspace.save_images(
                 self.defense, observation.round, observation.client, scored.attack, scored.images
             )
-        common = self._common_columns()
+        common = self._provenance() | self._case(
+            scored.attack, scored.parameters, observation.round, observation.client
+        )
         for index, record in enumerate(scored.records):
             row = common | {
-                "batch_size": observation.num_examples,
-                "local_steps": observation.local_steps,
-                "update": observation.kind,
-                "attack": scored.attack,
-                "attack_parameters": dict(scored.parameters),
-                "round": observation.round,
-                "client": observation.client,
                 "image": index,
                 "image_id": batch.ids[index],
                 "gradient_norm": norm,
+                "correct": None,
                 "seconds": scored.seconds,
                 "diagnosis": scored.diagnosis,
+                "details": dict(scored.reconstruction.details) if scored.reconstruction else {},
             }
             self.rows.append(row | record)
         self.progress.attack_done(scored.attack, [r["psnr"] for r in scored.records])
 
-    def _common_columns(self) -> dict:
-        built, config = self.task.model, self.config
+    def _case(self, attack: str, parameters: Mapping[str, Any], round: int, client: int) -> dict[str, Any]:
+        """What tells this batch's rows from all others, as `report.rows.CASE` lists it."""
+        config = self.config
         return {
-            "run_id": self.workspace.run_id,
-            "commit": provenance.commit(),
-            "version": __version__,
-            "torch_version": torch.__version__,
-            "seed": config.seed,
-            "device": provenance.device_name(self.task.device),
             "dataset": self.task.data.name,
-            "model": built.name,
-            "weights": built.provenance,
-            "block": built.block,
+            "model": self.task.model.name,
+            "weights": self.task.model.provenance,
+            "block": self.task.model.block,
             "defense": self.defense,
             "defense_parameters": dict(vars(self.task.defense)),
             "setting": "federation, scored against the original",
+            "precision": "float32",
+            "update": config.federation.update,
+            "batch_size": config.federation.batch_size,
+            "local_steps": config.federation.local_steps,
+            "seed": config.seed,
             "threat_model": sorted(c.value for c in config.threat_model().grants),
+            "attack": attack,
+            "attack_parameters": dict(parameters),
+            "round": round,
+            "client": client,
         }
+
+    def _provenance(self) -> dict[str, Any]:
+        return {"run_id": self.workspace.run_id, **provenance.columns(self.task.device)}
 
 
 def check_before_start(config: RunConfig) -> None:

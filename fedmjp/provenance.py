@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from fedmjp import __version__
+
 PACKAGES = (
     "torch",
     "torchvision",
@@ -59,3 +61,13 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def columns(device: torch.device) -> dict[str, str]:
+    """What every results row says of where it was measured."""
+    return {
+        "commit": commit(),
+        "version": __version__,
+        "torch_version": torch.__version__,
+        "device": device_name(device),
+    }

@@ -19,6 +19,7 @@ from fedmjp.audit.matching import match
 from fedmjp.metrics import METRIC_DIRECTIONS, score
 
 BASELINES = ("mean_image", "other_image")
+ScoreImages = Callable[[Tensor, Tensor], list[dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -43,25 +44,51 @@ class Scored:
 
 
 def run_attack(
-    attack: Attack, name: str, observations: Sequence[Observation], originals: Tensor, score_images: Callable
+    attack: Attack, name: str, observations: Sequence[Observation], originals: Tensor, score_images: ScoreImages
 ) -> Scored:
     """Run one attack on the last of `observations` and score it against `originals` (B, C, H, W)."""
-    found = attack(observations)
-    if found.images is None:
-        records = [dict.fromkeys(METRIC_DIRECTIONS, float("nan")) for _ in originals]
-        return Scored(name, attack.parameters(), None, records, found.seconds, found.diagnosis, found)
-    images = found.images.to(originals)[match(found.images.to(originals), originals)]
-    return Scored(
-        name, attack.parameters(), images, score_images(images, originals), found.seconds, found.diagnosis, found
+    return score_found(attack, name, [attack(observations)], [originals], score_images)[0]
+
+
+def score_found(
+    attack: Attack,
+    name: str,
+    found: Sequence[Reconstruction],
+    originals: Sequence[Tensor],
+    score_images: ScoreImages,
+) -> list[Scored]:
+    """Score the answers of one attack on several updates, all images in one batch.
+
+    Args:
+        originals: for each update (B, C, H, W) in [0, 1], all of one size.
+    """
+    pairs = zip(found, originals, strict=True)
+    images = [None if f.images is None else _matched(f.images.to(o), o) for f, o in pairs]
+    present = [i for i, batch in enumerate(images) if batch is not None]
+    records = iter(
+        score_images(torch.cat([images[i] for i in present]), torch.cat([originals[i] for i in present]))
+        if present
+        else []
     )
+    scored = []
+    for answer, batch, target in zip(found, images, originals, strict=True):
+        missing = dict.fromkeys(METRIC_DIRECTIONS, float("nan"))
+        own = [missing if batch is None else next(records) for _ in target]
+        scored.append(Scored(name, attack.parameters(), batch, own, answer.seconds, answer.diagnosis, answer))
+    return scored
 
 
-def scorer(patch_size: int, lpips: Callable | None) -> Callable[[Tensor, Tensor], list[dict[str, float]]]:
+def _matched(reconstructions: Tensor, originals: Tensor) -> Tensor:
+    return reconstructions[match(reconstructions, originals)]
+
+
+def scorer(patch_size: int, lpips: Callable | None) -> ScoreImages:
     """A function from (reconstructions, originals) to one dict of metrics an image."""
 
     def score_images(reconstructions: Tensor, originals: Tensor) -> list[dict[str, float]]:
         columns = score(reconstructions, originals, patch_size=patch_size, lpips=lpips)
-        return [{name: float(values[i]) for name, values in columns.items()} for i in range(len(originals))]
+        lists = {name: values.tolist() for name, values in columns.items()}  # one transfer a metric, not one a number
+        return [{name: values[i] for name, values in lists.items()} for i in range(len(originals))]
 
     return score_images
 
@@ -72,7 +99,7 @@ def audit_update(
     *,
     attacks: Sequence[str],
     baselines: Mapping[str, Tensor],
-    score_images: Callable,
+    score_images: ScoreImages,
     skip: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Scored]:
     """Baselines, then attacks, on one update.

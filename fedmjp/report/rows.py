@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,7 @@ ROW_KEYS = (
     "defense",
     "defense_parameters",
     "setting",
+    "precision",
     "update",
     "batch_size",
     "local_steps",
@@ -46,12 +48,34 @@ ROW_KEYS = (
     "image",
     "image_id",
     "gradient_norm",
+    "correct",
     *METRICS,
     "seconds",
     "diagnosis",
+    "details",
 )
 
-IDENTITY = ("defense", "attack", "round", "client", "image")
+# What was asked, as opposed to what was measured and where: rows that agree in all of it are the same row.
+CASE = (
+    "dataset",
+    "model",
+    "weights",
+    "block",
+    "defense",
+    "defense_parameters",
+    "setting",
+    "precision",
+    "update",
+    "batch_size",
+    "local_steps",
+    "seed",
+    "threat_model",
+    "attack",
+    "attack_parameters",
+    "round",
+    "client",
+)
+IDENTITY = (*CASE, "image")
 
 # Gradient-free answers every attack has to beat: they are rows like any other, filed under these attack names.
 BASELINES = ("mean_image", "other_image")
@@ -78,8 +102,9 @@ class RowLog:
         self._rows, self.repaired = _parse(content, self.path)
         if self.repaired:
             _rewrite(self.path, self._rows)
-        self._read = {_identity(row) for row in self._rows}
-        self._appended: set[tuple[Any, ...]] = set()
+        self._read = {_key(row, IDENTITY) for row in self._rows}
+        self._appended: set[str] = set()
+        self._batches = Counter(_key(row, CASE) for row in self._rows)
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any]) -> bool:
@@ -99,22 +124,25 @@ class RowLog:
         if missing or unknown:
             raise ValueError(f"not a results row: missing keys {missing}, unknown keys {unknown}")
         clean = {key: _jsonable(row[key]) for key in ROW_KEYS}
-        identity = _identity(clean)
+        identity = _key(clean, IDENTITY)
         if identity in self._appended:
-            raise ValueError(f"row appended twice: {dict(zip(IDENTITY, identity, strict=True))}")
+            raise ValueError(f"row appended twice: {identity}")
         if identity in self._read:
             return False
         self._file.write(_line(clean))
         self._file.flush()
         self._appended.add(identity)
         self._rows.append(clean)
+        self._batches[_key(clean, CASE)] += 1
         return True
 
-    def done(self, defense: str, attack: str, round: int, client: int) -> bool:
-        """Whether every image of that client's batch (`batch_size` of them) has its row for that attack."""
-        wanted = (defense, attack, round, client)
-        batch = [row for row in self._rows if _identity(row)[:-1] == wanted]
-        return bool(batch) and len(batch) >= batch[0]["batch_size"]
+    def done(self, case: Mapping[str, Any]) -> bool:
+        """Whether every image of a batch (`batch_size` of them) has its row.
+
+        Args:
+            case: the values of `CASE`; other keys are ignored.
+        """
+        return self._batches[_key(case, CASE)] >= case["batch_size"]
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows, those read at the opening first; a new list of the log's own dictionaries."""
@@ -152,8 +180,8 @@ def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
     return frame.astype(dict.fromkeys(numbers, "float64"))
 
 
-def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[key] for key in IDENTITY)
+def _key(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    return json.dumps([_jsonable(row[name]) for name in names], sort_keys=True)
 
 
 def _parse(content: bytes, path: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -149,3 +149,18 @@ def psnr224(model, image) -> float:
     found = ATTACKS.get("patch_embedding")()([observe(model, image[None])])
     assert found.diagnosis == ""
     return float(score(found.images, image[None], patch_size=16)["psnr"][0])
+
+
+@pytest.mark.parametrize("name", list(ATTACKS))
+def test_many_at_once_is_one_by_one(name: str, mini) -> None:
+    other = build_model("vit_mini_64", num_classes=8, weights="random", seed=1, block="april")
+    images = photographs(64, 3)
+    views = [observe(mini, images[:1]), observe(other, images[1:2]), masked(), no_positions(), negligible()]
+    views += [observe(mini, images[2:])]
+    together = ATTACKS.get(name)().attack_many([[view] for view in views])
+    for view, found in zip(views, together, strict=True):
+        alone = ATTACKS.get(name)()([view])
+        assert found.diagnosis == alone.diagnosis
+        assert (found.images is None) == (alone.images is None)
+        if alone.images is not None:
+            torch.testing.assert_close(found.images, alone.images, atol=1e-5, rtol=0)

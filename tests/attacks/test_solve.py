@@ -14,7 +14,7 @@ def test_agrees_with_numpy_least_squares() -> None:
     generator = torch.Generator().manual_seed(0)
     g = torch.randn(20, 30, generator=generator, dtype=torch.float64)
     x = torch.randn(20, 12, generator=generator, dtype=torch.float64)
-    found = solve_rows(g, g.T @ x)
+    found = solve_rows(g[None], (g.T @ x)[None])[0]
     oracle = np.linalg.lstsq(g.T.numpy(), (g.T @ x).numpy(), rcond=None)[0]
     np.testing.assert_allclose(found.rows.numpy(), oracle, atol=1e-10)
     torch.testing.assert_close(found.rows, x)
@@ -27,7 +27,7 @@ def test_names_the_free_directions() -> None:
     generator = torch.Generator().manual_seed(1)
     g = torch.randn(12, 8, generator=generator, dtype=torch.float64)
     x = torch.randn(12, 5, generator=generator, dtype=torch.float64)
-    found = solve_rows(g, g.T @ x)
+    found = solve_rows(g[None], (g.T @ x)[None])[0]
     assert found.free.shape == (12, 4)
     assert float((g.T @ found.free).norm()) < 1e-12
     # The truth differs from the solution of least norm by free directions only.
@@ -36,8 +36,8 @@ def test_names_the_free_directions() -> None:
 
 
 def test_shapes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="D differ"):
-        solve_rows(torch.zeros(3, 4), torch.zeros(5, 6))
+    with pytest.raises(ValueError, match="B or D differ"):
+        solve_rows(torch.zeros(1, 3, 4), torch.zeros(1, 5, 6))
 
 
 def test_total_variation_of_a_step() -> None:

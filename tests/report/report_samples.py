@@ -31,6 +31,7 @@ def make_row(**changes: Any) -> dict[str, Any]:
         "defense": "none",
         "defense_parameters": {"ratio": 0.3},
         "setting": "trained 1 round",
+        "precision": "float32",
         "update": "gradient",
         "batch_size": 1,
         "local_steps": 1,
@@ -42,6 +43,7 @@ def make_row(**changes: Any) -> dict[str, Any]:
         "image": 0,
         "image_id": "face_0001",
         "gradient_norm": 1.5,
+        "correct": None,
         "mse": 0.01,
         "psnr": 20.0,
         "ssim": 0.5,
@@ -51,6 +53,7 @@ def make_row(**changes: Any) -> dict[str, Any]:
         "patch_recovery": 0.25,
         "seconds": 1.25,
         "diagnosis": "",
+        "details": {},
     }
     return row | changes
 

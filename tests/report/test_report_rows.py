@@ -10,6 +10,7 @@ from report_samples import make_row
 
 from attacks.registry import UsageError
 from fedmjp.report import ROW_KEYS, RowLog, load_rows
+from fedmjp.report.rows import CASE
 
 
 def test_round_trip_keeps_values_and_key_order(tmp_path):
@@ -73,7 +74,7 @@ def test_whole_last_row_without_line_end_is_kept(tmp_path):
     path.write_bytes(whole.rstrip(b"\n"))
     with RowLog(path) as log:
         assert log.repaired
-        assert log.done("none", "closed_form", 1, 0)
+        assert log.done(make_row())
     assert path.read_bytes() == whole
 
 
@@ -95,18 +96,30 @@ def test_done_wants_every_image_of_the_batch(tmp_path):
     path = tmp_path / "rows.jsonl"
     with RowLog(path) as log:
         log.append(make_row(batch_size=2, image=0))
-        assert not log.done("none", "closed_form", 1, 0)
+        assert not log.done(make_row(batch_size=2))
     with RowLog(path) as log:  # resumed: the batch is attacked again, its first image is there already
         assert not log.append(make_row(batch_size=2, image=0))
         assert log.append(make_row(batch_size=2, image=1))
-        assert log.done("none", "closed_form", 1, 0)
-        assert not log.done("mjp", "closed_form", 1, 0)
-        assert not log.done("none", "other", 1, 0)
-        assert not log.done("none", "closed_form", 2, 0)
-        assert not log.done("none", "closed_form", 1, 1)
+        assert log.done(make_row(batch_size=2))
         with pytest.raises(ValueError, match="appended twice"):
             log.append(make_row(batch_size=2, image=1))
     assert len(load_rows(path)) == 2
+
+
+@pytest.mark.parametrize("name", CASE)
+def test_everything_asked_tells_rows_apart(tmp_path, name):
+    other = make_row(**{name: {"x": 1} if name.endswith("parameters") else 17})
+    with RowLog(tmp_path / "rows.jsonl") as log:
+        log.append(make_row())
+        assert not log.done(other)
+        assert log.append(other)
+
+
+@pytest.mark.parametrize("name", ["commit", "device", "psnr", "seconds", "run_id"])
+def test_what_was_measured_and_where_does_not(tmp_path, name):
+    with RowLog(tmp_path / "rows.jsonl") as log:
+        log.append(make_row())
+        assert log.done(make_row(**{name: "other"}))
 
 
 def test_missing_file_is_the_callers_mistake(tmp_path):

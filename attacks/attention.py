@@ -1,0 +1,56 @@
+"""Where a ViT attends first: the weights of query, key and value, and the norm that stands before them.
+
+Works on timm (one fused `qkv`), torchvision (`in_proj_weight`) and Hugging Face (three projections) by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from attacks.registry import UsageError
+
+# Names under which ViTs keep the norm that stands before the first attention.
+PRE_NORMS = ("norm1", "ln_1", "layernorm_before")
+
+
+@dataclass(frozen=True)
+class FirstAttention:
+    """The first attention layer, by parameter name.
+
+    Attributes:
+        weights: one fused matrix (3 D, D) or three (D, D): query, key, value; W_q^T dW_q + W_k^T dW_k + W_v^T dW_v is
+            the sum of W^T dW over them either way.
+        norm: name of the module that normalises the attention's input, or None.
+    """
+
+    weights: tuple[str, ...]
+    norm: str | None
+
+
+def find_first_attention(model: nn.Module, width: int) -> FirstAttention:
+    """Find the first attention of a ViT.
+
+    Args:
+        width: D, channels of a token.
+
+    Raises:
+        UsageError: no attention over `width` channels is found.
+    """
+    names = [n for n, p in model.named_parameters() if p.dim() == 2 and p.shape[1] == width]
+    fused = next((n for n in names if n.endswith(("qkv.weight", "in_proj_weight"))), None)
+    query = next((n for n in names if n.endswith(("query.weight", "q_proj.weight"))), None)
+    first = fused or query
+    if first is None:
+        raise UsageError(f"no query, key and value projections over {width} channels found in {type(model).__name__}")
+    modules = dict(model.named_modules())
+    path = first.split(".")
+    blocks = [".".join(path[:i]) for i in range(len(path) - 1, 0, -1)]
+    norm = next((f"{b}.{n}" for b in blocks for n in PRE_NORMS if f"{b}.{n}" in modules), None)
+    return FirstAttention((fused,) if fused else _siblings(query), norm)
+
+
+def _siblings(query: str) -> tuple[str, ...]:
+    kinds = ("query", "key", "value") if "query" in query else ("q_proj", "k_proj", "v_proj")
+    return tuple(query.replace(kinds[0], kind) for kind in kinds)
