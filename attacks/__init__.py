@@ -4,6 +4,7 @@ Imports torch and never `fedmjp` or Flower: an attack sees `Observation`s and no
 """
 
 from attacks import april, patch_embedding  # noqa: F401  (importing an attack registers it)
+from attacks.attention import FirstAttention, find_first_attention
 from attacks.base import ATTACKS, Attack
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import Registry, UsageError
@@ -13,6 +14,7 @@ __all__ = [
     "ATTACKS",
     "Attack",
     "Capability",
+    "FirstAttention",
     "Observation",
     "Reconstruction",
     "Registry",
@@ -20,5 +22,6 @@ __all__ = [
     "Tokenizer",
     "UsageError",
     "check_tokenizer",
+    "find_first_attention",
     "find_tokenizer",
 ]

@@ -158,7 +158,6 @@ class FederationAudit:
                 "image": index,
                 "image_id": batch.ids[index],
                 "gradient_norm": norm,
-                "correct": None,
                 "seconds": scored.seconds,
                 "diagnosis": scored.diagnosis,
                 "details": dict(scored.reconstruction.details) if scored.reconstruction else {},

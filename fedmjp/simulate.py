@@ -5,29 +5,22 @@ Also the ServerApp of `flwr run`: the same run on a SuperLink with SuperNodes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 
-from attacks import UsageError
+from fedmjp.cli import EXIT_FAILURE, guarded, parse, terminal
 from fedmjp.config import RunConfig, from_flat
 from fedmjp.experiment import check_before_start, conduct_on, run_experiment
 from fedmjp.federation import ClientFailure, server_app_for
 from fedmjp.progress import RunProgress
 from fedmjp.report import as_text, load_rows, render, summarise
 from fedmjp.workspace import Workspace
-
-EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def run(config: RunConfig, console: Console) -> Path:
@@ -54,52 +47,19 @@ def report(workspace: Workspace, console: Console) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code: 0, 1 for a failed client, 2 for a mistake of usage, 130 for an interrupt."""
-    console = _console()
-    config = _parse(arguments)
+    config = parse(RunConfig, "python -m fedmjp.simulate", RunConfig.__doc__, arguments)
     if config.out == RunConfig().out:
         config = dataclasses.replace(config, out=config.out / datetime.now().strftime("%Y%m%d-%H%M%S"))
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    console, hint = terminal(), f"finished rows are in {config.out}; go on with --resume --out {config.out}"
+
+    def work() -> None:
+        console.print(f"report: {run(config, console)}", soft_wrap=True, highlight=False)
+
     try:
-        page = run(config, console)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return guarded(work, lambda: hint)
     except ClientFailure as error:
-        print(
-            f"error: {error}\nFinished rows are in {config.out}; go on with --resume --out {config.out}",
-            file=sys.stderr,
-        )
+        print(f"error: {error}\n{hint}", file=sys.stderr)
         return EXIT_FAILURE
-    except KeyboardInterrupt:
-        print(
-            f"\ninterrupted; finished rows are in {config.out}; go on with --resume --out {config.out}", file=sys.stderr
-        )
-        return EXIT_INTERRUPTED
-    console.print(f"report: {page}", soft_wrap=True, highlight=False)
-    return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> RunConfig:
-    """The configuration on the command line; leaves with code 2 and one line where it cannot be read."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                tyro.conf.configure(tyro.conf.OmitArgPrefixes)(RunConfig),
-                prog="python -m fedmjp.simulate",
-                description=RunConfig.__doc__,
-                args=arguments,
-            )
-    except SystemExit as stop:
-        if stop.code:  # the parser draws a box around several lines
-            words = re.sub(r"[^\S ]|[\u2500-\u257f]", " ", complaint.getvalue())
-            print("error: " + re.sub(r" +", " ", words).strip(), file=sys.stderr)
-        raise
-
-
-def _console() -> Console:
-    """The terminal; a file or a pipe is given room for the table."""
-    return Console() if sys.stdout.isatty() else Console(width=130)
 
 
 def _flower_main(grid: Any, run_config: Mapping[str, Any]) -> None:
@@ -108,7 +68,7 @@ def _flower_main(grid: Any, run_config: Mapping[str, Any]) -> None:
     clients = len(list(grid.get_node_ids()))
     config = dataclasses.replace(config, federation=dataclasses.replace(config.federation, clients=clients))
     check_before_start(config)
-    workspace, console = Workspace(config), _console()
+    workspace, console = Workspace(config), terminal()
     conduct_on(grid, config, workspace, RunProgress(console))
     workspace.finish()
     console.print(f"report: {report(workspace, console)}")

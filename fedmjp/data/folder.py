@@ -53,12 +53,12 @@ def load_folder(request: Request) -> DataBundle:
     if (root / "train").is_dir() and test_folder is not None:
         listed = list_images(root, "train/"), list_images(root, f"{test_folder}/")
         parts = (
-            _verified(root, listed[0], request.train_limit, request.seed, skipped),
-            _verified(root, listed[1], request.test_limit, request.seed, skipped),
+            openable(root, listed[0], request.train_limit, request.seed, skipped),
+            openable(root, listed[1], request.test_limit, request.seed, skipped),
         )
         how = f"splits train/ and {test_folder}/"
     else:
-        good = _verified(root, list_images(root), None, request.seed, skipped)
+        good = openable(root, list_images(root), None, request.seed, skipped)
         train, test = split_files(good, request.seed)
         parts = (
             [train[i] for i in choose(len(train), request.train_limit, request.seed)],
@@ -92,6 +92,22 @@ def list_images(root: Path, part: str = "") -> list[str]:
     return files
 
 
+def find_pictures(root: Path) -> list[str]:
+    """Return the sorted names, relative to `root`, of the image files in `root` and all folders below it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    files = sorted(
+        str(file.relative_to(root))
+        for file in root.rglob("*")
+        if file.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in file.relative_to(root).parts)
+    )
+    if not files:
+        raise UsageError(f"no image found in {root}; give a folder that holds pictures ({', '.join(sorted(SUFFIXES))})")
+    return files
+
+
 def split_files(files: list[str], seed: int) -> tuple[list[str], list[str]]:
     """Split names "CLASS/FILE" into about 80 % train and 20 % test, fixed by `seed`; both come back sorted.
 
@@ -114,8 +130,12 @@ def split_files(files: list[str], seed: int) -> tuple[list[str], list[str]]:
     return sorted(set(files) - test), sorted(test)
 
 
-def _verified(root: Path, files: list[str], limit: int | None, seed: int, skipped: list[str]) -> list[str]:
-    """Return those `files` that open, at most `limit`, drawn as `choose` would; append the others to `skipped`."""
+def openable(root: Path, files: list[str], limit: int | None, seed: int, skipped: list[str]) -> list[str]:
+    """Return those `files` that open, at most `limit`, drawn as `choose` would; append the others to `skipped`.
+
+    Raises:
+        UsageError: none of them opens.
+    """
     order = np.arange(len(files)) if limit is None else np.random.default_rng(seed).permutation(len(files))
     good: list[str] = []
     for index in order:

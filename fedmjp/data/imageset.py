@@ -112,12 +112,18 @@ def to_square_rgb(picture: Image.Image, size: int) -> Image.Image:
     Args:
         picture: any mode; transparency is dropped, 16-bit grey is scaled to 8 bits.
         size: pixels.
+
+    Raises:
+        ValueError: a strip so long that its resized self would not fit Pillow's limit of pixels.
     """
     picture = _to_rgb(picture)
     width, height = picture.size
     if min(width, height) != size:
         short = min(width, height)
-        picture = picture.resize((size * width // short, size * height // short), Image.Resampling.BICUBIC)
+        width, height = size * width // short, size * height // short
+        if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
+            raise ValueError(f"{picture.size[0]} x {picture.size[1]} pixels are too long a strip")
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
         width, height = picture.size
     left, top = round((width - size) / 2), round((height - size) / 2)
     return picture.crop((left, top, left + size, top + size))

@@ -28,7 +28,7 @@ DPI = 200
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6BB1")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _BASELINE_STYLES = ({"color": "#404040", "ls": ":"}, {"color": "#9a9a9a", "ls": (0, (1, 3))})
-_SMALL, _NORMAL = 8, 9
+SMALL, NORMAL = 8, 9
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def reconstructions_figure(panels: list[Panel], path: str | os.PathLike[str]) ->
     for row, panel in enumerate(panels):
         bottom = height - head - row * (cell + caption) - cell
         label_lines = "\n".join(part.strip() for part in panel.title.split(","))
-        figure.text(0.04 / width, (bottom + cell / 2) / height, label_lines, fontsize=_SMALL, va="center")
+        figure.text(0.04 / width, (bottom + cell / 2) / height, label_lines, fontsize=SMALL, va="center")
         cells = [Reconstructed(panel.original, None), Reconstructed(panel.seen, None)]
         for column, content in enumerate(cells + [panel.reconstructions.get(name) for name in attacks]):
             left = label + column * (cell + gap)
@@ -91,8 +91,8 @@ def reconstructions_figure(panels: list[Panel], path: str | os.PathLike[str]) ->
             _draw_cell(axes, content)
             if row == 0:
                 name = ["original", "what the\nmodel saw", *map(_broken, attacks)][column]
-                axes.set_title(name, fontsize=_SMALL, pad=4, linespacing=1.0)
-    _save(figure, path)
+                axes.set_title(name, fontsize=SMALL, pad=4, linespacing=1.0)
+    save(figure, path)
 
 
 def leakage_by_round_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) -> None:
@@ -110,7 +110,7 @@ def leakage_by_round_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) ->
     keys = [key for key in ("model", "block") if rows[key].nunique() > 1] + ["defense"]
     groups = list(rows.groupby(keys, sort=False))
     attacks = [name for name in rows["attack"].unique() if name not in BASELINES]
-    styles = {name: _style(index) for index, name in enumerate(attacks)}
+    styles = {name: style(index) for index, name in enumerate(attacks)}
     styles |= dict(zip(BASELINES, _BASELINE_STYLES, strict=True))
     per_line = 2 if len(groups) == 4 else min(3, len(groups))
     lines = -(-len(groups) // per_line)
@@ -118,11 +118,11 @@ def leakage_by_round_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) ->
     grid = figure.subplots(lines, per_line, sharex=True, sharey=True, squeeze=False)
     for axes, (key, group) in zip(grid.flat, groups, strict=False):
         _draw_leakage(axes, group, styles)
-        axes.set_title(", ".join(map(str, key)), fontsize=_NORMAL)
+        axes.set_title(", ".join(map(str, key)), fontsize=NORMAL)
         axes.tick_params(labelbottom=True)
     for axes in grid.flat[len(groups) :]:
         axes.set_axis_off()
-    figure.supylabel("PSNR (dB), higher = more leakage", fontsize=_NORMAL)
+    figure.supylabel("PSNR (dB), higher = more leakage", fontsize=NORMAL)
     handles = {h.get_label(): h for axes in grid.flat for h in axes.get_legend_handles_labels()[0]}
     if handles:
         shown = [name for name in styles if name in handles]
@@ -131,10 +131,10 @@ def leakage_by_round_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) ->
             [f"{name} (no gradient)" if name in BASELINES else name for name in shown],
             loc="outside lower center",
             ncols=min(len(shown), 2 if per_line == 1 else per_line + 1),
-            fontsize=_SMALL,
+            fontsize=SMALL,
             frameon=False,
         )
-    _save(figure, path)
+    save(figure, path)
 
 
 def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str]) -> None:
@@ -153,19 +153,19 @@ def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str]) -> None:
     accuracy, loss = figure.subplots(1, 2)
     for index, (defense, group) in enumerate(rounds.groupby("defense", sort=False)):
         group = group.sort_values("round")
-        style = _style(index) | {"ms": 4.5, "lw": 1.4}
+        style = style(index) | {"ms": 4.5, "lw": 1.4}
         accuracy.plot(group["round"], 100 * group["accuracy"], label=str(defense), **style)
         loss.plot(group["round"], group["loss"], **style)
-    accuracy.set_ylabel("Test accuracy (%)", fontsize=_NORMAL)
-    loss.set_ylabel("Test loss", fontsize=_NORMAL)
+    accuracy.set_ylabel("Test accuracy (%)", fontsize=NORMAL)
+    loss.set_ylabel("Test loss", fontsize=NORMAL)
     for axes in (accuracy, loss):
         _dress(axes, sorted(rounds["round"].unique()))
-    figure.legend(loc="outside lower center", ncols=4, fontsize=_SMALL, frameon=False, title=None)
-    _save(figure, path)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False, title=None)
+    save(figure, path)
 
 
-def _style(index: int) -> dict[str, Any]:
-    """Colours and markers run out together after eight; the dash pattern tells the next eight apart."""
+def style(index: int) -> dict[str, Any]:
+    """Look of the line or points number `index`. Colours and markers run out together after eight; the dash pattern tells the next eight apart."""
     turn = index // len(_COLOURS)
     place = index % len(_COLOURS)
     return {"color": _COLOURS[place], "marker": _MARKERS[place], "ls": ("-", "--", "-.")[turn % 3]}
@@ -189,7 +189,7 @@ def _draw_cell(axes: Axes, content: Reconstructed | None) -> None:
             transform=axes.transAxes,
             ha="center",
             va="center",
-            fontsize=_SMALL - 1.5,
+            fontsize=SMALL - 1.5,
             color="#444444",
         )
         return
@@ -197,7 +197,7 @@ def _draw_cell(axes: Axes, content: Reconstructed | None) -> None:
     small = max(picture.shape[:2]) < 128
     axes.imshow(picture, vmin=0, vmax=1, cmap="gray", interpolation="nearest" if small else "antialiased")
     if content.psnr is not None and np.isfinite(content.psnr):
-        axes.set_xlabel(f"{content.psnr:.1f} dB", fontsize=_SMALL, labelpad=2)
+        axes.set_xlabel(f"{content.psnr:.1f} dB", fontsize=SMALL, labelpad=2)
 
 
 def _pixels(image: Any) -> np.ndarray:
@@ -234,7 +234,7 @@ def _draw_leakage(axes: Axes, group: pd.DataFrame, styles: dict[str, dict[str, A
     silent = [name for name in group["attack"].unique() if name not in drawn]
     if silent:
         note = textwrap.fill(f"no image: {', '.join(silent)}", 40)
-        axes.set_xlabel(f"Round\n{note}", fontsize=_SMALL)
+        axes.set_xlabel(f"Round\n{note}", fontsize=SMALL)
 
 
 def _draw_baseline(axes: Axes, name: str, x: np.ndarray, mean: np.ndarray, style: dict[str, Any]) -> None:
@@ -245,8 +245,8 @@ def _draw_baseline(axes: Axes, name: str, x: np.ndarray, mean: np.ndarray, style
 
 
 def _dress(axes: Axes, rounds: list[float]) -> None:
-    axes.set_xlabel("Round", fontsize=_NORMAL)
-    axes.tick_params(labelsize=_SMALL)
+    axes.set_xlabel("Round", fontsize=NORMAL)
+    axes.tick_params(labelsize=SMALL)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e3e3e3", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -264,7 +264,8 @@ def _broken(name: str) -> str:
     return f"{name[: cut + 1]}\n{name[cut + 1 :]}"
 
 
-def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure as PNG and PDF; equal figures give equal files."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Type 42 keeps the text selectable and is what publishers accept; no date, so equal data gives equal files.

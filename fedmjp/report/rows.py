@@ -48,7 +48,6 @@ ROW_KEYS = (
     "image",
     "image_id",
     "gradient_norm",
-    "correct",
     *METRICS,
     "seconds",
     "diagnosis",

@@ -7,6 +7,7 @@ counted under `failed` and enter no mean, so a mean over few images is read toge
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fedmjp.report.rows import METRICS
 
 GROUP = ("model", "block", "defense", "attack")
 
-_DIGITS = {"mse": 4, "psnr": 2, "ssim": 3, "fft2d": 4, "fft2d_official": 4, "lpips": 3, "patch_recovery": 3}
+DIGITS = {"mse": 4, "psnr": 2, "ssim": 3, "fft2d": 4, "fft2d_official": 4, "lpips": 3, "patch_recovery": 3}
 
 _ARROWS = {"↑": r"\uparrow", "↓": r"\downarrow"}
 
@@ -41,21 +42,20 @@ _LATEX = {
 }
 
 
-def summarise(rows: pd.DataFrame) -> pd.DataFrame:
-    """Summary of results rows, one line per (model, block, defense, attack) in order of first appearance.
+def summarise(rows: pd.DataFrame, by: Sequence[str] = GROUP) -> pd.DataFrame:
+    """Summary of results rows, one line per group in order of first appearance.
 
     Args:
         rows: frame with the columns `ROW_KEYS`, as `load_rows` gives it.
+        by: columns that tell groups apart.
 
     Returns:
-        frame with the columns `GROUP`, `count` (all rows), `failed` (rows without any metric), for each metric M
+        frame with the columns `by`, `count` (all rows), `failed` (rows without any metric), for each metric M
         `M_mean`, `M_low`, `M_high` (95 % bootstrap interval of the mean, NaN if no value), `psnr_median` (dB),
         `seconds_mean` (s) and `diagnosis` (the most common non-empty one, "" if there is none).
     """
-    records = [
-        dict(zip(GROUP, key, strict=True)) | _summary(group) for key, group in rows.groupby(list(GROUP), sort=False)
-    ]
-    return pd.DataFrame(records, columns=_columns())
+    records = [dict(zip(by, key, strict=True)) | _summary(group) for key, group in rows.groupby(list(by), sort=False)]
+    return pd.DataFrame(records, columns=_columns(by))
 
 
 def write_csv(summary: pd.DataFrame, path: str | os.PathLike[str]) -> None:
@@ -105,7 +105,7 @@ def interval_text(line: dict[str, Any], metric: str, gap: str = " ", digits: int
     mean, low, high = (line[f"{metric}_{part}"] for part in ("mean", "low", "high"))
     if np.isnan(mean):
         return "–"
-    digits = _DIGITS[metric] if digits is None else digits
+    digits = DIGITS[metric] if digits is None else digits
     if np.isnan(low):
         return f"{mean:.{digits}f}"
     return f"{mean:.{digits}f}{gap}[{low:.{digits}f}, {high:.{digits}f}]"
@@ -128,9 +128,9 @@ def measured(summary: pd.DataFrame) -> list[str]:
     return [metric for metric in METRICS if summary[f"{metric}_mean"].notna().any()]
 
 
-def _columns() -> list[str]:
+def _columns(by: Sequence[str]) -> list[str]:
     metrics = [f"{metric}_{part}" for metric in METRICS for part in ("mean", "low", "high")]
-    return [*GROUP, "count", "failed", *metrics, "psnr_median", "seconds_mean", "diagnosis"]
+    return [*by, "count", "failed", *metrics, "psnr_median", "seconds_mean", "diagnosis"]
 
 
 def _summary(group: pd.DataFrame) -> dict[str, Any]:
@@ -160,36 +160,39 @@ def _latex(summary: pd.DataFrame) -> str:
         r"% Mean and half the 95 % bootstrap interval over images; arrows point to the more private side.",
         rf"\begin{{tabular}}{{ll{'r' * (columns - 2)}}}",
         r"\toprule",
-        " & ".join(["Defence", "Attack", "$n$", *map(_latex_heading, metrics)]) + r" \\",
+        " & ".join(["Defence", "Attack", "$n$", *map(latex_heading, metrics)]) + r" \\",
     ]
     for (model, block), group in summary.groupby(["model", "block"], sort=False):
-        title = f"{_escape(model)}, {_escape(block)} block"
+        title = f"{escape(model)}, {escape(block)} block"
         lines += [r"\midrule", rf"\multicolumn{{{columns}}}{{l}}{{\emph{{{title}}}}} \\"]
         before = None
         for line in group.to_dict("records"):
             if before is not None and line["defense"] != before:
                 lines.append(r"\addlinespace")
-            shown = "" if line["defense"] == before else _escape(line["defense"])
-            cells = [shown, _escape(line["attack"]), images_text(line), *(_latex_value(line, m) for m in metrics)]
+            shown = "" if line["defense"] == before else escape(line["defense"])
+            cells = [shown, escape(line["attack"]), images_text(line), *(latex_value(line, m) for m in metrics)]
             lines.append(" & ".join(cells) + r" \\")
             before = line["defense"]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def _latex_heading(metric: str) -> str:
+def latex_heading(metric: str) -> str:
+    """`heading` in LaTeX."""
     label, arrow = heading(metric).split("\N{NO-BREAK SPACE}")
-    return rf"{_escape(label)} ${_ARROWS[arrow]}$"
+    return rf"{escape(label)} ${_ARROWS[arrow]}$"
 
 
-def _latex_value(line: dict[str, Any], metric: str) -> str:
+def latex_value(line: dict[str, Any], metric: str) -> str:
+    """One summary line's metric as mean and half its interval, or two dashes."""
     mean, low, high = (line[f"{metric}_{part}"] for part in ("mean", "low", "high"))
     if np.isnan(mean):
         return "--"
-    digits = _DIGITS[metric]
+    digits = DIGITS[metric]
     if np.isnan(low):
         return f"${mean:.{digits}f}$"
     return rf"${mean:.{digits}f} \pm {(high - low) / 2:.{digits}f}$"
 
 
-def _escape(text: Any) -> str:
+def escape(text: Any) -> str:
+    """Text with LaTeX's special characters spelled out."""
     return "".join(_LATEX.get(letter, letter) for letter in str(text))

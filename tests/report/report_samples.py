@@ -43,7 +43,6 @@ def make_row(**changes: Any) -> dict[str, Any]:
         "image": 0,
         "image_id": "face_0001",
         "gradient_norm": 1.5,
-        "correct": None,
         "mse": 0.01,
         "psnr": 20.0,
         "ssim": 0.5,

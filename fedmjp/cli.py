@@ -1,0 +1,70 @@
+"""What every command line of the project does alike: options from a dataclass, mistakes in one line, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tyro
+from rich.console import Console
+
+from attacks import UsageError
+
+T = TypeVar("T")
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def parse(options: type[T], program: str, description: str | None, arguments: Sequence[str] | None = None) -> T:
+    """The options on the command line; leaves with code 2 and one line where they cannot be read.
+
+    Args:
+        options: a dataclass; its fields are the options, their docstrings the help.
+        program: how the command is typed, for the help.
+        arguments: instead of those of the process.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                tyro.conf.configure(tyro.conf.OmitArgPrefixes)(options),
+                prog=program,
+                description=description,
+                args=arguments,
+            )
+    except SystemExit as stop:
+        if stop.code:  # the parser draws a box around several lines
+            words = re.sub(r"[^\S ]|[\u2500-\u257f]", " ", complaint.getvalue())
+            print("error: " + re.sub(r" +", " ", words).strip(), file=sys.stderr)
+        raise
+
+
+def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:
+    """Run `work` and turn what stops it into one line and an exit code.
+
+    Args:
+        resume: tells where the finished rows are and how to go on, for an interrupt.
+
+    Returns:
+        0, 2 for a mistake of usage, 130 for an interrupt.
+    """
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    try:
+        work()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {resume()}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def terminal() -> Console:
+    """The terminal; a file or a pipe is given room for the table."""
+    return Console() if sys.stdout.isatty() else Console(width=130)
