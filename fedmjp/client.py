@@ -99,7 +99,16 @@ class ClientTask:
         self._loaded: object = None
 
     def batch(self, client: int, round: int, step: int) -> Batch:
-        """The images of one step: epochs over the client's own data, each in a fresh order."""
+        """The images of one step."""
+        indices, train = self._indices(client, round, step), self.data.train
+        return Batch(train.images(indices), train.labels[indices], tuple(train.ids[i] for i in indices))
+
+    def batch_ids(self, client: int, round: int, step: int) -> tuple[str, ...]:
+        """The ids of one step's images, without decoding them."""
+        return tuple(self.data.train.ids[i] for i in self._indices(client, round, step))
+
+    def _indices(self, client: int, round: int, step: int) -> list[int]:
+        """One step's places in the training set: epochs over the client's own data, each in a fresh order."""
         f = self.config.federation
         own = self.parts[client]
         first = ((round - 1) * f.local_steps + step) * f.batch_size
@@ -108,9 +117,7 @@ class ClientTask:
         for epoch in {p // len(own) for p in places}:
             seed = np.random.SeedSequence([self.config.seed, 1, client, epoch])
             orders[epoch] = np.random.default_rng(seed).permutation(len(own))
-        indices = [int(own[orders[p // len(own)][p % len(own)]]) for p in places]
-        train = self.data.train
-        return Batch(train.images(indices), train.labels[indices], tuple(train.ids[i] for i in indices))
+        return [int(own[orders[p // len(own)][p % len(own)]]) for p in places]
 
     def seen(self, batch: Batch, client: int, round: int, step: int) -> ClientInput:
         """The batch as the model sees it, after the defence, on the run's device."""

@@ -109,7 +109,8 @@ class FederationAudit:
 
     def _done(self, attack: str, view: ServerView) -> bool:
         parameters = ATTACKS.get(attack)().parameters() if attack in ATTACKS else {}
-        return self.rows.done(self._case(attack, parameters, view.round, view.client))
+        case = self._case(attack, parameters, view.round, view.client)
+        return self.rows.done(case, self.task.batch_ids(view.client, view.round, 0))
 
     def _audit(self, view: ServerView, wanted: list[str]) -> None:
         # Local steps after the first see other images; an attack on a summed update is scored on the first step's.

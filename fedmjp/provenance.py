@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 import subprocess
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,3 +75,8 @@ def columns(device: torch.device) -> dict[str, str]:
         "torch_version": torch.__version__,
         "device": device_name(device),
     }
+
+
+def run_id(asked: Mapping[str, Any]) -> str:
+    """A short name for everything that decides about numbers: the same options have the same id."""
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]

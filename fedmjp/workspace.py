@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -42,7 +41,7 @@ class Workspace:
         identity = json.loads(config.to_json())
         for option in ("out", "resume"):
             identity.pop(option)
-        self.run_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+        self.run_id = provenance.run_id(identity)
         self.description: dict = {"weights": {}}
         self._open(identity)
 

@@ -1,124 +1,163 @@
-"""Many clients' updates from one forward and one backward pass.
-
-A client with one image sends the gradient of its own loss. The closed forms read it only where the tokens are made and
-where they are first attended to, and there every image's own gradient can be had from a batch: parameters that are
-added to tokens are given one copy an image, and a linear layer's gradient is the product of its input and its output's
-gradient, (dL/dW)_b = (dL/dy_b)^T x_b, both of which the batch's pass has at hand. No other weight's gradient is
-computed. A test proves the result equal to one-by-one autograd.
-"""
+"""Clients with one image each: what a model sees of their images, what they send, how well it classifies them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn import functional as F
 
-from attacks import Observation, find_first_attention, find_tokenizer
+from attacks import Observation, ThreatModel, UsageError
+from fedmjp.audit.per_image import attacked_gradients, observe_each
+from fedmjp.data import Gallery
+from fedmjp.defenses import ClientInput, Defense
 from fedmjp.models import BuiltModel
 
-# Parameters that a ViT adds to its tokens: their gradient an image needs a copy of them an image.
-ADDED = ("pos_embed", "unk_embed", "cls_token")
 
+@dataclass(frozen=True)
+class Setting:
+    """What the model sees, and what the reconstruction is held against.
 
-@dataclass
-class _Linear:
-    """A linear layer's input and output in one pass, (B, T, in) and (B, T, out)."""
-
-    input: Tensor | None = None
-    output: Tensor | None = None
-
-
-def attacked_layers(built: BuiltModel) -> list[str]:
-    """Names of the weight matrices that the closed forms read: the patch projection and the first attention's.
-
-    Raises:
-        UsageError: the model is no ViT.
+    Attributes:
+        name: short, for a column.
+        defended: the defence acts on the input.
+        hidden: where it does, the model's unknown position embedding is used (models that have one).
+        against: "seen" (the model's input) or "original".
     """
-    tokenizer = find_tokenizer(built.module, (3, built.image_size, built.image_size))
-    return [tokenizer.weight, *find_first_attention(built.module, tokenizer.width).weights]
+
+    name: str
+    defended: bool
+    hidden: bool
+    against: Literal["seen", "original"]
 
 
-def attacked_gradients(
-    built: BuiltModel, images: Tensor, labels: Tensor, position_mask: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Each image's own gradient of its cross-entropy, at the layers that the closed forms read.
+@dataclass(frozen=True)
+class Subject:
+    """A model under attack and the adversary's means.
+
+    Attributes:
+        precision: type of weights, images and gradients.
+    """
+
+    built: BuiltModel
+    threat_model: ThreatModel = field(default_factory=ThreatModel)
+    precision: Literal["float32", "float64"] = "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """`precision` as torch has it."""
+        return getattr(torch, self.precision)
+
+
+def grant_token_gradient(built: BuiltModel) -> BuiltModel:
+    """The same function of the image, with a position embedding that is zero and whose gradient is sent.
+
+    What an attack on positions needs of a model without any: the gradient at each token's embedding. No message of such
+    a model holds it; this is the server that is given it nevertheless.
+    """
+    module = deepcopy(built.module)
+    tokens = module.num_prefix_tokens + module.patch_embed.num_patches
+    module.pos_embed = nn.Parameter(torch.zeros(1, tokens, module.embed_dim))
+    return replace(built, module=module)
+
+
+def by_input(settings: Sequence[Setting]) -> list[list[Setting]]:
+    """Settings grouped by what the model sees: each group needs its gradients once."""
+    groups: dict[tuple[bool, bool], list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault((setting.defended, setting.defended and setting.hidden), []).append(setting)
+    return list(groups.values())
+
+
+class Victims:
+    """One client an image of a gallery.
 
     Args:
-        images: (B, C, H, W) in [0, 1], as the defence leaves them, of the model's type and on its device.
-        labels: (B,) int64.
-        position_mask: (B, N) bool, or None.
-
-    Returns:
-        Parameter name -> (B, *shape).
-
-    Raises:
-        UsageError: the model is no ViT.
+        defense: acts on the input in the settings that ask for it.
+        seed: with an image's id it fixes what the defence draws for that image, whatever the batch or the device.
+        warn: told in a line which picture cannot be decoded; such clients are left out from then on.
     """
-    weights = {n: p.detach() for n, p in built.module.named_parameters()}
-    copies = {n: weights[n].repeat(len(images), 1, 1).requires_grad_() for n in ADDED if n in weights}
-    layers = {name: _Linear() for name in attacked_layers(built)}
-    # The projection's output has a gradient only if something before it has: its weight is detached.
-    inputs = built.normalise(images).requires_grad_()
-    with torch.enable_grad(), _recorded(built.module, layers):
-        extra = {} if position_mask is None else {"position_mask": position_mask}
-        logits = functional_call(built.module, weights | copies, (inputs,), extra)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        outputs = [layer.output for layer in layers.values()]
-        found = torch.autograd.grad(loss, [*copies.values(), *outputs], allow_unused=True)
-    # A parameter that no token used (the unknown embedding without a mask) sends zeros.
-    added = zip(copies.items(), found[: len(copies)], strict=True)
-    gradients = {n: (torch.zeros_like(c) if g is None else g).unsqueeze(1) for (n, c), g in added}  # (B, 1, rows, D)
-    for (name, layer), delta in zip(layers.items(), found[len(copies) :], strict=True):
-        gradients |= _linear_gradients(name, weights, layer.input.detach(), delta)
-    return gradients
 
+    def __init__(
+        self, gallery: Gallery, defense: Defense, *, seed: int, device: torch.device, warn: Callable[[str], None]
+    ) -> None:
+        self.gallery, self.defense, self.seed, self.device, self.warn = gallery, defense, seed, device, warn
+        self.unreadable: set[int] = set()
 
-def observe_each(built: BuiltModel, gradients: Mapping[str, Tensor]) -> list[Observation]:
-    """The adversary's view of each of the B clients whose gradients are stacked, (B, *shape) by name."""
-    return [
-        Observation(
-            gradients={name: stacked[b] for name, stacked in gradients.items()},
-            model=built.module,
-            num_examples=1,
-            image_shape=(3, built.image_size, built.image_size),
-            mean=tuple(built.mean),
-            std=tuple(built.std),
-            client=b,
-        )
-        for b in range(len(next(iter(gradients.values()))))
-    ]
+    def __len__(self) -> int:
+        return len(self.gallery.images)
 
+    def decode(self, clients: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[list[int], Tensor]:
+        """(clients whose image can be read, their images (B, C, H, W) in [0, 1] on the device)."""
+        found = {}
+        for client in clients:
+            if client in self.unreadable:
+                continue
+            try:
+                found[client] = self.gallery.images.images([client])
+            except UsageError as error:
+                self.unreadable.add(client)
+                self.warn(f"left out: {error}")
+        size = self.gallery.images.size
+        images = torch.cat(list(found.values())) if found else torch.empty(0, 3, size, size)
+        return list(found), images.to(self.device, dtype)
 
-@contextmanager
-def _recorded(module: nn.Module, layers: Mapping[str, _Linear]):
-    """Within it, each named layer's module notes what goes in and what comes out."""
-    with ExitStack() as hooks:
-        for name, layer in layers.items():
+    def seen(self, built: BuiltModel, setting: Setting, clients: Sequence[int], originals: Tensor) -> ClientInput:
+        """The clients' images (B, C, H, W) as the model sees them."""
+        if not setting.defended:
+            return ClientInput(originals)
+        pairs = zip(clients, originals, strict=True)
+        inputs = [self.defense.on_input(image[None], built, self._generator(client), 1) for client, image in pairs]
+        images = torch.cat([i.images for i in inputs])
+        if not setting.hidden or inputs[0].position_mask is None:
+            return ClientInput(images)
+        return ClientInput(images, torch.cat([i.position_mask for i in inputs]))
 
-            def note(_, inputs: tuple[Tensor, ...], output: Tensor, layer: _Linear = layer) -> None:
-                layer.input, layer.output = inputs[0], output
+    def observe(self, built: BuiltModel, seen: ClientInput, clients: Sequence[int]) -> list[Observation]:
+        """The adversary's view of each client's update."""
+        gradients = attacked_gradients(built, seen.images, self.labels(built, clients), seen.position_mask)
+        return observe_each(built, gradients)
 
-            handle = module.get_submodule(name.rpartition(".")[0]).register_forward_hook(note)
-            hooks.callback(handle.remove)
-        yield
+    def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
+        """Labels of the clients' images; where the head knows fewer classes than the gallery has, they wrap around."""
+        return (self.gallery.images.labels[list(clients)] % built.module.num_classes).to(self.device)
 
+    def batches(self, size: int) -> list[range]:
+        """All clients, `size` at a time."""
+        return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
-def _linear_gradients(name: str, weights: Mapping[str, Tensor], x: Tensor, delta: Tensor) -> dict[str, Tensor]:
-    """Gradients of one layer's weight and bias an image: (B, *shape) each.
+    def mean_image(self, batch_size: int) -> Tensor:
+        """Mean of the images that can be read, (1, C, H, W)."""
+        total, count = torch.zeros((), device=self.device), 0
+        for batch in self.batches(batch_size):
+            clients, images = self.decode(batch, torch.float64)
+            total, count = total + images.sum(dim=0, keepdim=True), count + len(clients)
+        return (total / count).float()
 
-    Args:
-        x: the layer's input, (B, T, in), or (B, C, H, W) for a patch projection.
-        delta: gradient of its output, (B, T, out), or (B, out, rows, columns).
-    """
-    weight = weights[name]
-    if weight.dim() == 4:
-        x = F.unfold(x, weight.shape[-1], stride=weight.shape[-1]).mT  # (B, N, P)
-        delta = delta.flatten(2).mT  # (B, N, D)
-    found = {name: (delta.mT @ x).view(-1, *weight.shape)}
-    bias = name.removesuffix("weight") + "bias"
-    return found | ({bias: delta.sum(dim=1)} if bias in weights else {})
+    def another(self, client: int) -> int:
+        """The next client whose image can be read."""
+        return next(o for k in range(1, len(self) + 1) if (o := (client + k) % len(self)) not in self.unreadable)
+
+    @torch.no_grad()
+    def accuracy(self, subject: Subject, setting: Setting, batch_size: int) -> float:
+        """Share of the images that the model classifies rightly, as it sees them in that setting."""
+        module = subject.built.module.to(self.device, subject.dtype).eval()
+        right, count = 0, 0
+        for batch in self.batches(batch_size):
+            clients, originals = self.decode(batch, subject.dtype)
+            seen = self.seen(subject.built, setting, clients, originals)
+            extra = () if seen.position_mask is None else (seen.position_mask,)
+            logits = module(subject.built.normalise(seen.images), *extra)
+            right += int((logits.argmax(dim=1) == self.labels(subject.built, clients)).sum())
+            count += len(clients)
+        return right / count
+
+    def _generator(self, client: int) -> torch.Generator:
+        key = zlib.crc32(self.gallery.images.ids[client].encode())
+        entropy = np.random.SeedSequence([self.seed, 4, key]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))

@@ -36,6 +36,25 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
     return _fit(module, _read(path), label)
 
 
+def shipped_names() -> list[str]:
+    """Models whose weights ship with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
+
+
+def classes_of(name: str, source: str) -> int | None:
+    """Number of classes that the weights of model `name` tell apart, or None where they are random or timm's.
+
+    Raises:
+        UsageError: a missing or damaged file.
+    """
+    shipped = SHIPPED / f"{name}.safetensors"
+    if source in ("random", "timm") or (source == "auto" and not shipped.exists()):
+        return None
+    state = _read(shipped if source == "auto" else Path(source))
+    head = next((state[k] for k in ("head.weight", "fc.weight") if k in state), None)
+    return None if head is None else len(head)
+
+
 def _timm_state(timm_name: str | None, name: str) -> dict[str, Tensor]:
     if timm_name is None:
         raise UsageError(f"timm publishes no weights for {name!r}; pass --weights random or a checkpoint's path")

@@ -1,8 +1,8 @@
 """PSNR against the condition number of the system an attack solved: how much of a failure is round-off.
 
-A relative error u in the gradient comes back as an error of up to u times the condition number. The guide in the figure
-is that product for float32 (u = 2^-24) and an image of unit size, in dB: points along it are limited by round-off,
-points far below it by something else.
+A relative error u in the gradient comes back as an error of up to u times the condition number. The line in the figure
+is that worst case for float32 (u = 2^-24) and an image of unit size, in dB. Where points fall along it, round-off is
+what limits the attack; the same attack on float64 gradients then lies far above.
 """
 
 from __future__ import annotations
@@ -11,48 +11,64 @@ import os
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from fedmjp.report.figures import NORMAL, SMALL, save, style
 
 FLOAT32_UNIT = 2.0**-24
-GUIDE = "float32 round-off × condition number"
+GUIDE = "worst case of float32 round-off"
 
 
 def condition_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) -> None:
-    """Draw one point an image, a panel an attack, a colour a model.
+    """Draw one point an image, a panel for each block and attack whose equation holds there, a colour a model.
 
     Args:
-        rows: columns `attack`, `line` (the model's label), `condition`, `psnr` (dB); points without both are left out.
+        rows: columns `block`, `attack`, `line` (the model's label), `condition`, `psnr` (dB), `diagnosis`; rows with a
+            diagnosis, or without numbers, are left out.
         path: the .png to write; a .pdf goes beside it.
 
     Raises:
         ValueError: no point to draw.
     """
-    points = rows[np.isfinite(rows["condition"]) & np.isfinite(rows["psnr"])]
+    points = rows[np.isfinite(rows["condition"]) & np.isfinite(rows["psnr"]) & (rows["diagnosis"] == "")]
     if points.empty:
         raise ValueError("condition_figure needs rows with a condition number and a PSNR")
-    attacks, models = list(points["attack"].unique()), list(points["line"].unique())
-    figure = Figure(figsize=(0.6 + 3.1 * len(attacks), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(attacks), sharey=True, squeeze=False)[0]
-    for axes, attack in zip(panels, attacks, strict=True):
-        own = points[points["attack"] == attack]
-        for index, model in enumerate(models):
-            chosen, look = own[own["line"] == model], style(index)
-            marks = {"color": look["color"], "marker": look["marker"]}
-            axes.scatter(chosen["condition"], chosen["psnr"], s=9, alpha=0.6, lw=0, label=model, **marks)
-        x = np.geomspace(own["condition"].min(), own["condition"].max(), 50)
-        axes.plot(x, -20 * np.log10(x * FLOAT32_UNIT), color="#404040", lw=1, ls="--", label=GUIDE)
-        axes.set_xscale("log")
-        axes.set_title(attack, fontsize=NORMAL)
-        axes.set_xlabel("Condition number of the position gradient", fontsize=SMALL)
-        axes.tick_params(labelsize=SMALL)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#e3e3e3", linewidth=0.6)
-        axes.set_axisbelow(True)
+    groups = list(points.groupby(["block", "attack"], sort=False))
+    looks = {model: style(index) for index, model in enumerate(points["line"].unique())}
+    figure = Figure(figsize=(max(5.0, 0.6 + 2.6 * len(groups)), 3.9), layout="constrained")
+    panels = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
+    ends = np.array([points["condition"].min() / 2, points["condition"].max() * 2])
+    for axes, ((block, attack), own) in zip(panels, groups, strict=True):
+        for model, chosen in own.groupby("line", sort=False):
+            marks = {"color": looks[model]["color"], "marker": looks[model]["marker"]}
+            axes.scatter(chosen["condition"], chosen["psnr"], s=9, alpha=0.5, lw=0, label=model, **marks)
+        axes.plot(ends, -20 * np.log10(ends * FLOAT32_UNIT), color="#404040", lw=1, ls="--", label=GUIDE)
+        axes.set_title(f"{attack}, {block} block", fontsize=NORMAL)
+        _dress(axes)
     panels[0].set_ylabel("PSNR (dB), higher = more leakage", fontsize=NORMAL)
-    handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    handles = {h.get_label(): h for axes in panels for h in axes.get_legend_handles_labels()[0]}
+    shown = [name for name in (*looks, GUIDE) if name in handles]
     figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=3, fontsize=SMALL, frameon=False, markerscale=2
+        [handles[name] for name in shown],
+        shown,
+        loc="outside lower center",
+        ncols=min(len(shown), 1 + len(groups)),
+        fontsize=SMALL,
+        frameon=False,
+        markerscale=2,
     )
     save(figure, path)
+
+
+def _dress(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(10, numticks=8))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("Condition number", fontsize=SMALL)
+    axes.tick_params(labelsize=SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e3e3e3", linewidth=0.6)
+    axes.set_axisbelow(True)

@@ -63,12 +63,22 @@ class Panel:
     reconstructions: dict[str, Reconstructed] = field(default_factory=dict)
 
 
-def reconstructions_figure(panels: list[Panel], path: str | os.PathLike[str]) -> None:
+def reconstructions_figure(
+    panels: list[Panel],
+    path: str | os.PathLike[str],
+    *,
+    seen_title: str = "what the\nmodel saw",
+    title: str = "",
+    dpi: int = DPI,
+) -> None:
     """Draw original, what the model saw and every attack's reconstruction, one row per panel.
 
     Args:
         panels: 1 to 12 panels; their attacks together make the columns, in order of first appearance.
         path: the .png to write; a .pdf goes beside it.
+        seen_title: heading of the second column.
+        title: of the figure; "" for none.
+        dpi: pixels an inch; a picture is 1.15 inches wide.
 
     Raises:
         ValueError: no panel or more than 12.
@@ -90,9 +100,11 @@ def reconstructions_figure(panels: list[Panel], path: str | os.PathLike[str]) ->
             axes = figure.add_axes((left / width, bottom / height, cell / width, cell / height))
             _draw_cell(axes, content)
             if row == 0:
-                name = ["original", "what the\nmodel saw", *map(_broken, attacks)][column]
+                name = ["original", seen_title, *map(_broken, attacks)][column]
                 axes.set_title(name, fontsize=SMALL, pad=4, linespacing=1.0)
-    save(figure, path)
+    if title:
+        figure.text(0.04 / width, 1 - 0.12 / height, title, fontsize=SMALL, va="top", weight="bold")
+    save(figure, path, dpi)
 
 
 def leakage_by_round_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) -> None:
@@ -153,9 +165,9 @@ def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str]) -> None:
     accuracy, loss = figure.subplots(1, 2)
     for index, (defense, group) in enumerate(rounds.groupby("defense", sort=False)):
         group = group.sort_values("round")
-        style = style(index) | {"ms": 4.5, "lw": 1.4}
-        accuracy.plot(group["round"], 100 * group["accuracy"], label=str(defense), **style)
-        loss.plot(group["round"], group["loss"], **style)
+        look = style(index) | {"ms": 4.5, "lw": 1.4}
+        accuracy.plot(group["round"], 100 * group["accuracy"], label=str(defense), **look)
+        loss.plot(group["round"], group["loss"], **look)
     accuracy.set_ylabel("Test accuracy (%)", fontsize=NORMAL)
     loss.set_ylabel("Test loss", fontsize=NORMAL)
     for axes in (accuracy, loss):
@@ -165,7 +177,10 @@ def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str]) -> None:
 
 
 def style(index: int) -> dict[str, Any]:
-    """Look of the line or points number `index`. Colours and markers run out together after eight; the dash pattern tells the next eight apart."""
+    """Look of the line or the points number `index`.
+
+    Colours and markers run out together after eight; the dash pattern tells the next eight apart.
+    """
     turn = index // len(_COLOURS)
     place = index % len(_COLOURS)
     return {"color": _COLOURS[place], "marker": _MARKERS[place], "ls": ("-", "--", "-.")[turn % 3]}
@@ -264,11 +279,11 @@ def _broken(name: str) -> str:
     return f"{name[: cut + 1]}\n{name[cut + 1 :]}"
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save(figure: Figure, path: str | os.PathLike[str], dpi: int = DPI) -> None:
     """Write a figure as PNG and PDF; equal figures give equal files."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Type 42 keeps the text selectable and is what publishers accept; no date, so equal data gives equal files.
     with mpl.rc_context({"pdf.fonttype": 42}):
-        figure.savefig(path, dpi=DPI, facecolor="white", metadata={"Software": None})
+        figure.savefig(path, dpi=dpi, facecolor="white", metadata={"Software": None})
         figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from fedmjp.report.condition import condition_figure
 from fedmjp.report.rows import BASELINES, METRICS
 from fedmjp.report.tables import (
     DIGITS,
@@ -50,39 +52,72 @@ def leakage_table(
         The columns `BY`, those of `summarise`, `condition` (median condition number of the system solved), `accuracy`,
         and `paper_M` for each column M that the paper gives.
     """
-    rows = rows.assign(
-        weights=[re.sub(r" \(seed \d+\)", "", w) for w in rows["weights"]],
-        threat_model=[", ".join(t) for t in rows["threat_model"]],
-        condition=[float(d.get("condition", np.nan)) for d in rows["details"]],
-    )
-    labelled = rows[["model", "weights", "precision", "threat_model"]].itertuples(index=False)
-    rows["line"] = [_label(*values) for values in labelled]
-    rows = _one_row_an_image(rows)
+    rows = _one_row_an_image(labelled(rows))
     table = summarise(rows, BY)
     table["condition"] = rows.groupby(list(BY), sort=False)["condition"].median().to_numpy()
     keys = table[["model", "weights", "block", "setting"]].itertuples(index=False, name=None)
     table["accuracy"] = [accuracy.get(key, np.nan) for key in keys]
     theirs = paper.set_index(["model", "setting"]).add_prefix("paper_")
     table = table.join(theirs, on=["model", "setting"])
-    other = (table["block"] != PAPER_BLOCK) | (table["attack"] != PAPER_ATTACK) | (table["precision"] == "float64")
+    # The paper's one figure for a model that sends no gradient per token belongs to the row that has one.
+    other = table["count"] == table["failed"]
+    other |= (table["block"] != PAPER_BLOCK) | (table["attack"] != PAPER_ATTACK) | (table["precision"] == "float64")
     table.loc[other, list(theirs.columns)] = np.nan
     order = {block: place for place, block in enumerate(("april", "standard", ""))}
     places = [table["block"].map(order), table["attack"].map(_place(table["attack"])), table["setting"]]
     return table.iloc[np.lexsort([p.rank(method="dense") for p in reversed(places)])].reset_index(drop=True)
 
 
+def labelled(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with the columns `line` (the model's label) and `condition`, and with text for weights and threat model."""
+    rows = rows.assign(
+        weights=[re.sub(r" \(seed \d+\)", "", w) for w in rows["weights"]],
+        threat_model=[", ".join(t) for t in rows["threat_model"]],
+        condition=[float(d.get("condition", np.nan)) for d in rows["details"]],
+    )
+    values = rows[["model", "weights", "precision", "threat_model"]].itertuples(index=False)
+    return rows.assign(line=[_label(*v) for v in values])
+
+
+def write_leakage(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> None:
+    """Write table.csv, condition.png with its .pdf, and for each block table_BLOCK.tex and table_BLOCK.md."""
+    table.to_csv(out / "table.csv", index=False, float_format="%.6g")
+    points = labelled(rows[rows["setting"] == "a"])
+    if (points["diagnosis"].eq("") & points["condition"].notna()).any():
+        condition_figure(points, out / "condition.png")
+    for block in (b for b in table["block"].unique() if b):
+        (out / f"table_{block}.tex").write_text(leakage_latex(table, block), encoding="utf-8")
+        (out / f"table_{block}.md").write_text(leakage_markdown(table, block) + "\n", encoding="utf-8")
+
+
 def leakage_text(table: pd.DataFrame, block: str) -> Table:
     """One block's table for a terminal: mean [95 % interval], and the paper's figures on a line of their own."""
-    shown = _shown(table)
-    lines = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), title=f"{block} block")
-    lines.add_column("Attack, setting\n  model")
+    own = _of_block(table, block)
+    shown = [m for m in _shown(table) if m != "fft2d"]
+    weights = dict.fromkeys(f"{n}: {w}" for n, w in zip(own["model"], own["weights"], strict=True) if w)
+    lines = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        title=f"{block} block",
+        caption="Weights of " + "; ".join(weights),
+        caption_justify="left",
+    )
+    lines.add_column("Attack, setting\n  model", no_wrap=True)
     lines.add_column("Images", justify="right")
     for column in ("Acc. (%)", *(heading(m).replace(" ", "\n", 1) for m in shown)):
         lines.add_column(column, justify="right", no_wrap=True)
-    for (attack, setting), group in _of_block(table, block).groupby(["attack", "setting"], sort=False):
-        lines.add_row(Text(f"{attack}, ({setting})" if attack not in BASELINES else f"{attack}, no gradient", "bold"))
+    for (attack, setting), group in own.groupby(["attack", "setting"], sort=False):
+        guess = attack in BASELINES
+        if not guess:
+            lines.add_row(Text(f"{attack}, ({setting})", "bold"))
         for line in group.to_dict("records"):
-            cells = [f"  {line['line']}", images_text(line), _number(line["accuracy"], 1)]
+            cells = [
+                f"{attack} {line['line']}" if guess else f"  {line['line']}",
+                images_text(line),
+                _number(line["accuracy"], 1),
+            ]
             lines.add_row(*map(Text, [*cells, *(interval_text(line, m, "\n") for m in shown)]))
             if not np.isnan(line["paper_psnr"]):
                 paper = ["    paper", "", _number(line["paper_accuracy"], 1)]

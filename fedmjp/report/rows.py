@@ -7,10 +7,10 @@ other kind.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -74,7 +74,7 @@ CASE = (
     "round",
     "client",
 )
-IDENTITY = (*CASE, "image")
+IDENTITY = (*CASE, "image", "image_id")
 
 # Gradient-free answers every attack has to beat: they are rows like any other, filed under these attack names.
 BASELINES = ("mean_image", "other_image")
@@ -103,7 +103,6 @@ class RowLog:
             _rewrite(self.path, self._rows)
         self._read = {_key(row, IDENTITY) for row in self._rows}
         self._appended: set[str] = set()
-        self._batches = Counter(_key(row, CASE) for row in self._rows)
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any]) -> bool:
@@ -132,16 +131,17 @@ class RowLog:
         self._file.flush()
         self._appended.add(identity)
         self._rows.append(clean)
-        self._batches[_key(clean, CASE)] += 1
         return True
 
-    def done(self, case: Mapping[str, Any]) -> bool:
-        """Whether every image of a batch (`batch_size` of them) has its row.
+    def done(self, case: Mapping[str, Any], image_ids: Sequence[str]) -> bool:
+        """Whether every image of a batch has its row.
 
         Args:
             case: the values of `CASE`; other keys are ignored.
+            image_ids: of the batch, in its order.
         """
-        return self._batches[_key(case, CASE)] >= case["batch_size"]
+        keys = (_key({**case, "image": i, "image_id": name}, IDENTITY) for i, name in enumerate(image_ids))
+        return all(key in self._read or key in self._appended for key in keys)
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows, those read at the opening first; a new list of the log's own dictionaries."""
@@ -160,8 +160,27 @@ class RowLog:
         self.close()
 
 
+def pack_rows(path: Path) -> Path:
+    """Replace a finished rows file by its compressed self, PATH.gz: equal rows give equal bytes."""
+    packed = path.with_name(path.name + ".gz")
+    draft = packed.with_name(packed.name + ".part")
+    draft.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+    draft.replace(packed)
+    path.unlink()
+    return packed
+
+
+def unpack_rows(path: Path) -> None:
+    """Undo `pack_rows`, where there is a packed file and no plain one."""
+    packed = path.with_name(path.name + ".gz")
+    if packed.exists() and not path.exists():
+        draft = path.with_name(path.name + ".part")
+        draft.write_bytes(gzip.decompress(packed.read_bytes()))
+        draft.replace(path)
+
+
 def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """Read a results file without changing it; a half-written last line is left out.
+    """Read a results file (.jsonl, or .jsonl.gz) without changing it; a half-written last line is left out.
 
     Returns:
         one row per line with the columns `ROW_KEYS`. Metrics, `seconds` and `gradient_norm` are float64 with NaN for
@@ -173,7 +192,8 @@ def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
-    rows, _ = _parse(path.read_bytes(), path)
+    content = path.read_bytes()
+    rows, _ = _parse(gzip.decompress(content) if path.suffix == ".gz" else content, path)
     frame = pd.DataFrame(rows, columns=list(ROW_KEYS))
     numbers = [*METRICS, "seconds", "gradient_norm"]
     return frame.astype(dict.fromkeys(numbers, "float64"))

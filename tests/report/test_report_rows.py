@@ -74,7 +74,7 @@ def test_whole_last_row_without_line_end_is_kept(tmp_path):
     path.write_bytes(whole.rstrip(b"\n"))
     with RowLog(path) as log:
         assert log.repaired
-        assert log.done(make_row())
+        assert log.done(make_row(), ["face_0001"])
     assert path.read_bytes() == whole
 
 
@@ -95,14 +95,14 @@ def test_damaged_middle_line_names_file_and_line(tmp_path, damage):
 def test_done_wants_every_image_of_the_batch(tmp_path):
     path = tmp_path / "rows.jsonl"
     with RowLog(path) as log:
-        log.append(make_row(batch_size=2, image=0))
-        assert not log.done(make_row(batch_size=2))
+        log.append(make_row(image=0))
+        assert not log.done(make_row(), ["face_0001", "face_0002"])
     with RowLog(path) as log:  # resumed: the batch is attacked again, its first image is there already
-        assert not log.append(make_row(batch_size=2, image=0))
-        assert log.append(make_row(batch_size=2, image=1))
-        assert log.done(make_row(batch_size=2))
+        assert not log.append(make_row(image=0))
+        assert log.append(make_row(image=1, image_id="face_0002"))
+        assert log.done(make_row(), ["face_0001", "face_0002"])
         with pytest.raises(ValueError, match="appended twice"):
-            log.append(make_row(batch_size=2, image=1))
+            log.append(make_row(image=1, image_id="face_0002"))
     assert len(load_rows(path)) == 2
 
 
@@ -111,7 +111,7 @@ def test_everything_asked_tells_rows_apart(tmp_path, name):
     other = make_row(**{name: {"x": 1} if name.endswith("parameters") else 17})
     with RowLog(tmp_path / "rows.jsonl") as log:
         log.append(make_row())
-        assert not log.done(other)
+        assert not log.done(other, ["face_0001"])
         assert log.append(other)
 
 
@@ -119,7 +119,7 @@ def test_everything_asked_tells_rows_apart(tmp_path, name):
 def test_what_was_measured_and_where_does_not(tmp_path, name):
     with RowLog(tmp_path / "rows.jsonl") as log:
         log.append(make_row())
-        assert log.done(make_row(**{name: "other"}))
+        assert log.done(make_row(**{name: "other"}), ["face_0001"])
 
 
 def test_missing_file_is_the_callers_mistake(tmp_path):

@@ -1,0 +1,124 @@
+"""Many clients' updates from one forward and one backward pass.
+
+A client with one image sends the gradient of its own loss. The closed forms read it only where the tokens are made and
+where they are first attended to, and there every image's own gradient can be had from a batch: parameters that are
+added to tokens are given one copy an image, and a linear layer's gradient is the product of its input and its output's
+gradient, (dL/dW)_b = (dL/dy_b)^T x_b, both of which the batch's pass has at hand. No other weight's gradient is
+computed. A test proves the result equal to one-by-one autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from attacks import Observation, find_first_attention, find_tokenizer
+from fedmjp.models import BuiltModel
+
+# Parameters that a ViT adds to its tokens: their gradient an image needs a copy of them an image.
+ADDED = ("pos_embed", "unk_embed", "cls_token")
+
+
+@dataclass
+class _Linear:
+    """A linear layer's input and output in one pass, (B, T, in) and (B, T, out)."""
+
+    input: Tensor | None = None
+    output: Tensor | None = None
+
+
+def attacked_layers(built: BuiltModel) -> list[str]:
+    """Names of the weight matrices that the closed forms read: the patch projection and the first attention's.
+
+    Raises:
+        UsageError: the model is no ViT.
+    """
+    tokenizer = find_tokenizer(built.module, (3, built.image_size, built.image_size))
+    return [tokenizer.weight, *find_first_attention(built.module, tokenizer.width).weights]
+
+
+def attacked_gradients(
+    built: BuiltModel, images: Tensor, labels: Tensor, position_mask: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Each image's own gradient of its cross-entropy, at the layers that the closed forms read.
+
+    Args:
+        images: (B, C, H, W) in [0, 1], as the defence leaves them, of the model's type and on its device.
+        labels: (B,) int64.
+        position_mask: (B, N) bool, or None.
+
+    Returns:
+        Parameter name -> (B, *shape).
+
+    Raises:
+        UsageError: the model is no ViT.
+    """
+    weights = {n: p.detach() for n, p in built.module.named_parameters()}
+    copies = {n: weights[n].repeat(len(images), 1, 1).requires_grad_() for n in ADDED if n in weights}
+    layers = {name: _Linear() for name in attacked_layers(built)}
+    # The projection's output has a gradient only if something before it has: its weight is detached.
+    inputs = built.normalise(images).requires_grad_()
+    with torch.enable_grad(), _recorded(built.module, layers):
+        extra = {} if position_mask is None else {"position_mask": position_mask}
+        logits = functional_call(built.module, weights | copies, (inputs,), extra)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        outputs = [layer.output for layer in layers.values()]
+        found = torch.autograd.grad(loss, [*copies.values(), *outputs], allow_unused=True)
+    # A parameter that no token used (the unknown embedding without a mask) sends zeros.
+    added = zip(copies.items(), found[: len(copies)], strict=True)
+    gradients = {n: (torch.zeros_like(c) if g is None else g).unsqueeze(1) for (n, c), g in added}  # (B, 1, rows, D)
+    for (name, layer), delta in zip(layers.items(), found[len(copies) :], strict=True):
+        gradients |= _linear_gradients(name, weights, layer.input.detach(), delta)
+    return gradients
+
+
+def observe_each(built: BuiltModel, gradients: Mapping[str, Tensor]) -> list[Observation]:
+    """The adversary's view of each of the B clients whose gradients are stacked, (B, *shape) by name."""
+    return [
+        Observation(
+            gradients={name: stacked[b] for name, stacked in gradients.items()},
+            model=built.module,
+            num_examples=1,
+            image_shape=(3, built.image_size, built.image_size),
+            mean=tuple(built.mean),
+            std=tuple(built.std),
+            client=b,
+        )
+        for b in range(len(next(iter(gradients.values()))))
+    ]
+
+
+@contextmanager
+def _recorded(module: nn.Module, layers: Mapping[str, _Linear]):
+    """Within it, each named layer's module notes what goes in and what comes out."""
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+
+            def note(_, inputs: tuple[Tensor, ...], output: Tensor, layer: _Linear = layer) -> None:
+                layer.input, layer.output = inputs[0], output
+
+            handle = module.get_submodule(name.rpartition(".")[0]).register_forward_hook(note)
+            hooks.callback(handle.remove)
+        yield
+
+
+def _linear_gradients(name: str, weights: Mapping[str, Tensor], x: Tensor, delta: Tensor) -> dict[str, Tensor]:
+    """Gradients of one layer's weight and bias an image: (B, *shape) each.
+
+    Args:
+        x: the layer's input, (B, T, in), or (B, C, H, W) for a patch projection.
+        delta: gradient of its output, (B, T, out), or (B, out, rows, columns).
+    """
+    weight = weights[name]
+    if weight.dim() == 4:
+        x = F.unfold(x, weight.shape[-1], stride=weight.shape[-1]).mT  # (B, N, P)
+        delta = delta.flatten(2).mT  # (B, N, D)
+    found = {name: (delta.mT @ x).view(-1, *weight.shape)}
+    bias = name.removesuffix("weight") + "bias"
+    return found | ({bias: delta.sum(dim=1)} if bias in weights else {})
