@@ -109,16 +109,24 @@ class Campaign:
             others = self.victims.decode([self.victims.another(client) for client in clients])[1]
             for name, guess in zip(BASELINES, (mean.expand_as(originals), others), strict=True):
                 for client, record in zip(clients, self.score_images(guess, originals), strict=True):
+                    if not self._lacks([cases[name]], client):
+                        continue
                     self._write(cases[name], client, {**record, "gradient_norm": float("nan")}, 0.0, "", {})
 
     def _batches(self, cases: list[dict[str, Any]]) -> Iterator[list[int]]:
-        """Clients without a row in some of `cases`, as many at a time as the memory takes."""
-        missing = [c for c in range(len(self.victims)) if self._lacks(cases, c)]
-        self.on_batch(len(self.victims) - len(missing), {})
-        while missing:
-            batch = missing[: self.batch_size]
-            yield batch
-            missing = missing[len(batch) :]
+        """Clients, as many at a time as the memory takes, but for batches whose rows are all there.
+
+        A batch is never cut down to what is missing: in other company an image's gradient is rounded differently, and
+        a resumed campaign is to give the rows of an unbroken one.
+        """
+        clients = list(range(len(self.victims)))
+        while clients:
+            batch = clients[: self.batch_size]
+            clients = clients[len(batch) :]
+            if any(self._lacks(cases, client) for client in batch):
+                yield batch
+            else:
+                self.on_batch(len(batch), {})
 
     def _lacks(self, cases: Sequence[Mapping[str, Any]], client: int) -> bool:
         return not all(self.rows.done(case, [self.victims.gallery.images.ids[client]]) for case in cases)
@@ -137,8 +145,10 @@ class Campaign:
             torch.cuda.empty_cache()
         self.batch_size = len(clients) // 2
         self.victims.warn(f"out of memory with {len(clients)} images a batch; going on with {self.batch_size}")
-        for start in range(0, len(clients), self.batch_size):
-            self._attack_or_halve(subject, clients[start : start + self.batch_size], cases)
+        while clients:
+            size = self.batch_size  # the next part may halve it again
+            self._attack_or_halve(subject, clients[:size], cases)
+            clients = clients[size:]
 
     def _attack(self, subject: Subject, batch: list[int], cases: Cases) -> None:
         clients, originals = self.victims.decode(batch, subject.dtype)
@@ -152,6 +162,8 @@ class Campaign:
         psnr: dict[str, list[float]] = {name: [] for name in unfinished}
         for (setting, name), lines in found.items():
             for client, (norm, one) in zip(clients, lines, strict=True):
+                if not self._lacks([cases[setting, name]], client):
+                    continue
                 record = {**one.records[0], "gradient_norm": norm}
                 details = one.reconstruction.details
                 self._write(cases[setting, name], client, record, one.seconds, one.diagnosis, details)

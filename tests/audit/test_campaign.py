@@ -1,0 +1,224 @@
+"""Many victims: rows, resumption, pictures that cannot be read, memory that runs out."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attacks import UsageError
+from fedmjp import provenance
+from fedmjp.audit import campaign as campaign_module
+from fedmjp.audit.campaign import Campaign
+from fedmjp.audit.harness import scorer
+from fedmjp.audit.victims import Setting, Subject, Victims, by_input
+from fedmjp.data import load_gallery
+from fedmjp.defenses import DEFENSES
+from fedmjp.models import build_model
+from fedmjp.report import RowLog
+
+ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")
+SEEN = Setting("b", defended=True, hidden=True, against="seen")
+BARE = Setting("c", defended=True, hidden=False, against="seen")
+BACK = Setting("d", defended=True, hidden=True, against="original")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return Subject(build_model("vit_mini_64_mjp", num_classes=8, weights="random"))
+
+
+def victims_of(place: str = "photos", limit: int | None = 5, told: list | None = None, seed: int = 0) -> Victims:
+    gallery = load_gallery(place, size=64, limit=limit)
+    warn = (told if told is not None else []).append
+    return Victims(gallery, DEFENSES.get("mjp")(gamma=0.5), seed=seed, device=CPU, warn=warn)
+
+
+def campaign_on(victims: Victims, rows: RowLog, batch_size: int = 3, **changes) -> Campaign:
+    options = {
+        "defense": "mjp",
+        "attacks": ["patch_embedding", "april"],
+        "rows": rows,
+        "columns": {"run_id": "test", **provenance.columns(CPU)},
+        "score_images": scorer(8, None),
+        "batch_size": batch_size,
+        "on_batch": lambda count, psnr: None,
+    }
+    return Campaign(victims, **(options | changes))
+
+
+def rows_of(rows: RowLog) -> list[dict]:
+    """Without what may differ between equal campaigns, in an order of their own."""
+    kept = [{k: v for k, v in row.items() if k != "seconds"} for row in rows.rows()]
+    return sorted(kept, key=lambda r: (r["setting"], r["attack"], r["image_id"]))
+
+
+def psnr(rows: RowLog, setting: str, attack: str, metric: str = "psnr") -> list[float]:
+    return [r[metric] for r in rows.rows() if (r["setting"], r["attack"]) == (setting, attack)]
+
+
+def test_settings_that_see_the_same_share_their_gradients() -> None:
+    assert by_input([ORIGINAL, SEEN, BARE, BACK]) == [[ORIGINAL], [SEEN, BACK], [BARE]]
+
+
+def test_every_setting_attack_and_image_has_its_row(tmp_path, subject) -> None:
+    with RowLog(tmp_path / "rows.jsonl") as rows:
+        campaign = campaign_on(victims_of(), rows)
+        campaign.attack(subject, [ORIGINAL, SEEN, BARE, BACK])
+        campaign.baselines("a")
+        assert len(rows.rows()) == 5 * (4 * 2 + 2)
+        assert min(psnr(rows, "a", "patch_embedding")) > 60
+        assert min(psnr(rows, "c", "patch_embedding")) > 60  # without the shared embedding nothing is hidden
+        assert median(psnr(rows, "b", "patch_embedding")) < 15
+        # Hidden patches come back as one colour, so that a permutation among them leaves the mean square alone.
+        assert psnr(rows, "d", "patch_embedding") == pytest.approx(psnr(rows, "b", "patch_embedding"), abs=0.01)
+        assert psnr(rows, "d", "patch_embedding", "ssim") != psnr(rows, "b", "patch_embedding", "ssim")
+        assert all(6 < p < 25 for p in psnr(rows, "a", "mean_image"))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7])
+def test_the_batch_size_changes_nothing(tmp_path, subject, batch_size: int) -> None:
+    with RowLog(tmp_path / "one.jsonl") as one, RowLog(tmp_path / "two.jsonl") as two:
+        campaign_on(victims_of(), one, 3).attack(subject, [SEEN])
+        campaign_on(victims_of(), two, batch_size).attack(subject, [SEEN])
+        for a, b in zip(rows_of(one), rows_of(two), strict=True):
+            assert a["image_id"] == b["image_id"]
+            assert a["psnr"] == pytest.approx(b["psnr"], abs=0.05)
+
+
+def test_what_is_there_is_not_computed_again(tmp_path, subject, monkeypatch) -> None:
+    with RowLog(tmp_path / "rows.jsonl") as rows:
+        campaign_on(victims_of(limit=3), rows, batch_size=3, attacks=["april"]).attack(subject, [ORIGINAL])
+        sizes = []
+        real = campaign_module.answers
+
+        def counting(victims, subject, settings, clients, originals, attacks, score_images):
+            sizes.append((len(clients), sorted(attacks)))
+            return real(victims, subject, settings, clients, originals, attacks, score_images)
+
+        monkeypatch.setattr(campaign_module, "answers", counting)
+        campaign_on(victims_of(limit=5), rows, attacks=["april"]).attack(subject, [ORIGINAL])
+        campaign_on(victims_of(limit=5), rows).attack(subject, [ORIGINAL])
+        assert sizes == [(2, ["april"]), (3, ["patch_embedding"]), (2, ["patch_embedding"])]
+        assert len(rows.rows()) == 10
+
+
+def test_another_seed_draws_another_mask_and_has_rows_of_its_own(tmp_path, subject) -> None:
+    first, second = victims_of(seed=0), victims_of(seed=1)
+    clients, images = first.decode([0, 1])
+    masks = [v.seen(subject.built, SEEN, clients, images).position_mask for v in (first, second, first)]
+    assert not masks[0].equal(masks[1])
+    assert masks[0].equal(masks[2])
+    assert not masks[0][0].equal(masks[0][1])
+    with RowLog(tmp_path / "rows.jsonl") as rows:
+        for victims in (first, second):
+            campaign_on(victims, rows).attack(subject, [SEEN])
+        assert len(rows.rows()) == 2 * 5 * 2
+
+
+def out_of_memory_above(monkeypatch, most: int) -> None:
+    from fedmjp.audit import victims
+
+    real = victims.attacked_gradients
+
+    def limited(built, images, *rest):
+        if len(images) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(built, images, *rest)
+
+    monkeypatch.setattr(victims, "attacked_gradients", limited)
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, subject, monkeypatch) -> None:
+    told = []
+    with RowLog(tmp_path / "whole.jsonl") as whole, RowLog(tmp_path / "halved.jsonl") as halved:
+        campaign_on(victims_of(), whole, 1).attack(subject, [ORIGINAL, SEEN, BACK])
+        out_of_memory_above(monkeypatch, 1)
+        campaign = campaign_on(victims_of(told=told), halved, 5)
+        campaign.attack(subject, [ORIGINAL, SEEN, BACK])
+        assert rows_of(halved) == rows_of(whole)
+        assert campaign.batch_size == 1
+    assert told == [
+        "out of memory with 5 images a batch; going on with 2",
+        "out of memory with 2 images a batch; going on with 1",
+    ]
+
+
+def test_out_of_memory_in_the_middle_of_a_batch_leaves_no_half_written_batch(tmp_path, subject, monkeypatch) -> None:
+    real, calls = campaign_module.score_found, []
+
+    def failing(attack, name, *rest):
+        calls.append(name)
+        if len(calls) == 2:  # the first attack of the batch is scored already
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(attack, name, *rest)
+
+    monkeypatch.setattr(campaign_module, "score_found", failing)
+    with RowLog(tmp_path / "rows.jsonl") as rows:
+        campaign_on(victims_of(limit=4), rows, 4).attack(subject, [ORIGINAL])
+        assert len(rows.rows()) == 4 * 2
+
+
+def test_an_image_that_alone_does_not_fit_is_a_mistake_with_advice(tmp_path, subject, monkeypatch) -> None:
+    out_of_memory_above(monkeypatch, 0)
+    with (
+        RowLog(tmp_path / "rows.jsonl") as rows,
+        pytest.raises(UsageError, match=r"vit_mini_64_mjp does not fit the memory"),
+    ):
+        campaign_on(victims_of(limit=2), rows, 2).attack(subject, [ORIGINAL])
+
+
+def folder_of_trouble(root) -> None:
+    """Good, grey, tiny, 16-bit, palette pictures; a strip, an empty file, text, and a picture cut in two."""
+    pixels = np.random.default_rng(0).integers(0, 255, (90, 120, 3), dtype=np.uint8)
+    smooth = np.kron(pixels[::10, ::10], np.ones((10, 10, 1), dtype=np.uint8))
+    Image.fromarray(smooth).save(root / "good.png")
+    Image.fromarray(smooth[..., 0]).save(root / "grey.jpg")
+    Image.fromarray(smooth[:2, :3]).save(root / "tiny.png")
+    Image.fromarray(smooth[..., 0].astype(np.uint16) * 257).save(root / "deep.png")
+    Image.fromarray(smooth).convert("P").save(root / "palette.gif")
+    Image.fromarray(np.zeros((1, 60_000, 3), dtype=np.uint8)).save(root / "strip.png")
+    (root / "empty.jpg").write_bytes(b"")
+    (root / "text.png").write_text("not a picture")
+    Image.fromarray(np.random.default_rng(1).integers(0, 255, (200, 200, 3), dtype=np.uint8)).save(root / "cut.jpg")
+    whole = (root / "cut.jpg").read_bytes()
+    (root / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+
+
+def test_a_folder_of_trouble_loses_only_what_cannot_be_read(tmp_path, subject) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    folder_of_trouble(folder)
+    told: list[str] = []
+    victims = victims_of(str(folder), None, told)
+    assert {reason.split(":")[0] for reason in victims.gallery.skipped} == {"empty.jpg", "text.png"}
+    with RowLog(tmp_path / "rows.jsonl") as rows:
+        campaign = campaign_on(victims, rows, attacks=["patch_embedding"])
+        campaign.attack(subject, [ORIGINAL])
+        campaign.baselines("a")
+        found = {r["image_id"]: r["psnr"] for r in rows.rows() if r["attack"] == "patch_embedding"}
+        assert set(found) == {"good.png", "grey.jpg", "tiny.png", "deep.png", "palette.gif"}
+        assert min(found.values()) > 40
+        assert len(rows.rows()) == 5 * 3
+    assert [line.split("'")[1] for line in told] == ["cut.jpg", "strip.png"]
+
+
+def test_float64_is_float64_all_the_way(tmp_path) -> None:
+    subject = Subject(build_model("vit_mini_64", num_classes=8, weights="random", block="april"), precision="float64")
+    with RowLog(tmp_path / "rows.jsonl") as rows:
+        campaign_on(victims_of(), rows, attacks=["april"]).attack(subject, [ORIGINAL])
+        assert min(psnr(rows, "a", "april")) > 100
+        assert {r["precision"] for r in rows.rows()} == {"float64"}
+
+
+def test_accuracy_counts_right_answers(subject) -> None:
+    victims = victims_of()
+    with torch.no_grad():
+        clients, images = victims.decode(range(5))
+        right = subject.built.module(subject.built.normalise(images)).argmax(dim=1)
+    victims.gallery.images.labels[:3], victims.gallery.images.labels[3:] = right[:3], (right[3:] + 1) % 8
+    assert victims.accuracy(subject, ORIGINAL, 2) == pytest.approx(3 / 5)

@@ -1,0 +1,138 @@
+"""The leakage benchmark as a user meets it: a whole run, mistakes, interrupts, half-written rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import april_attack
+import pandas as pd
+import pytest
+
+from fedmjp.audit import campaign as campaign_module
+from fedmjp.report import load_rows
+
+SMALL = ["--num-images", "4", "--batch-size", "3"]
+MODELS = ["--model", "vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp"]
+
+
+def run(out: Path, *options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return april_attack.main([*SMALL, "--out", str(out), *options])
+    except SystemExit as stop:  # the parser leaves this way
+        return int(stop.code)
+
+
+def rows_of(out: Path) -> pd.DataFrame:
+    return load_rows(out / "rows.jsonl.gz").drop(columns="seconds")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("table") / "out"
+    assert run(out, *MODELS) == 0
+    return out
+
+
+def test_writes_tables_figures_and_provenance(finished) -> None:
+    names = {p.name for p in finished.iterdir()}
+    assert names >= {
+        *("rows.jsonl.gz", "table.csv", "condition.png", "run.json"),
+        *("table_april.tex", "table_april.md", "table_standard.tex", "table_standard.md"),
+        *("reconstructions_april.png", "reconstructions_standard.png"),
+    }
+    record = json.loads((finished / "run.json").read_text())
+    assert record["rows"] == len(rows_of(finished))
+    assert record["weights"][-1][1] == "random (seed 0), NOT TRAINED"
+
+
+def test_the_table_holds_every_line_it_should(finished) -> None:
+    table = pd.read_csv(finished / "table.csv")
+    attacks = len(list(april_attack.ATTACKS))
+    # settings: 3 of the plain model, 3 twice without positions (as sent, token gradient granted), 4 under MJP
+    assert len(table) == 2 * attacks * (3 + 6 + 4) + 2
+    assert table["weights"].dropna().eq("random, NOT TRAINED").all()
+    silent = table[(table["line"] == "vit_mini_64_nope")]
+    assert (silent["failed"] == silent["count"]).all()
+    assert silent["diagnosis"].str.contains("no learnable position embedding").all()
+
+
+def test_the_closed_form_and_what_mjp_does_to_it(finished) -> None:
+    table = pd.read_csv(finished / "table.csv").set_index(["block", "attack", "setting", "line"])["psnr_mean"]
+    assert table["standard", "patch_embedding", "a", "vit_mini_64"] > 60
+    assert table["standard", "patch_embedding", "b", "vit_mini_64_mjp"] < 15
+    assert table["standard", "patch_embedding", "c", "vit_mini_64_mjp"] > 60
+    assert table["standard", "patch_embedding", "a", "vit_mini_64_nope (token_gradient)"] > 60
+
+
+def interrupted(monkeypatch, after: int) -> None:
+    real, calls = campaign_module.answers, []
+
+    def stopping(*rest):
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return real(*rest)
+
+    monkeypatch.setattr(campaign_module, "answers", stopping)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_an_interrupt_and_a_half_written_row_lose_nothing(finished, tmp_path, monkeypatch, capsys, after: int) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        interrupted(patched, after)
+        assert run(out, *MODELS) == 130
+    assert "go on with --resume" in capsys.readouterr().err
+    rows = out / "rows.jsonl"
+    kept = rows.read_bytes().splitlines(keepends=True)
+    if kept:
+        rows.write_bytes(b"".join(kept[:-1]) + kept[-1][:50])
+    assert run(out, *MODELS) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert run(out, *MODELS, "--resume") == 0
+    pd.testing.assert_frame_equal(rows_of(finished), rows_of(out))
+
+
+def test_resume_adds_a_model_to_a_finished_table(finished, tmp_path) -> None:
+    out = tmp_path / "out"
+    assert run(out, "--model", "vit_mini_64", "--attacks", "patch_embedding", "--block", "standard") == 0
+    before = rows_of(out)
+    assert run(out, "--model", "vit_mini_32", "--attacks", "patch_embedding", "--block", "standard", "--resume") == 0
+    after = rows_of(out)
+    assert set(after["model"]) == {"vit_mini_64", "vit_mini_32", "(no gradient)"}
+    pd.testing.assert_frame_equal(after[: len(before)], before)
+    assert len(json.loads((out / "run.json").read_text())["commands"]) == 2
+
+
+MISTAKES = [
+    (["--model", "vit_x"], "unknown model 'vit_x'"),
+    (["--attacks", "aprill"], "did you mean 'april'"),
+    (["--images", "no/such/folder"], "neither a folder nor a data set"),
+    (["--weights", "vit_mini_64=no.safetensors", "--model", "vit_mini_64"], "no checkpoint at no.safetensors"),
+    (["--gamma", "1.5"], "--gamma must lie in"),
+    (["--batch-size", "0"], "--batch-size must be at least 1"),
+    (["--grants", "model_weights"], "needs position_gradient"),
+    (["--device", "cuda:99"], "--device cuda:99 cannot be used"),
+    (["--block", "post"], "invalid choice"),
+    (["--seeds"], "--seeds, --block and --attacks each need"),
+    (["--lpips-weights", "no.pt"], "no LPIPS weights at no.pt"),
+    (["--model", "resnet50", "--block", "april"], "needs a plain ViT"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES)
+def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], words: str) -> None:
+    options = options if "--model" in options else [*options, "--model", "vit_mini_64"]
+    assert run(tmp_path / "out", *options) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert words in error[0]
+
+
+def test_help_teaches(capsys) -> None:
+    assert run(Path("x"), "--help") == 0
+    told = capsys.readouterr().out
+    assert "--resume" in told
+    assert "token_gradient" in told
