@@ -1,0 +1,259 @@
+"""How fast is the leakage benchmark?  python benchmarks/speed.py
+
+All in one run, taken in turn, as ratios, for each block with the attack that fits it (april: april; standard:
+patch_embedding):
+
+- our path (gradients of the attacked layers, solve, every metric) against the bare batched forward and backward pass;
+- the `breaching` package's AprilAttacker, with its own gradient an image and the same scoring, against our path;
+- the linear solve by each of LAPACK's drivers, on the same gradients;
+- peak memory of each, in a process of its own.
+
+Writes results/speed/speed.csv, drivers.csv and machine.json.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Literal
+
+import pandas as pd
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from attacks import ATTACKS, Attack, UsageError, find_tokenizer
+from fedmjp import provenance
+from fedmjp.audit.campaign import answers
+from fedmjp.audit.harness import scorer
+from fedmjp.audit.per_image import attacked_gradients
+from fedmjp.audit.victims import Setting, Subject, Victims
+from fedmjp.cli import guarded, parse, terminal
+from fedmjp.client import usable_device
+from fedmjp.data import load_gallery
+from fedmjp.defenses import DEFENSES
+from fedmjp.metrics import load_lpips
+from fedmjp.models import build_model
+
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "speed"
+FITTING = {"april": "april", "standard": "patch_embedding"}
+ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")
+AIM_BARE, AIM_PEER = 1.35, 2.0
+# The order in which the `breaching` package's attack expects its gradients.
+PEER_ORDER = ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias", "blocks.0.attn.qkv.weight")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Speed of the leakage benchmark against the bare gradient and against a peer."""
+
+    model: str = "deit_s"
+    """Model, random weights."""
+    images: int = 16
+    """Images a measurement."""
+    batch_size: int = 8
+    """Images a pass."""
+    repeats: int = 5
+    """Measurements of each kind; medians of pairwise ratios are reported."""
+    lpips_weights: Path | None = None
+    """State dict of lpips.LPIPS(net="squeeze"); without it LPIPS is left out, and the table says so."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    out: Path = RESULTS
+    """Folder of the tables."""
+
+
+class Bench:
+    """One model on one block, with its victims."""
+
+    def __init__(self, options: Options, block: Literal["april", "standard"]) -> None:
+        self.options, self.device = options, usable_device(options.device)
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        built = build_model(options.model, num_classes=1000, weights="random", block=block)
+        built.module.to(self.device).eval()
+        self.subject, self.name = Subject(built), FITTING[block]
+        gallery = load_gallery("photos", size=built.image_size, limit=options.images)
+        self.victims = Victims(gallery, DEFENSES.get("none")(), seed=0, device=self.device, warn=print)
+        lpips = load_lpips("squeeze", options.lpips_weights, self.device) if options.lpips_weights else None
+        self.score = scorer(built.patch_size, lpips)
+        self.attack: Attack = ATTACKS.get(self.name)()
+        self.batches = [self.victims.decode(batch) for batch in self.victims.batches(options.batch_size)]
+
+    def bare(self) -> None:
+        """Forward and backward pass of every batch, gradients of all parameters."""
+        for clients, images in self.batches:
+            self._gradients(images, self.victims.labels(self.subject.built, clients))
+
+    def ours(self) -> None:
+        """Gradients, attack and scores of every image."""
+        for clients, images in self.batches:
+            answers(self.victims, self.subject, [ORIGINAL], clients, images, {self.name: self.attack}, self.score)
+
+    def ours_gradients(self) -> None:
+        """The part of `ours` that makes the gradients."""
+        for clients, images in self.batches:
+            attacked_gradients(self.subject.built, images, self.victims.labels(self.subject.built, clients))
+
+    def scores(self) -> None:
+        """The part of `ours` that scores."""
+        for _, images in self.batches:
+            self.score(images.flip(0), images)
+
+    def peer(self) -> None:
+        """The `breaching` package's attack, image by image as it is made to be used, with the same scoring."""
+        from breaching.attacks.analytic_attack import AprilAttacker
+
+        built = self.subject.built
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (built.mean, built.std))
+        holder = SimpleNamespace(model=built.module)
+        for clients, images in self.batches:
+            for client, image in zip(clients, images, strict=True):
+                gradients = self._gradients(image[None], self.victims.labels(built, [client]))
+                shared = {"gradients": [gradients[name] for name in PEER_ORDER]}
+                found = AprilAttacker.recover_patch(AprilAttacker.closed_form_april(holder, shared))
+                self.score((found * std + mean).clamp(0, 1)[None].to(image), image[None])
+
+    def _gradients(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        built = self.subject.built
+        names, parameters = zip(*built.module.named_parameters(), strict=True)
+        loss = torch.nn.functional.cross_entropy(built.module(built.normalise(images)), labels)
+        return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock time of one call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def measure(options: Options, block: Literal["april", "standard"]) -> dict[str, object]:
+    """One line of the table."""
+    bench = Bench(options, block)
+    works = {"bare": bench.bare, "ours": bench.ours, "gradients": bench.ours_gradients, "scores": bench.scores}
+    if block == "april" and options.device == "cpu":
+        works["peer"] = bench.peer
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for repeat in range(options.repeats + 1):
+        for name, work in works.items():
+            once = seconds(work, bench.device)
+            if repeat:  # the first round warms up
+                taken[name].append(once / options.images)
+    ratio = [o / b for o, b in zip(taken["ours"], taken["bare"], strict=True)]
+    line = {"model": options.model, "block": block, "attack": bench.name}
+    line |= {f"{name}_ms": 1e3 * median(values) for name, values in taken.items()}
+    line |= {"ours_over_bare": median(ratio), "ours_over_bare_min": min(ratio), "ours_over_bare_max": max(ratio)}
+    if "peer" in taken:
+        faster = [p / o for p, o in zip(taken["peer"], taken["ours"], strict=True)]
+        line |= {"peer_over_ours": median(faster), "peer_over_ours_min": min(faster), "peer_over_ours_max": max(faster)}
+    line |= {
+        f"{name}_peak_mib": peak_memory(options, block, name) for name in works if name in ("bare", "ours", "peer")
+    }
+    return line
+
+
+def drivers(options: Options) -> pd.DataFrame:
+    """Milliseconds an image and error of G^T X = S, by driver, on the position gradients of one batch."""
+    bench = Bench(options, "standard")
+    clients, images = bench.batches[0]
+    built = bench.subject.built
+    gradients = attacked_gradients(built, images, bench.victims.labels(built, clients))
+    tokenizer = find_tokenizer(built.module, (3, built.image_size, built.image_size))
+    g = gradients[tokenizer.positions][:, 0, tokenizer.prefix :].double()  # (B, N, D)
+    s = gradients[tokenizer.weight].flatten(2).double()  # (B, D, P)
+
+    def svd() -> Tensor:
+        u, sigma, vh = torch.linalg.svd(g, full_matrices=False)
+        return u @ ((vh @ s) / sigma[..., None])
+
+    def gram() -> Tensor:
+        values, vectors = torch.linalg.eigh(g @ g.mT)
+        return vectors @ ((vectors.mT @ (g @ s)) / values[..., None])
+
+    works = {"svd (used)": svd, "eigh of G G^T": gram}
+    for driver in ("gelsy", "gelsd", "gels") if options.device == "cpu" else ("gels",):
+        works[driver] = lambda driver=driver: torch.linalg.lstsq(g.mT, s, driver=driver).solution
+    truth = torch.nn.functional.unfold(built.normalise(images).double(), built.patch_size, stride=built.patch_size).mT
+    lines = []
+    for name, work in works.items():
+        error = float((work() - truth).norm() / truth.norm())
+        taken = median(seconds(work, bench.device) for _ in range(options.repeats))
+        lines.append({"driver": name, "ms_an_image": 1e3 * taken / len(images), "relative_error": error})
+    return pd.DataFrame(lines)
+
+
+def peak_memory(options: Options, block: str, kind: str) -> float:
+    """MiB that one pass needs above what model and images take, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_peak, args=(options, block, kind, sender))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise UsageError(f"the process that measures the memory of {kind!r} ended with code {process.exitcode}")
+    return receiver.recv()
+
+
+def _peak(options: Options, block: Literal["april", "standard"], kind: str, sender) -> None:
+    bench = Bench(options, block)
+    cuda = bench.device.type == "cuda"
+    held = torch.cuda.memory_allocated() / 2**20 if cuda else _resident("VmRSS")
+    getattr(bench, kind)()
+    sender.send((torch.cuda.max_memory_allocated() / 2**20 if cuda else _resident("VmHWM")) - held)
+
+
+def _resident(field: str) -> float:
+    """Memory that this process holds (VmRSS), or the most that it has held (VmHWM), MiB; NaN outside Linux."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return float("nan")
+    line = next(text for text in status.read_text().splitlines() if text.startswith(field))
+    return int(line.split()[1]) / 2**10
+
+
+def run(options: Options, console: Console) -> None:
+    """Measure, print, write."""
+    for option in ("images", "batch_size", "repeats"):
+        if getattr(options, option) < 1:
+            raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(options, option)}")
+    table, solves = pd.DataFrame([measure(options, block) for block in FITTING]), drivers(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    table.to_csv(options.out / "speed.csv", index=False, float_format="%.4g")
+    solves.to_csv(options.out / "drivers.csv", index=False, float_format="%.4g")
+    device = usable_device(options.device)
+    machine = provenance.columns(device) | {
+        "images": options.images,
+        "batch_size": options.batch_size,
+        "repeats": options.repeats,
+        "lpips": options.lpips_weights is not None,
+        "versions": provenance.versions(),
+    }
+    (options.out / "machine.json").write_text(json.dumps(machine, indent=2) + "\n")
+    console.print(table.T.to_string(header=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
+    console.print(solves.to_string(index=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
+    lpips = "LPIPS included" if options.lpips_weights else "without LPIPS (pass --lpips-weights)"
+    worst = table["ours_over_bare"].max()
+    console.print(f"our path / bare forward and backward pass: {worst:.2f} at worst (aim {AIM_BARE}), {lpips}")
+    if "peer_over_ours" in table:
+        console.print(f"breaching / our path: {table['peer_over_ours'].max():.2f} (aim {AIM_PEER})")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    options = parse(Options, "python benchmarks/speed.py", __doc__, arguments)
+    return guarded(lambda: run(options, terminal()), lambda: "nothing was written")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
