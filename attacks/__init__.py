@@ -8,7 +8,7 @@ from attacks.attention import FirstAttention, find_first_attention
 from attacks.base import ATTACKS, Attack
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import Registry, UsageError
-from attacks.tokenizer import Tokenizer, check_tokenizer, find_tokenizer
+from attacks.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, has_tokenizer
 
 __all__ = [
     "ATTACKS",
@@ -24,4 +24,5 @@ __all__ = [
     "check_tokenizer",
     "find_first_attention",
     "find_tokenizer",
+    "has_tokenizer",
 ]

@@ -93,6 +93,15 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
     return Tokenizer(f"{name}.weight", bias, positions, prefix, p, grid, channels, conv.out_channels)
 
 
+def has_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> bool:
+    """Whether `find_tokenizer` finds one."""
+    try:
+        find_tokenizer(model, image_shape)
+    except UsageError:
+        return False
+    return True
+
+
 def _cuts_patches(conv: nn.Conv2d) -> bool:
     square = conv.kernel_size[0] == conv.kernel_size[1] > 1
     return square and conv.kernel_size == conv.stride and conv.padding in ((0, 0), "valid") and conv.groups == 1

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from attacks import ATTACKS, Observation, UsageError
+from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
 from fedmjp import provenance
 from fedmjp.audit.harness import BASELINES, Scored, audit_update, scorer
+from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import observe_update
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
@@ -69,7 +70,16 @@ class FederationAudit:
         train = task.data.train
         some = list(range(0, len(train), max(1, len(train) // BASELINE_IMAGES)))[:BASELINE_IMAGES]
         self.mean_image = mean_image(train.images(some)).to(task.device)  # (1, C, H, W)
+        self.memory = self._memory()
         self.round_started = time.perf_counter()
+
+    def _memory(self) -> Memory | None:
+        """Where earlier updates are kept, if an attack asks for them and the model has tokens to attack."""
+        several = any(Capability.SEVERAL_ROUNDS in ATTACKS.get(name).needs for name in self.config.audit.attacks)
+        built = self.task.model
+        if not several or not has_tokenizer(built.module, (3, built.image_size, built.image_size)):
+            return None
+        return Memory(self.workspace.memory_folder(self.defense))
 
     def run(self, grid: Any) -> None:
         """Train and audit from the round after the last finished one."""
@@ -91,9 +101,10 @@ class FederationAudit:
     def on_update(self, view: ServerView) -> None:
         """Audit one client's update, if the run asks for it."""
         audit = self.config.audit
-        if view.client in audit.audit_clients and (not audit.audit_rounds or view.round in audit.audit_rounds):
-            wanted = [a for a in (*BASELINES, *audit.attacks) if not self._done(a, view)]
-            if wanted:
+        if view.client in audit.audit_clients:
+            asked = not audit.audit_rounds or view.round in audit.audit_rounds
+            wanted = [a for a in (*BASELINES, *audit.attacks) if asked and not self._done(a, view)]
+            if wanted or self.memory is not None:
                 self._audit(view, wanted)
         self.progress.client_done()
 
@@ -126,11 +137,13 @@ class FederationAudit:
             received=view.received,
             labels=batch.labels,
         )
-        self.workspace.save_images(self.defense, view.round, view.client, "original", originals)
-        self.workspace.save_images(self.defense, view.round, view.client, "seen", seen.images)
+        if wanted:
+            self.workspace.save_images(self.defense, view.round, view.client, "original", originals)
+            self.workspace.save_images(self.defense, view.round, view.client, "seen", seen.images)
         norm = observation.gradient_norm()
+        earlier = self.memory.before(observation) if self.memory else []
         for scored in audit_update(
-            [observation],
+            [*earlier, observation],
             originals,
             attacks=self.config.audit.attacks,
             baselines=self._baselines(view, len(originals)),
@@ -138,6 +151,8 @@ class FederationAudit:
             skip=lambda name: name not in wanted,
         ):
             self._write(scored, observation, batch, norm)
+        if self.memory:
+            self.memory.add(observation)
 
     def _baselines(self, view: ServerView, size: int) -> dict[str, Tensor]:
         """The two guesses that need no gradient, (B, C, H, W) each."""

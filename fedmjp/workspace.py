@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,10 +97,8 @@ class Workspace:
         """Mark the run as finished and drop the states kept for resuming."""
         self.description["finished"] = True
         self._write_description()
-        for path in (self.out / "state").glob("*.safetensors"):
-            path.unlink()
         if (self.out / "state").exists():
-            (self.out / "state").rmdir()
+            shutil.rmtree(self.out / "state")
 
     def is_finished(self) -> bool:
         """Whether the folder holds this very run, finished."""
@@ -138,6 +137,10 @@ class Workspace:
         temporary = folder / f"{defense}.tmp"
         save_file({n: t.contiguous().clone() for n, t in state.items()}, temporary, metadata={"round": str(number)})
         temporary.replace(folder / f"{defense}.safetensors")
+
+    def memory_folder(self, defense: str) -> Path:
+        """Where the server's memory of old updates is kept while the run goes on."""
+        return self.out / "state" / f"{defense}_updates"
 
     def load_state(self, defense: str) -> tuple[int, dict[str, Tensor] | None]:
         """(last finished round, state), or (0, None) where nothing was kept."""

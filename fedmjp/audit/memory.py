@@ -1,0 +1,60 @@
+"""Earlier updates of the audited clients, for attacks over several rounds; on disk too, so that a run can resume."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from attacks import Observation
+from attacks.memory import remember
+
+
+class Memory:
+    """What the server remembers of each client's updates.
+
+    Args:
+        folder: of the files, one an update; what is there is taken up.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._updates: dict[int, dict[int, Observation]] = defaultdict(dict)  # client -> round -> update
+
+    def before(self, present: Observation) -> list[Observation]:
+        """Updates of the same client in earlier rounds, oldest first."""
+        if present.client not in self._updates:
+            self._read(present)
+        known = self._updates[present.client]
+        return [known[number] for number in sorted(known) if number < present.round]
+
+    def add(self, observation: Observation) -> None:
+        """Keep what later attacks need of an update."""
+        kept = remember(observation)
+        self._updates[kept.client][kept.round] = kept
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"gradient.{n}": g for n, g in kept.gradients.items()}
+        tensors |= {f"model.{n}": t for n, t in kept.model.state_dict().items()}
+        path = self._file(kept.client, kept.round)
+        save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+
+    def _file(self, client: int, number: int) -> Path:
+        return self.folder / f"client{client:04d}_round{number:05d}.safetensors"
+
+    def _read(self, present: Observation) -> None:
+        """Take up what an interrupted run has left of this client."""
+        template = remember(present)
+        for path in sorted(self.folder.glob(f"client{present.client:04d}_round*.safetensors")):
+            number = int(path.stem.rpartition("round")[2])
+            tensors = load_file(path, device=str(next(iter(present.gradients.values())).device))
+            gradients = {n.removeprefix("gradient."): t for n, t in tensors.items() if n.startswith("gradient.")}
+            state = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+            model = copy.deepcopy(template.model)
+            model.load_state_dict(state)
+            self._updates[present.client][number] = replace(
+                template, gradients=gradients, model=model, round=number, labels=None
+            )

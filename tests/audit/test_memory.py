@@ -1,0 +1,58 @@
+"""What the server remembers: enough for the closed forms, little, and the same after a restart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from attacks.memory import remember
+from attacks.tokenizer import find_tokenizer
+from fedmjp.audit.memory import Memory
+from fedmjp.models import build_model
+from tests.conftest import observe, photographs
+
+
+def view(seed: int, number: int, client: int = 0):
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="nonlinear", seed=seed)
+    return observe(model, photographs(64, 1), round=number, client=client)
+
+
+def size_of(observation) -> int:
+    parameters = sum(p.numel() for p in observation.model.parameters())
+    return parameters + sum(g.numel() for g in observation.gradients.values())
+
+
+def test_keeps_what_makes_tokens_and_little_else() -> None:
+    whole = view(0, 1)
+    kept = remember(whole)
+    assert set(kept.gradients) == {"patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed", "unk_embed"}
+    assert find_tokenizer(kept.model, kept.image_shape) == find_tokenizer(whole.model, whole.image_shape)
+    positions = kept.model.pos_embed[0, 1:]
+    assert torch.equal(kept.model.dal(positions, (8, 8)), whole.model.dal(positions, (8, 8)))
+    assert size_of(kept) < 0.1 * size_of(whole)
+    assert "blocks" in dict(whole.model.named_children())  # the observed model itself stays whole
+
+
+def test_earlier_updates_of_the_same_client_oldest_first(tmp_path) -> None:
+    memory = Memory(tmp_path)
+    for number in (2, 1, 3):
+        memory.add(view(number, number))
+        memory.add(view(number, number, client=1))
+    assert [o.round for o in memory.before(view(3, 3))] == [1, 2]
+    assert [o.client for o in memory.before(view(9, 9, client=1))] == [1, 1, 1]
+    assert memory.before(view(1, 1)) == []
+
+
+def test_a_restart_remembers_the_same(tmp_path) -> None:
+    before = Memory(tmp_path)
+    for number in (1, 2):
+        before.add(view(number, number))
+    present = view(3, 3)
+    for kept, again in zip(before.before(present), Memory(tmp_path).before(present), strict=True):
+        assert again.round == kept.round
+        assert replace(again, gradients={}, model=None, round=0) == replace(kept, gradients={}, model=None, round=0)
+        for name, gradient in kept.gradients.items():
+            assert torch.equal(again.gradients[name], gradient)
+        for name, tensor in kept.model.state_dict().items():
+            assert torch.equal(again.model.state_dict()[name], tensor)
