@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
+from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError, find_tokenizer
 from fedmjp.metrics import score
 from fedmjp.models import build_model
 from tests.conftest import observe, photographs, shared_file
@@ -145,10 +145,29 @@ def test_trained_vit_ti_above_45_db() -> None:
     assert min(values) > 40, values
 
 
+@pytest.mark.slow
+def test_april_returns_what_the_patch_projection_keeps_of_the_image() -> None:
+    model = build_model("deit_s", num_classes=8, weights="random", block="april")
+    model.module.double()
+    image = photographs(224, 1).double()
+    found = ATTACKS.get("april")()([observe(model, image)])
+    tokenizer = find_tokenizer(model.module, (3, 224, 224))
+    projection = model.module.patch_embed.proj.weight.detach().flatten(1)  # (384, 768): half of a patch is lost
+    kept = tokenizer.patchify(model.normalise(image)) @ torch.linalg.pinv(projection) @ projection
+    std, mean = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in (model.std, model.mean))
+    limit = (tokenizer.unpatchify(kept) * std + mean).clamp(0, 1)
+    assert float((found.images - limit).abs().max()) < 1e-3
+    assert psnr224_of(found.images.double(), image) < 15
+
+
 def psnr224(model, image) -> float:
     found = ATTACKS.get("patch_embedding")()([observe(model, image[None])])
     assert found.diagnosis == ""
-    return float(score(found.images, image[None], patch_size=16)["psnr"][0])
+    return psnr224_of(found.images, image[None])
+
+
+def psnr224_of(images, originals) -> float:
+    return float(score(images, originals, patch_size=16)["psnr"][0])
 
 
 @pytest.mark.parametrize("name", list(ATTACKS))
