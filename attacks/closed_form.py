@@ -31,7 +31,7 @@ class Equation:
         first: first row of the position gradient that takes part (0, or the first patch).
         products: gradients by name -> S, (D, P).
         patches: rows X, (R, P) float64 -> normalised patches, (N, P) float64.
-        rcond: cut-off of small singular values; None fits the type of the gradients.
+        rcond: cut-off of small singular values; None weighs them by the update's own noise.
         caveats: why the equation does not hold on this model, in words; empty where it does.
     """
 
@@ -56,7 +56,9 @@ class ClosedForm(Attack):
             UsageError: the model lacks a part that the equation speaks of.
         """
 
-    def settle(self, solution: RowSolution, tokenizer: Tokenizer, reasons: list[str]) -> Tensor:
+    def settle(
+        self, solution: RowSolution, tokenizer: Tokenizer, observation: Observation, reasons: list[str]
+    ) -> Tensor:
         """Rows (R, P) of the solution; an attack may choose among those that the system leaves open.
 
         Args:
@@ -100,7 +102,7 @@ class ClosedForm(Attack):
         self, observation: Observation, tokenizer: Tokenizer, equation: Equation, solution: RowSolution, masked: Tensor
     ) -> Reconstruction:
         reasons = [*unmet_assumptions(observation, masked), *equation.caveats]
-        patches = equation.patches(self.settle(solution, tokenizer, reasons))
+        patches = equation.patches(self.settle(solution, tokenizer, observation, reasons))
         images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
         known = torch.full_like(images[:, :1], not reasons, dtype=torch.bool)
         hidden = int(masked.sum())
@@ -108,7 +110,7 @@ class ClosedForm(Attack):
             "rank": solution.rank,
             "condition": solution.condition,
             "residual": solution.residual,
-            "free": solution.free.shape[1] - hidden,
+            "free": solution.free - hidden,
             "masked": hidden,
         }
         batch = (observation.num_examples, -1, -1, -1)

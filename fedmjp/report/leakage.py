@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from attacks.registry import UsageError
 from fedmjp.report.condition import condition_figure
 from fedmjp.report.rows import BASELINES, METRICS
 from fedmjp.report.tables import (
@@ -47,6 +48,9 @@ def leakage_table(
         accuracy: (model, weights, block, setting) -> top-1 accuracy in per cent, where the weights were trained for the
             labels.
         paper: columns model, setting, accuracy and the metrics.
+
+    Raises:
+        UsageError: rows that differ in what the table does not show (an attack's parameters, gamma).
 
     Returns:
         The columns `BY`, those of `summarise`, `condition` (median condition number of the system solved), `accuracy`,
@@ -196,5 +200,11 @@ def _one_row_an_image(rows: pd.DataFrame) -> pd.DataFrame:
     if not rows.duplicated([*BY, "image_id"]).any():
         return rows
     keys = [*BY, "image_id"]
+    if rows.duplicated([*keys, "seed"]).any():
+        first = rows[rows.duplicated([*keys, "seed"])].iloc[0]
+        raise UsageError(
+            f"the rows hold {first['attack']!r} on {first['model']!r} with several parameters or gammas; give each a "
+            "folder of its own (--out)"
+        )
     numbers = dict.fromkeys([*METRICS, "seconds", "condition"], "mean")
     return rows.groupby(keys, sort=False).agg(numbers | {"diagnosis": "first"}).reset_index()

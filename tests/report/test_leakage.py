@@ -8,6 +8,7 @@ import pytest
 from report_samples import make_row
 from rich.console import Console
 
+from attacks.registry import UsageError
 from fedmjp.report.condition import condition_figure
 from fedmjp.report.leakage import labelled, leakage_latex, leakage_markdown, leakage_table, leakage_text, write_leakage
 from fedmjp.report.rows import METRICS
@@ -105,6 +106,12 @@ def test_text_latex_and_markdown_say_the_same(table) -> None:
     assert {ln.count("&") + 1 for ln in bodies} == {len(columns)}
     assert {ln.count("|") for ln in markdown.splitlines()} == {10}
     assert "NOT TRAINED" in text
+
+
+def test_rows_of_several_parameters_are_not_mixed(rows) -> None:
+    both = pd.concat([rows, rows.assign(attack_parameters=[{"steps": 1}] * len(rows))])
+    with pytest.raises(UsageError, match="several parameters"):
+        leakage_table(both, {}, PAPER)
 
 
 def test_files(tmp_path, table, rows) -> None:
