@@ -5,6 +5,7 @@ Replaces what stands between `<!-- NAME -->` and `<!-- /NAME -->`; no figure the
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -43,11 +44,51 @@ def overhead_table() -> str:
     return "\n".join(lines)
 
 
+def leakage_table() -> str:
+    """Table 5 on both blocks, as april_attack.py wrote it."""
+    folder = ROOT / "results" / "april_attack"
+    parts = []
+    for block, title in (("april", "The paper's block"), ("standard", "The block that people train")):
+        parts.append(f"**{title}**\n\n" + (folder / f"table_{block}.md").read_text().strip())
+    return "\n\n".join(parts)
+
+
+def position_claim() -> str:
+    """With and without position embeddings, as position_claim.py wrote it."""
+    return (ROOT / "results" / "april_attack" / "position_claim.md").read_text().strip()
+
+
+def speed_table() -> str:
+    """Cost of the leakage benchmark, as Markdown."""
+    table = pd.read_csv(ROOT / "results" / "speed" / "speed.csv")
+    machine = json.loads((ROOT / "results" / "speed" / "machine.json").read_text())
+    lines = ["| what | block, attack | ratio [min, max] |", "|---|---|---|"]
+    for _, row in table.iterrows():
+        where = f"{row.block}, `{row.attack}`, {row.model}"
+        ours = f"{row.ours_over_bare:.2f} [{row.ours_over_bare_min:.2f}, {row.ours_over_bare_max:.2f}]"
+        lines.append(f"| our path / bare batched forward and backward pass | {where} | {ours} |")
+        if row.get("peer_over_ours") == row.get("peer_over_ours"):
+            peer = f"{row.peer_over_ours:.2f} [{row.peer_over_ours_min:.2f}, {row.peer_over_ours_max:.2f}]"
+            lines.append(f"| `breaching`, own gradient an image, same scores / our path | {where} | {peer} |")
+        memory = f"{row.ours_peak_mib:.0f} MiB, bare pass {row.bare_peak_mib:.0f} MiB"
+        lines.append(f"| peak memory above model and images | {where} | {memory} |")
+    told = "LPIPS included" if machine["lpips"] else "without LPIPS"
+    return "\n".join(lines) + f"\n\n{machine['device']}, batches of {machine['batch_size']}, {told}."
+
+
 def main() -> None:
     """Rewrite README.md in place."""
     path = ROOT / "README.md"
     text = path.read_text()
-    for name, table in (("simulate", simulate_table()), ("overhead", overhead_table())):
+    blocks = {
+        "simulate": simulate_table,
+        "april_attack": leakage_table,
+        "position_claim": position_claim,
+        "speed": speed_table,
+        "overhead": overhead_table,
+    }
+    for name, make in blocks.items():
+        table = make()
         block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
         text, count = re.subn(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.DOTALL)
         if count != 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from attacks import Observation, find_first_attention, find_tokenizer
 from fedmjp.models import BuiltModel
+from fedmjp.objectives import TERMS
 
 # Parameters that a ViT adds to its tokens: their gradient an image needs a copy of them an image.
 ADDED = ("pos_embed", "unk_embed", "cls_token")
@@ -44,14 +46,20 @@ def attacked_layers(built: BuiltModel) -> list[str]:
 
 
 def attacked_gradients(
-    built: BuiltModel, images: Tensor, labels: Tensor, position_mask: Tensor | None = None
+    built: BuiltModel,
+    images: Tensor,
+    labels: Tensor,
+    position_mask: Tensor | None = None,
+    loss_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Each image's own gradient of its cross-entropy, at the layers that the closed forms read.
+    """Each image's own gradient of its client's loss, at the layers that the closed forms read.
 
     Args:
         images: (B, C, H, W) in [0, 1], as the defence leaves them, of the model's type and on its device.
         labels: (B,) int64.
         position_mask: (B, N) bool, or None.
+        loss_weights: terms beyond the cross-entropy, by name of the objective (`Defense.loss_weights`); they may depend
+            on the parameters that are added to tokens, and on the mask.
 
     Returns:
         Parameter name -> (B, *shape).
@@ -73,6 +81,8 @@ def attacked_gradients(
     # A parameter that no token used (the unknown embedding without a mask) sends zeros.
     added = zip(copies.items(), found[: len(copies)], strict=True)
     gradients = {n: (torch.zeros_like(c) if g is None else g).unsqueeze(1) for (n, c), g in added}  # (B, 1, rows, D)
+    if loss_weights:
+        _add_terms(gradients, built, len(images), position_mask, loss_weights)
     for (name, layer), delta in zip(layers.items(), found[len(copies) :], strict=True):
         gradients |= _linear_gradients(name, weights, layer.input.detach(), delta)
     return gradients
@@ -92,6 +102,22 @@ def observe_each(built: BuiltModel, gradients: Mapping[str, Tensor]) -> list[Obs
         )
         for b in range(len(next(iter(gradients.values()))))
     ]
+
+
+def _add_terms(
+    gradients: dict[str, Tensor], built: BuiltModel, count: int, mask: Tensor | None, weights: Mapping[str, float]
+) -> None:
+    """Add each image's gradient of the weighted terms, in place; they are small, and so taken one by one."""
+    own = dict(built.module.named_parameters())
+    parameters = [own[name] for name in gradients if name in ADDED]
+    for b in range(count):
+        with torch.enable_grad():
+            row = None if mask is None else mask[b : b + 1]
+            loss = sum(weight * TERMS.get(name)(built, row) for name, weight in weights.items())
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for name, gradient in zip((n for n in gradients if n in ADDED), found, strict=True):
+            if gradient is not None:
+                gradients[name][b] += gradient
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from fedmjp.audit.per_image import attacked_gradients, observe_each
 from fedmjp.audit.victims import grant_token_gradient
 from fedmjp.models import build_model
+from fedmjp.objectives import client_loss
 from tests.conftest import observe, photographs
 
 LABELS = torch.tensor([1, 6, 3])
@@ -78,3 +79,19 @@ def test_token_gradient_of_a_model_without_positions() -> None:
     weight = attacked_gradients(model, images, LABELS[:2])["patch_embed.proj.weight"].flatten(2)
     patches = torch.nn.functional.unfold(model.normalise(images), 8, stride=8).mT
     torch.testing.assert_close(rows.mT @ patches, weight, atol=1e-7, rtol=1e-3)
+
+
+def test_the_localisation_loss_joins_image_by_image() -> None:
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="nonlinear")
+    images, mask = photographs(64, 3), torch.rand(3, 64, generator=torch.Generator().manual_seed(1)) < 0.4
+    together = attacked_gradients(model, images, LABELS, mask, {"dal": 0.01})
+    without = attacked_gradients(model, images, LABELS, mask)
+    for b in range(3):
+        loss = client_loss(model, images[b : b + 1], LABELS[b : b + 1], mask[b : b + 1], {"dal": 0.01})
+        expected = torch.autograd.grad(loss, model.module.pos_embed)[0]
+        torch.testing.assert_close(together["pos_embed"][b], expected, atol=1e-6, rtol=1e-3)
+        assert float((expected - without["pos_embed"][b]).abs().max()) > 1e-4
+        assert (
+            float((together["pos_embed"][b] - attacked_gradients(model, images, LABELS, mask)["pos_embed"][b]).norm())
+            > 0
+        )
