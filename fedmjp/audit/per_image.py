@@ -25,6 +25,7 @@ from fedmjp.objectives import TERMS
 
 # Parameters that a ViT adds to its tokens: their gradient an image needs a copy of them an image.
 ADDED = ("pos_embed", "unk_embed", "cls_token")
+NO_TERMS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass
@@ -50,7 +51,7 @@ def attacked_gradients(
     images: Tensor,
     labels: Tensor,
     position_mask: Tensor | None = None,
-    loss_weights: Mapping[str, float] = MappingProxyType({}),
+    loss_weights: Mapping[str, float] = NO_TERMS,
 ) -> dict[str, Tensor]:
     """Each image's own gradient of its client's loss, at the layers that the closed forms read.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Observation, ThreatModel, UsageError
-from fedmjp.audit.per_image import attacked_gradients, observe_each
+from fedmjp.audit.per_image import NO_TERMS, attacked_gradients, observe_each
 from fedmjp.data import Gallery
 from fedmjp.defenses import ClientInput, Defense
 from fedmjp.models import BuiltModel
@@ -107,21 +107,38 @@ class Victims:
         images = torch.cat(list(found.values())) if found else torch.empty(0, 3, size, size)
         return list(found), images.to(self.device, dtype)
 
-    def seen(self, built: BuiltModel, setting: Setting, clients: Sequence[int], originals: Tensor) -> ClientInput:
-        """The clients' images (B, C, H, W) as the model sees them."""
+    def seen(
+        self, built: BuiltModel, setting: Setting, clients: Sequence[int], originals: Tensor, update: int = 0
+    ) -> ClientInput:
+        """The clients' images (B, C, H, W) as the model sees them.
+
+        Args:
+            update: counts the updates that a client sends of its image; each draws anew.
+        """
         if not setting.defended:
             return ClientInput(originals)
         pairs = zip(clients, originals, strict=True)
-        inputs = [self.defense.on_input(image[None], built, self._generator(client), 1) for client, image in pairs]
+        inputs = [
+            self.defense.on_input(image[None], built, self._generator(client, update), update + 1)
+            for client, image in pairs
+        ]
         images = torch.cat([i.images for i in inputs])
-        if not setting.hidden or inputs[0].position_mask is None:
+        if not setting.hidden or all(i.position_mask is None for i in inputs):
             return ClientInput(images)
-        return ClientInput(images, torch.cat([i.position_mask for i in inputs]))
+        # A step that the schedule spares hides nothing.
+        nothing = torch.zeros(1, built.grid[0] * built.grid[1], dtype=torch.bool, device=images.device)
+        return ClientInput(images, torch.cat([nothing if i.position_mask is None else i.position_mask for i in inputs]))
 
-    def observe(self, built: BuiltModel, seen: ClientInput, clients: Sequence[int]) -> list[Observation]:
-        """The adversary's view of each client's update."""
-        gradients = attacked_gradients(built, seen.images, self.labels(built, clients), seen.position_mask)
-        return observe_each(built, gradients)
+    def observe(
+        self, built: BuiltModel, seen: ClientInput, clients: Sequence[int], loss_weights: Mapping[str, float] = NO_TERMS
+    ) -> list[Observation]:
+        """The adversary's view of each client's update.
+
+        Args:
+            loss_weights: terms that the clients add to the cross-entropy.
+        """
+        labels = self.labels(built, clients)
+        return observe_each(built, attacked_gradients(built, seen.images, labels, seen.position_mask, loss_weights))
 
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
         """Labels of the clients' images; where the head knows fewer classes than the gallery has, they wrap around."""
@@ -157,7 +174,8 @@ class Victims:
             count += len(clients)
         return right / count
 
-    def _generator(self, client: int) -> torch.Generator:
+    def _generator(self, client: int, update: int) -> torch.Generator:
         key = zlib.crc32(self.gallery.images.ids[client].encode())
-        entropy = np.random.SeedSequence([self.seed, 4, key]).generate_state(1, np.uint64)
+        sequence = np.random.SeedSequence([self.seed, 4, key], spawn_key=(update,) if update else ())
+        entropy = sequence.generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))

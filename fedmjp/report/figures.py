@@ -215,6 +215,11 @@ def _draw_cell(axes: Axes, content: Reconstructed | None) -> None:
         axes.set_xlabel(f"{content.psnr:.1f} dB", fontsize=SMALL, labelpad=2)
 
 
+def draw_picture(axes: Axes, image: Any | None, psnr: float | None) -> None:
+    """One cell of a figure: an image (C, H, W) in [0, 1] with its PSNR (dB) below, or an empty cell."""
+    _draw_cell(axes, None if image is None else Reconstructed(image, psnr))
+
+
 def _pixels(image: Any) -> np.ndarray:
     """(C, H, W) in any float type, array or tensor, to (H, W, 3) or (H, W) in [0, 1]; NaN shows black."""
     if hasattr(image, "detach"):  # a tensor, perhaps half precision and on a GPU
