@@ -3,7 +3,7 @@
 Imports torch and never `fedmjp` or Flower: an attack sees `Observation`s and nothing else.
 """
 
-from attacks import april, batch_rounds, patch_embedding  # noqa: F401  (importing an attack registers it)
+from attacks import april, batch_rounds, mjp_rounds, mjp_subspace, patch_embedding  # noqa: F401  (importing an attack registers it)
 from attacks.base import ATTACKS, Attack
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import Registry, UsageError

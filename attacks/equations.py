@@ -43,7 +43,7 @@ class Estimate:
         rows: (N, P) float64, the settled part; nothing along `open`.
         open: (k, P) orthonormal, the directions that the equations leave open for every patch.
         centre: (N, k) best guess of the coefficients along `open` (0 where nothing is known).
-        precision: (k,) inverse variance of `centre`, 0 where nothing is known.
+        precision: (k,), or (N, k) where patches differ: inverse variance of `centre`, 0 where nothing is known.
         noise: standard deviation of an equation of weight 1, in units of a normalised pixel.
         residual: relative misfit of the equations at the estimate: near 0 where the updates show one image.
     """
@@ -54,13 +54,6 @@ class Estimate:
     precision: Tensor
     noise: float
     residual: float
-
-    @classmethod
-    def of_one(cls, rows: Tensor, basis: Tensor) -> Estimate:
-        """What a single update says, without an eigendecomposition: `rows` (N, P) up to `basis` (k, P)."""
-        rows, basis = rows.to(torch.float64), basis.to(torch.float64)
-        nothing = rows.new_zeros(len(rows), len(basis))
-        return cls(rows - (rows @ basis.T) @ basis, basis, nothing, rows.new_zeros(len(basis)), DEFAULT_NOISE, 0.0)
 
     def patches(self, coefficients: Tensor | None = None) -> Tensor:
         """(N, P) with `coefficients` (N, k) along the open directions; by default the centre."""

@@ -1,0 +1,188 @@
+"""The image prior that settles open directions, as one weighted least-squares problem after another.
+
+    minimise over c (N, k):  sum_pj precision_pj (c_pj - centre_pj)^2 / 2  +  STRENGTH sum_pixels |grad Y(c)|
+
+Y is the image rows + c V_open rendered into luma and doubled chroma, whose six differences at a pixel (two directions,
+three channels) go into one norm: edges of the channels belong together. Each round replaces |.| by the quadratic that
+touches it at the present image (iterative reweighting; the first round has equal weights, which is the Gaussian prior
+of natural images with spectrum 1/f^2), and solves for c by conjugate gradients, preconditioned patch by patch with the
+equal-weight Hessian scaled by the patch's mean weight. Data and prior are both in units of negative log-likelihood, so
+what the equations know with an error that they can name enters with exactly that weight.
+
+The inverse of a patch's block of the last Hessian is the covariance of its pixels given its neighbours: the confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attacks.equations import Estimate
+from attacks.tokenizer import Tokenizer
+
+# RGB to luma and doubled chroma, rows of ITU-R BT.601.
+LUMA_CHROMA = ((0.299, 0.587, 0.114), (-0.338, -0.662, 1.0), (1.0, -0.838, -0.162))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Patches with every direction settled.
+
+    Attributes:
+        patches: (N, P) float64.
+        deviation: (N,) rms error of a pixel that equations and prior together expect, in units of [0, 1].
+    """
+
+    patches: Tensor
+    deviation: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorialVariation:
+    """Total variation of luma and doubled chroma, all channels and both directions in one norm.
+
+    Args:
+        strength: weight of the norm of one pixel's gradient, for images in [0, 1]: the inverse of its typical size.
+        smoothing: rounding of the norm at zero, one value a reweighting; None is the equal-weight start.
+        iterations: conjugate-gradient steps a reweighting.
+        tolerance: of the conjugate gradients, relative.
+    """
+
+    strength: float = 10.0
+    smoothing: tuple[float | None, ...] = (None, 0.1, 0.03, 0.01, 0.01, 0.01)
+    iterations: int = 60
+    tolerance: float = 1e-3
+
+    def settle(self, estimate: Estimate, tokenizer: Tokenizer, std: tuple[float, ...]) -> Settled:
+        """Complete an estimate.
+
+        Args:
+            std: per-channel normalisation, to render in [0, 1].
+        """
+        if not len(estimate.open):
+            return Settled(estimate.rows, estimate.rows.new_zeros(len(estimate.rows)))
+        scene = _Scene(tokenizer, std, estimate)
+        shift = torch.zeros_like(estimate.centre)  # c - centre
+        for smoothing in self.smoothing:
+            weights = self._weights(scene.gradient(shift), smoothing)
+            shift, factors = scene.step(shift, weights, self.iterations, self.tolerance)
+        return Settled(estimate.patches(estimate.centre + shift), scene.deviation(factors))
+
+    def _weights(self, gradient: tuple[Tensor, Tensor], smoothing: float | None) -> Tensor:
+        """(H, W): curvature of the norm at each pixel."""
+        down, right = gradient
+        if smoothing is None:
+            return torch.full_like(down[0], self.strength / 0.05)
+        size = down.square().sum(dim=0) + right.square().sum(dim=0)  # (H, W)
+        return self.strength * (size + smoothing**2).rsqrt()
+
+
+class _Scene:
+    """The image as a function of the coefficients' shift from the centre, its differences, and their adjoints."""
+
+    def __init__(self, tokenizer: Tokenizer, std: tuple[float, ...], estimate: Estimate) -> None:
+        self.grid, self.size, self.channels = tokenizer.grid, tokenizer.patch_size, tokenizer.channels
+        self.precision = estimate.precision.expand_as(estimate.centre)
+        colour = torch.tensor(LUMA_CHROMA) if self.channels == 3 else torch.eye(self.channels)
+        self.colour = colour.to(estimate.rows) * estimate.rows.new_tensor(std)  # (C, C), from normalised channels
+        self.start = self._paint(estimate.patches()).flatten(1)  # (N, P)
+        self.painted = self._paint(estimate.open).flatten(1)  # (k, P)
+        flat = estimate.open.reshape(len(estimate.open), self.channels, -1)
+        self.pixel = flat * estimate.rows.new_tensor(std)[:, None]  # (k, C, p p)
+        self.hessian = self._interior_hessian()  # (k, k)
+
+    def _paint(self, patches: Tensor) -> Tensor:
+        flat = patches.reshape(len(patches), self.channels, -1)
+        return (self.colour @ flat).reshape(len(patches), self.channels, self.size, self.size)
+
+    def _assemble(self, painted: Tensor) -> Tensor:
+        """(N, P) -> (C, H, W)."""
+        (rows, columns), p = self.grid, self.size
+        image = painted.reshape(rows, columns, self.channels, p, p).permute(2, 0, 3, 1, 4)
+        return image.reshape(self.channels, rows * p, columns * p)
+
+    def _cut(self, image: Tensor) -> Tensor:
+        (rows, columns), p = self.grid, self.size
+        return image.reshape(self.channels, rows, p, columns, p).permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+
+    def gradient(self, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Downward and rightward differences of the image, both (C, H, W) with zeros at the far border."""
+        return _differences(self._assemble(self.start + shift @ self.painted))
+
+    def _pull(self, down: Tensor, right: Tensor) -> Tensor:
+        """Adjoint of the differences and of the rendering: (N, k)."""
+        return self._cut(_adjoint(down, right)) @ self.painted.T
+
+    def step(self, shift: Tensor, weights: Tensor, iterations: int, tolerance: float) -> tuple[Tensor, Tensor]:
+        """Solve the quadratic problem of the weights (H, W): the shift, and Cholesky factors of the patches' blocks."""
+
+        def hessian(x: Tensor) -> Tensor:
+            down, right = _differences(self._assemble(x @ self.painted))
+            return self._pull(weights * down, weights * right) + self.precision * x
+
+        down, right = self.gradient(torch.zeros_like(shift))
+        target = -self._pull(weights * down, weights * right)
+        mean = self._cut(weights.expand(self.channels, -1, -1)).mean(dim=1)  # (N,)
+        blocks = mean[:, None, None] * self.hessian + torch.diag_embed(self.precision)
+        factors = torch.linalg.cholesky(blocks)
+
+        def precondition(x: Tensor) -> Tensor:
+            return torch.cholesky_solve(x[..., None], factors)[..., 0]
+
+        return _conjugate_gradients(hessian, target, shift, precondition, iterations, tolerance), factors
+
+    def deviation(self, factors: Tensor) -> Tensor:
+        """(N,) root mean square of a pixel's posterior deviation, in [0, 1], from the blocks' Cholesky factors."""
+        pixels = self.pixel.flatten(1)  # (k, P)
+        covariance = torch.cholesky_inverse(factors)  # (N, k, k)
+        return ((covariance * (pixels @ pixels.T)).sum(dim=(1, 2)) / pixels.shape[1]).sqrt()
+
+    def _interior_hessian(self) -> Tensor:
+        """Equal-weight Hessian of one patch among fixed neighbours."""
+        v = self.painted.reshape(-1, self.channels, self.size, self.size)
+        sides = (v[:, :, 1:] - v[:, :, :-1], v[..., 1:] - v[..., :-1])
+        borders = (v[:, :, 0], v[:, :, -1], v[..., 0], v[..., -1])
+        return sum(d.flatten(1) @ d.flatten(1).T for d in (*sides, *borders))
+
+
+def _differences(image: Tensor) -> tuple[Tensor, Tensor]:
+    down, right = torch.zeros_like(image), torch.zeros_like(image)
+    torch.sub(image[:, 1:], image[:, :-1], out=down[:, :-1])
+    torch.sub(image[..., 1:], image[..., :-1], out=right[..., :-1])
+    return down, right
+
+
+def _adjoint(down: Tensor, right: Tensor) -> Tensor:
+    image = -(down + right)
+    image[:, 1:] += down[:, :-1]
+    image[..., 1:] += right[..., :-1]
+    return image
+
+
+def _conjugate_gradients(
+    hessian: Callable[[Tensor], Tensor],
+    target: Tensor,
+    start: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    iterations: int,
+    tolerance: float,
+) -> Tensor:
+    """Solve hessian(x) = target from `start`."""
+    x = start
+    residual = target - hessian(x)
+    direction = whitened = precondition(residual)
+    size = (residual * whitened).sum()
+    enough = tolerance**2 * (target * precondition(target)).sum()
+    for _ in range(iterations):
+        if size <= enough:
+            break
+        image = hessian(direction)
+        step = size / (direction * image).sum()
+        x, residual = x + step * direction, residual - step * image
+        whitened = precondition(residual)
+        size, previous = (residual * whitened).sum(), size
+        direction = whitened + (size / previous) * direction
+    return x
