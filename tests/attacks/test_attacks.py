@@ -22,6 +22,7 @@ CASES = [
     ("patch_embedding", "april", torch.float64, 100.0),
     ("april", "april", torch.float64, 100.0),
     ("batch_rounds", "standard", torch.float32, 60.0),
+    ("unmix", "standard", torch.float32, 60.0),
 ]
 
 
