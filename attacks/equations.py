@@ -18,6 +18,10 @@ whose variance is not small against that of a pixel are *open*: every update hid
 but handed on with what is known of them, for an image prior to settle over all patches jointly:
 
     minimise over c:  sum_p sum_j  lambda_j / sigma^2 (c_pj - r_p v_j / lambda_j)^2  +  prior(rows + c V_open).
+
+Noise tilts a basis B_t out of the true span, and so makes a direction that every update hides look slightly heard of.
+What that adds to H is tracked beside it, F = sum_t w_t B_t^T diag(sin^2 tilt) B_t; where v_j H v_j does not stand out
+from v_j F v_j the direction counts as not heard of at all.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from torch import Tensor
 SETTLED = 1e-3
 # lambda below this share of the total weight is round-off of the accumulation and says nothing.
 NEGLIGIBLE = 1e-11
+# lambda below this multiple of what tilted bases pretend to say counts for nothing.
+STANDS_OUT = 4.0
 # Noise of one equation when the updates do not tell (a single one always fits): float32 round-off after the solve.
 DEFAULT_NOISE = 1e-6
 
@@ -72,18 +78,20 @@ class Equations:
     def __init__(self, num_patches: int, patch_dim: int, device: torch.device | str = "cpu") -> None:
         self.matrix = torch.zeros(patch_dim, patch_dim, dtype=torch.float64, device=device)  # H, (P, P)
         self.targets = torch.zeros(num_patches, patch_dim, dtype=torch.float64, device=device)  # r, (N, P)
+        self.tilts = torch.zeros_like(self.matrix)  # F, (P, P)
         self.squares = torch.zeros(num_patches, dtype=torch.float64, device=device)  # q, (N,)
         self.weight = 0.0
         self.updates = 0
         self.equations = 0  # equations a patch
 
-    def add(self, rows: Tensor, basis: Tensor, weight: float = 1.0) -> None:
+    def add(self, rows: Tensor, basis: Tensor, weight: float = 1.0, tilt: Tensor | None = None) -> None:
         """Add one update.
 
         Args:
             rows: l, (N, P), normalised pixels; any value along `basis`.
             basis: B, (k, P) with orthonormal rows; k may be 0.
             weight: inverse variance of the equations, up to a factor common to all updates (`Estimate.noise` tells it).
+            tilt: (k,) expected squared sine of the angle between each row of `basis` and the true span; None for 0.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -94,6 +102,8 @@ class Equations:
         kept = rows - (rows @ basis.T) @ basis  # l P, (N, P)
         self.matrix.diagonal().add_(weight)
         self.matrix -= weight * (basis.T @ basis)
+        if tilt is not None:
+            self.tilts += weight * (basis.T * tilt.to(basis)) @ basis
         self.targets += weight * kept
         self.squares += weight * kept.square().sum(dim=1)
         self.weight += weight
@@ -108,7 +118,7 @@ class Equations:
         """
         if other.targets.shape != self.targets.shape:
             raise ValueError(f"{tuple(other.targets.shape)} does not fit {tuple(self.targets.shape)}")
-        for name in ("matrix", "targets", "squares"):
+        for name in ("matrix", "tilts", "targets", "squares"):
             getattr(self, name).add_(getattr(other, name))
         for name in ("weight", "updates", "equations"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -132,7 +142,8 @@ class Equations:
             raise ValueError("no update was added")
         values, vectors = torch.linalg.eigh(self.matrix)  # (P,) ascending, (P, P)
         along = self.targets @ vectors  # (N, P): r_p v_j
-        heard = values > NEGLIGIBLE * self.weight
+        pretended = ((self.tilts @ vectors) * vectors).sum(dim=0)  # (P,): v_j F v_j
+        heard = values > torch.clamp(STANDS_OUT * pretended, min=NEGLIGIBLE * self.weight)
         centre = torch.where(heard, along / values.clamp(min=NEGLIGIBLE * self.weight), 0.0)
         misfit = (self.squares - (along * centre).sum(dim=1)).clamp(min=0).sum()
         if noise is None:

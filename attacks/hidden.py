@@ -56,6 +56,7 @@ class HiddenUpdate:
         rows: l, (N, P) float64 normalised pixels, best guess of every patch.
         basis: B, (k, P) orthonormal: the directions in which rows are spoilt.
         spread: (N, k), standard deviation of the error of `rows` along `basis`.
+        tilt: (k,) expected squared sine of the angle by which noise turns each row of `basis`.
         clean: mask and position rows.
         noise: rms error of a visible row's pixel off the basis.
         rank: numerical rank of R.
@@ -66,6 +67,7 @@ class HiddenUpdate:
     rows: Tensor
     basis: Tensor
     spread: Tensor
+    tilt: Tensor
     clean: CleanRows
     noise: float
     rank: int
@@ -101,17 +103,19 @@ def read_update(observation: Observation, tokenizer: Tokenizer, rows: Tensor) ->
 
     n, p = len(rows), tokenizer.patch_dim
     guess = s.new_zeros(n, p)
-    basis, spread = s.new_zeros(0, p), s.new_zeros(n, 0)
+    basis, spread, tilt = s.new_zeros(0, p), s.new_zeros(n, 0), s.new_zeros(0)
     guess[~clean.masked] = solved[:, :p]
     if len(factors):
         guess, basis, sizes, masked_scale = _condition(guess, solved, factors, clean.masked, p)
         scale = s.new_full((n,), masked_scale)
         scale[~clean.masked] = error.sqrt()
+        tilt = (p * level**2 / (len(rest) * sizes.square())).clamp(max=1)
         spread = scale[:, None] * (sizes.square() + level**2).sqrt()
     return HiddenUpdate(
         guess,
         basis,
         spread,
+        tilt,
         clean,
         noise=level * float(error.mean()) ** 0.5 if len(error) else 0.0,
         rank=len(factors),

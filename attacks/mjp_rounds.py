@@ -82,7 +82,7 @@ class MJPRounds(Attack):
 
 def add_update(equations: Equations, update: HiddenUpdate) -> None:
     """Add one update's equations, weighed by its own noise."""
-    equations.add(update.rows, update.basis, weight=update.noise**-2)
+    equations.add(update.rows, update.basis, weight=update.noise**-2, tilt=update.tilt)
 
 
 @dataclass(frozen=True)
