@@ -142,13 +142,12 @@ def _span(rest: Tensor, hidden: int, round_off: float) -> tuple[float, Tensor]:
     """
     if not len(rest):
         return round_off, rest
-    values, vectors = torch.linalg.eigh(rest @ rest.T)  # ascending, (D - r,), columns
-    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+    _, sizes, right = torch.linalg.svd(rest, full_matrices=False)  # descending, rows
     spare = (len(rest) - hidden) * (rest.shape[1] - hidden)
-    level = float((values[hidden:].sum() / spare).sqrt()) if len(rest) > hidden and spare > 0 else round_off
+    level = float((sizes[hidden:].square().sum() / spare).sqrt()) if len(rest) > hidden and spare > 0 else round_off
     edge = EDGE * level * (len(rest) ** 0.5 + rest.shape[1] ** 0.5)
-    kept = int((values[:hidden].sqrt() > edge).sum())
-    return level, vectors[:, :kept].T @ rest / len(rest) ** 0.5
+    kept = int((sizes[:hidden] > edge).sum())
+    return level, sizes[:kept, None] * right[:kept] / len(rest) ** 0.5
 
 
 def _condition(
@@ -167,9 +166,6 @@ def _condition(
         offset = guess.new_full((len(guess), 1), -1.0)
         offset[~masked] = solved[:, -1:] - 1
     rows = guess if offset is None else guess - offset * centre
-    values, vectors = torch.linalg.eigh(schur @ schur.T)
-    kept = values > 1e-20 * values[-1]
-    kept[0] &= offset is None
-    sizes = values[kept].sqrt().flip(0)
-    basis = (vectors[:, kept].flip(1).T @ schur) / sizes[:, None]
-    return rows, basis, sizes, masked_scale
+    _, sizes, basis = torch.linalg.svd(schur, full_matrices=False)
+    kept = len(factors) - (offset is not None)
+    return rows, basis[:kept], sizes[:kept], masked_scale

@@ -28,7 +28,7 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 # A patch is vouched for where its pixels are expected to be off by less: 25 dB.
 VOUCHED_DEVIATION = 0.056
 # Share of dL/db that the position rows may miss before they are taken for something else than token gradients.
-IMBALANCE = 1e-2
+IMBALANCE = 1e-4
 
 
 def tokenizer_and_rows(observation: Observation) -> tuple[Tokenizer, Tensor]:
@@ -61,10 +61,10 @@ def why_not(observation: Observation, update: HiddenUpdate, tokenizer: Tokenizer
             f"be seen (needs channels >= patches, here {width} < {len(masked)})"
         )
     elif not update.full:
-        reasons.append(f"the {visible} visible position rows have rank {update.rank_visible}: some patches stay mixed")
+        reasons.append(f"{told} and the others have rank {update.rank_visible} of {visible}: some patches stay mixed")
     if update.clean.imbalance > IMBALANCE:
         reasons.append(
-            f"the position rows miss the projection bias' gradient by {update.clean.imbalance:.0%}: something else "
+            f"the position rows miss the projection bias' gradient by {update.clean.imbalance:.2%}: something else "
             "than tokens feeds them (noise, or an unknown loss on the position embedding)"
         )
     return reasons

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attacks.equations import Estimate
 from attacks.tokenizer import Tokenizer
@@ -149,10 +150,7 @@ class _Scene:
 
 
 def _differences(image: Tensor) -> tuple[Tensor, Tensor]:
-    down, right = torch.zeros_like(image), torch.zeros_like(image)
-    torch.sub(image[:, 1:], image[:, :-1], out=down[:, :-1])
-    torch.sub(image[..., 1:], image[..., :-1], out=right[..., :-1])
-    return down, right
+    return F.pad(image.diff(dim=1), (0, 0, 0, 1)), F.pad(image.diff(dim=2), (0, 1))
 
 
 def _adjoint(down: Tensor, right: Tensor) -> Tensor:
