@@ -58,13 +58,13 @@ class MJPRounds(Attack):
         last = read_update(target, tokenizer, rows)
         reasons = why_not(target, last, tokenizer)
         equations = Equations(tokenizer.num_patches, tokenizer.patch_dim, rows.device)
-        add_update(equations, last)
+        last.add_to(equations)
         signature = Signature.of(target, tokenizer)
         if signature is not None and not reasons:
             for earlier in observations[:-1]:
                 update = _usable(earlier, tokenizer)
                 if update is not None and signature.matches(earlier, tokenizer):
-                    add_update(equations, update)
+                    update.add_to(equations)
         elif signature is None and len(observations) > 1:
             reasons.append(
                 f"patches have {tokenizer.patch_dim} values and there are {tokenizer.num_patches} of them: the updates "
@@ -78,11 +78,6 @@ class MJPRounds(Attack):
             "residual": estimate.residual,
         }
         return reconstruction(target, tokenizer, settled, reasons, details)
-
-
-def add_update(equations: Equations, update: HiddenUpdate) -> None:
-    """Add one update's equations, weighed by its own noise."""
-    equations.add(update.rows, update.basis, weight=update.noise**-2, tilt=update.tilt)
 
 
 @dataclass(frozen=True)
