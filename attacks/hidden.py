@@ -25,8 +25,8 @@ Conditioned on the constant pixel, with m = T_c. / T_cc,
                                                                   s_p = T_cc^-1/2 masked (l_p = 0).
 
 Measured on photographs with deit_s the visible errors have the predicted size (median of squared z-scores 0.8 to 1.5,
-with a heavier tail than a Gaussian's). The masked ones exceed it in the trailing directions, where a single patch with a
-weak gradient may live, so their deviation is taken MASKED_SLACK times as large.
+with a heavier tail than a Gaussian's). The masked ones exceed it in the trailing directions, where a single patch with
+a weak gradient may live, so their deviation is taken MASKED_SLACK times as large.
 
 *Noise.* Singular values of R beyond the |M|-th hold nothing but noise; they give its level without an oracle, which
 decides the rank of R and the ridge of the solve.

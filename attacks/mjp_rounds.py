@@ -23,7 +23,7 @@ from torch import Tensor
 from attacks.base import ATTACKS, Attack
 from attacks.equations import Equations
 from attacks.hidden import HiddenUpdate, products, read_update
-from attacks.mjp_subspace import details_of, reconstruction, tokenizer_and_rows, why_not
+from attacks.mjp_subspace import details_of, reconstruction, settle, tokenizer_and_rows, why_not
 from attacks.natural_prior import VectorialVariation
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -49,7 +49,7 @@ class MJPRounds(Attack):
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS})
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; `details` adds updates used, directions left open and the equations' residual."""
+        """See `Attack.reconstruct`; `details` adds updates used, patches never seen, open directions and misfit."""
         target = observations[-1]
         try:
             tokenizer, rows = tokenizer_and_rows(target)
@@ -59,21 +59,24 @@ class MJPRounds(Attack):
         reasons = why_not(target, last, tokenizer)
         equations = Equations(tokenizer.num_patches, tokenizer.patch_dim, rows.device)
         last.add_to(equations)
+        seen = ~last.clean.masked  # (N,)
         signature = Signature.of(target, tokenizer)
         if signature is not None and not reasons:
             for earlier in observations[:-1]:
                 update = _usable(earlier, tokenizer)
                 if update is not None and signature.matches(earlier, tokenizer):
                     update.add_to(equations)
+                    seen = seen | ~update.clean.masked
         elif signature is None and len(observations) > 1:
             reasons.append(
                 f"patches have {tokenizer.patch_dim} values and there are {tokenizer.num_patches} of them: the updates "
                 "do not tell which of them show the same image (needs values > patches); the last one was used alone"
             )
         estimate = last.estimate() if equations.updates == 1 else equations.solve()
-        settled = self.prior.settle(estimate, tokenizer, target.std)
+        settled = settle(self.prior, estimate, tokenizer, target, seen)
         details = details_of(last, settled) | {
             "updates": equations.updates,
+            "never_seen": int((~seen).sum()),
             "open": len(estimate.open),
             "residual": estimate.residual,
         }

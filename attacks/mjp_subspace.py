@@ -11,13 +11,14 @@ Without a mask it is `patch_embedding` on a model with at most as many patches a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from attacks.base import ATTACKS, Attack
+from attacks.equations import Estimate
 from attacks.hidden import HiddenUpdate, read_update
 from attacks.natural_prior import Settled, VectorialVariation
 from attacks.observation import Capability, Observation, Reconstruction
@@ -92,18 +93,27 @@ class MJPSubspace(Attack):
             return Reconstruction(images=None, diagnosis=str(error))
         update = read_update(observation, tokenizer, rows)
         reasons = why_not(observation, update, tokenizer)
-        settled = self.prior.settle(update.estimate(), tokenizer, observation.std)
+        settled = settle(self.prior, update.estimate(), tokenizer, observation, ~update.clean.masked)
         return reconstruction(observation, tokenizer, settled, reasons, details_of(update, settled))
 
 
+def settle(
+    prior: VectorialVariation, estimate: Estimate, tokenizer: Tokenizer, observation: Observation, seen: Tensor
+) -> Settled:
+    """Complete an estimate; a patch that no update shows (`seen` is (N,) bool) gets the equations' own confidence."""
+    settled = prior.settle(estimate, tokenizer, observation.std)
+    alone = estimate.deviation() * sum(observation.std) / len(observation.std)
+    return replace(settled, deviation=torch.where(seen, settled.deviation, alone))
+
+
 def details_of(update: HiddenUpdate, settled: Settled) -> dict[str, float]:
-    """Masked patches, rank of their span, condition of the visible rows, lambda found, mean confidence."""
+    """Masked patches, rank of their span, condition of the visible rows, lambda found, share of patches vouched for."""
     return {
         "masked": int(update.clean.masked.sum()),
         "rank": update.rank,
         "condition": update.condition,
         "dal_weight": update.clean.dal_weight,
-        "expected_deviation": float(settled.deviation.square().mean().sqrt()),
+        "vouched": float((settled.deviation < VOUCHED_DEVIATION).double().mean()),
     }
 
 

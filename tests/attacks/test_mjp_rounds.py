@@ -38,7 +38,8 @@ def image() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def views(models, image):
     """Masked, unmasked and heavily masked steps of one image, under changing weights."""
-    return [jigsawed(m, image, g, seed=i) for i, (m, g) in enumerate(zip(models, (0.3, 0.5, 0.2, 0.3, 0.4, 0.3), strict=True))]
+    gammas = (0.3, 0.5, 0.2, 0.3, 0.4, 0.3)
+    return [jigsawed(m, image, g, seed=i) for i, (m, g) in enumerate(zip(models, gammas, strict=True))]
 
 
 def error(found, image) -> float:

@@ -132,7 +132,7 @@ def test_localisation_loss_is_found_and_removed(kind: str) -> None:
     blind = ATTACKS.get("mjp_subspace")()([dataclasses.replace(dirty, model=without_dal(model))])
     found = ATTACKS.get("mjp_subspace")()([dirty])
     assert found.diagnosis == ""
-    assert float(psnr(found.images, image)) > float(psnr(blind.images, image)) + 5
+    assert float(psnr(found.images, image)) > float(psnr(blind.images, image)) + 3
     assert "something else than tokens feeds them" in blind.diagnosis
     assert not blind.known.any()
 
