@@ -11,7 +11,7 @@ what the equations know with an error that they can name enters with exactly tha
 
 The inverse of a patch's block of the last Hessian is the covariance of its pixels given its neighbours: the confidence.
 Neighbours are not known either, and reweighting trusts what it made smooth, so it is too small: on visible patches of
-sixteen photographs by a factor of 1.5 to 3. CALIBRATION makes up for it. For patches that no update shows it is useless.
+sixteen photographs by a factor of 1.5 to 3. CALIBRATION makes up for it. For patches that no update shows it is idle.
 """
 
 from __future__ import annotations
