@@ -7,8 +7,12 @@ With images a, b in one step the position rows are S = G_a + G_b, and the projec
 Outside span(S), dL/dE has row space span(X_b - X_a) =: span(B), so that lstsq(S^T, dL/dE) (I - B^T B) = X_a (I - B^T B)
 = X_b (I - B^T B): every image of the batch fulfils the equations of `attacks.equations`, and with k images B has
 N (k - 1) rows. Both D - N and P must exceed that; then steps in which an image meets different partners intersect in
-that image alone. Rows that are zero in all images of a step (one mask for the batch, |M| rows) add k |M| - |M| (k - 1)
-= |M| directions and read "zero outside span(B)", as in `attacks.equations`.
+that image alone.
+
+*Masks.* Rows that are zero in all images of a step, Z of them, read "zero outside span(B)", as in `attacks.equations`.
+Where p is visible in some images, S_p is theirs; with masked patches counted, B has N (k - 1) + Z rows, however the
+masks of the images differ. But an image that is masked at p while another is not has x_p in span(B) and not l_p: if the
+client uses the shared embedding, rows that do not fit are tried as masked in one step, in two, and so on.
 
 Which steps share an image is not told. Any m steps with more equations than unknowns, sum_t (P - rank B_t) > P, do not
 fit one image by chance: their relative misfit is that of float32 for steps that share one, and that of two different
@@ -19,7 +23,7 @@ further steps are added as long as they fit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from typing import ClassVar
 
@@ -28,6 +32,7 @@ from torch import Tensor
 
 from attacks.affine import noise_floor
 from attacks.base import ATTACKS, Attack
+from attacks.dal import clean_rows
 from attacks.equations import Equations, Estimate
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.patch_embedding import missing_positions, position_rows
@@ -38,6 +43,8 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 # Ridges, as a share of the number of steps, under which a misfit is measured: the small one decides, the large one
 # ranks pairs of steps that have too few equations to decide.
 DECIDING_RIDGE, RANKING_RIDGE = 1e-9, 1e-6
+# A row whose squared misfit exceeds the median row's by this factor is taken for masked in some step.
+OUTLIER = 100
 
 
 @dataclass(frozen=True)
@@ -45,16 +52,18 @@ class Step:
     """What one update says of each of its images: (x_p - rows_p) (I - basis^T basis) = 0.
 
     Attributes:
-        rows: (N, P) float64, zero where the position row is.
+        rows: (N, P) float64, without what lies along `basis`, and zero where the position row is.
         basis: (n, P) orthonormal; n = N (k - 1), plus the number of rows that are zero.
         num_examples: k.
         masked: rows of the position gradient that are exactly zero.
+        own_masks: the batch hides positions, and not the same ones in all images (or so it may be).
     """
 
     rows: Tensor
     basis: Tensor
     num_examples: int
     masked: int
+    own_masks: bool
 
     @property
     def equations(self) -> int:
@@ -77,6 +86,8 @@ def read_step(observation: Observation, tokenizer: Tokenizer) -> Step:
     if rows is None:
         raise UsageError(missing_positions(tokenizer))
     sums = rows[tokenizer.prefix :].double()  # S, (N, D)
+    if (sums.abs().amax(dim=1) == 0).any():
+        sums = clean_rows(observation, tokenizer, rows[tokenizer.prefix :]).rows
     products = observation.gradients[tokenizer.weight].flatten(1).double()  # (D, P)
     visible = sums.abs().amax(dim=1) > 0  # (N,)
     count, masked = observation.num_examples, int((~visible).sum())
@@ -94,7 +105,9 @@ def read_step(observation: Observation, tokenizer: Tokenizer) -> Step:
     solved = torch.zeros(len(sums), tokenizer.patch_dim, dtype=torch.float64, device=sums.device)
     solved[visible] = u @ ((vh[:rank] @ products) / sigma[:, None])
     basis = torch.linalg.svd(vh[rank:] @ products, full_matrices=False)[2][:spanned]  # (n, P)
-    return Step(solved, basis, count, masked)
+    shared = observation.gradients.get("unk_embed")
+    own_masks = count > 1 and shared is not None and bool(shared.any())
+    return Step(solved - (solved @ basis.T) @ basis, basis, count, masked, own_masks)
 
 
 def _facts(count: int, masked: int, num_patches: int) -> str:
@@ -122,16 +135,50 @@ def _check_dimensions(tokenizer: Tokenizer, facts: str, visible: int, spanned: i
         )
 
 
-def misfit(steps: Sequence[Step], ridge: float = DECIDING_RIDGE) -> float:
-    """Smallest relative misfit of one image to several steps, in [0, 1].
+@dataclass(frozen=True)
+class Fit:
+    """One image fitted to several steps.
 
-    min_x (sum_t |P_t (x - l_t)|^2 + ridge T |x|^2) / sum_t |P_t l_t|^2, squared norms over all patches.
+    Attributes:
+        sums: the equations, with rows of zeros where the image is taken to be masked.
+        misfit: sum_t |P_t (x - l_t)|^2 + ridge T |x|^2 at its minimum over x, relative to sum_t |P_t l_t|^2.
     """
+
+    sums: Equations
+    misfit: float
+
+
+def fit(steps: Sequence[Step], ridge: float = DECIDING_RIDGE, tolerance: float = 0.0) -> Fit:
+    """Fit one image to several steps.
+
+    Args:
+        tolerance: where a step has masks of its own for each image, a row that misses by more than this share of the
+            mean row, or by far more than most, is fitted again as masked in one step, in two, and so on.
+    """
+    rows = torch.stack([step.rows for step in steps])  # (T, N, P)
     sums = _accumulate(steps)
     h = sums.matrix + ridge * len(steps) * torch.eye(len(sums.matrix)).to(sums.matrix)
-    x = torch.cholesky_solve(sums.targets.T, torch.linalg.cholesky(h))  # (P, N)
-    total = sums.squares.sum()
-    return float((total - (sums.targets.T * x).sum()).clamp(min=0) / total)
+    factor = torch.linalg.cholesky(h)
+
+    def misses(part: Tensor) -> Tensor:
+        """(n,) squared misfit of rows (T, n, P)."""
+        target = part.sum(dim=0)  # (n, P)
+        explained = (target.T * torch.cholesky_solve(target.T, factor)).sum(dim=0)
+        return (part.square().sum(dim=(0, 2)) - explained).clamp(min=0)
+
+    total, miss = sums.squares.sum(), misses(rows)
+    if any(step.own_masks for step in steps):
+        limit = torch.minimum(tolerance * total / len(miss), OUTLIER * miss.median())
+        for count in range(1, len(steps)):
+            for hidden in combinations(range(len(steps)), count):
+                bad = (miss > limit).nonzero()[:, 0]
+                trial = rows[:, bad]
+                trial[list(hidden)] = 0
+                trial_miss = misses(trial)
+                fits = trial_miss <= limit
+                rows[:, bad[fits]], miss[bad[fits]] = trial[:, fits], trial_miss[fits]
+        sums = _accumulate([replace(step, rows=row) for step, row in zip(steps, rows, strict=True)])
+    return Fit(sums, float(miss.sum() / total))
 
 
 def _accumulate(steps: Sequence[Step]) -> Equations:
@@ -166,17 +213,19 @@ def find_groups(last: Step, others: Sequence[Step], tolerance: float, max_trials
     """
     number = steps_needed(last, others)
     ridge = DECIDING_RIDGE if number <= 2 else RANKING_RIDGE
-    order = sorted(range(len(others)), key=lambda i: misfit([last, others[i]], ridge)) if number > 1 else []
+    order = (
+        sorted(range(len(others)), key=lambda i: fit([last, others[i]], ridge, tolerance).misfit) if number > 1 else []
+    )
     found: list[set[int]] = []
     for seed in islice(combinations(order, number - 1), max_trials):
         if any(set(seed) <= group for group in found):
             continue
         group = [last, *(others[i] for i in seed)]
-        if number > 1 and misfit(group) > tolerance:
+        if number > 1 and fit(group, tolerance=tolerance).misfit > tolerance:
             continue
         members = set(seed)
         for i in order:
-            if i not in members and misfit([*group, others[i]]) <= tolerance:
+            if i not in members and fit([*group, others[i]], tolerance=tolerance).misfit <= tolerance:
                 group.append(others[i])
                 members.add(i)
         found.append(members)
@@ -233,7 +282,7 @@ class BatchRounds(Attack):
         others = self._readable(observations[:-1], target, tokenizer)
         images, errors, used = [], [], []
         for group in find_groups(last, others, self.tolerance, self.max_trials):
-            estimate = _accumulate(group).solve()
+            estimate = fit(group, tolerance=self.tolerance).sums.solve()
             error = possible_error(estimate)
             if error <= self.max_error:
                 images.append(tokenizer.unpatchify(_complete(estimate, tokenizer)[None]))
