@@ -16,8 +16,9 @@ has 2 D + hidden - 2 N' equations a token for k unknowns and needs neither label
    ends, M that span most (pivoted QR) go back into step 1; the round with the least residual wins.
 3. *Placement.* `attacks.placement`: the pieces into the holes by their borders.
 
-Which is what reduced-space gradient matching would do, without its second derivatives; independent component analysis
-on filtered pixels was not needed.
+It is gradient matching in the reduced space without second derivatives. The whole image stays below
+40 dB where several masked patches are nearly uniform: few starts find them, and two that differ by less than the
+round-off of the spans cannot be told apart.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ from attacks.placement import place
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
-# Ends of two starts are one patch when they differ by less than this share of the ends' spread.
-SAME = 1e-3
+# Ends of two starts are one patch when the squared residual rises by less than this share from one to the other.
+SAME = 0.2
+# An end is no patch when its squared residual exceeds that of the median end by this factor.
+STRANDED = 20
 CONJUGATE_STEPS, CONJUGATE_TOLERANCE = 25, 0.05
 LONE_STEPS, LONE_PATIENCE, LONE_GAIN = 25, 3, 1e-3  # steps; of them without this relative gain before giving up
 CHUNK = 64  # starts whose Jacobians are held in memory together
@@ -139,14 +142,14 @@ def _damped_step(mixture: Mixture, u: Tensor, blocks: Tensor, gradient: Tensor, 
     return step
 
 
-def settle_alone(mixture: Mixture, u: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def settle_alone(mixture: Mixture, u: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Levenberg-Marquardt on single masked tokens, in the context of the tokens at u (N, k).
 
     Args:
         starts: (S, k) whitened coordinates.
 
     Returns:
-        Coordinates (S, k) and sums of squared residuals (S,).
+        Coordinates (S, k), sums of squared residuals (S,), and their Gauss-Newton matrices (S, k, k).
     """
     context, block = mixture.tokens(u), mixture.block
     base = mixture.base[mixture.prefix :][mixture.masked][:1]  # masked patches share rows and embedding, (1, D)
@@ -155,15 +158,14 @@ def settle_alone(mixture: Mixture, u: Tensor, starts: Tensor) -> tuple[Tensor, T
         z = base + x @ mixture.directions
         return z + block.attend(z, context)
 
-    ends, losses = zip(
-        *(_settle_chunk(block, attended, mixture.directions, x) for x in starts.split(CHUNK)), strict=True
-    )
-    return torch.cat(ends), torch.cat(losses)
+    chunks = [_settle_chunk(block, attended, mixture.directions, x) for x in starts.split(CHUNK)]
+    ends, losses, matrices = zip(*chunks, strict=True)
+    return torch.cat(ends), torch.cat(losses), torch.cat(matrices)
 
 
 def _settle_chunk(
     block: FirstBlock, attended: Callable[[Tensor], Tensor], directions: Tensor, x: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     loss = block.residuals(attended(x)).square().sum(dim=1)
     damping, idle = torch.full_like(loss, 1e-2), 0
     for _ in range(LONE_STEPS):
@@ -178,18 +180,23 @@ def _settle_chunk(
         idle = 0 if gaining.any() else idle + 1
         if idle == LONE_PATIENCE:
             break
-    return x, loss
+    return x, loss, block.curvature(attended(x), directions)[0]
 
 
-def distinct(ends: Tensor, losses: Tensor) -> Tensor:
-    """Ends (S, k) without repetitions, the one of least residual for each."""
-    order = losses.argsort()
-    near = torch.cdist(ends[order], ends[order]) < SAME * float(ends.std(dim=0).norm())
+def distinct(ends: Tensor, losses: Tensor, matrices: Tensor) -> Tensor:
+    """Ends (S, k) without repetitions and without those that stopped short, the one of least residual for each.
+
+    Two ends are one patch if the residual's quadratic model at one of them hardly rises towards the other.
+    """
     kept: list[int] = []
-    for i in range(len(order)):
-        if not near[i, kept].any():
+    for i in losses.argsort().tolist():
+        if losses[i] > STRANDED * losses.median():
+            break
+        apart = ends[i] - ends[kept]  # (n, k)
+        rise = (apart[:, None] @ matrices[kept] @ apart[..., None]).flatten()
+        if (rise >= SAME * (losses[i] + losses[kept])).all():
             kept.append(i)
-    return ends[order[kept]]
+    return ends[kept]
 
 
 def most_spanning(points: Tensor, count: int) -> Tensor:
@@ -214,7 +221,7 @@ class Unmix(Attack):
         seed: of the random starts.
     """
 
-    rounds: int = 5
+    rounds: int = 6
     starts: int = 10
     steps: int = 6
     max_masked: int = 64
@@ -260,25 +267,24 @@ class Unmix(Attack):
         generator = torch.Generator().manual_seed(self.seed)
         settled = VectorialVariation().settle(update.estimate(), tokenizer, observation.std)
         u = mixture.coordinates(settled.patches - update.rows)
-        count = int(masked.sum())
-        u[masked] = self._fresh(mixture, update, count, generator)
-        best, least, pool = u, float("inf"), u[:0]
+        count, seen = int(masked.sum()), settled.patches[~masked]
+        spread = update.spread[masked][0]  # (k,), in proportion; in size as the visible patches
+        spread = spread * ((seen - seen.mean(dim=0)) @ update.basis.T).norm() / (len(seen) ** 0.5 * spread.norm())
+        best, least, pool, stale = u, float("inf"), u[:0], 0
         for number in range(self.rounds):
             u, loss = refine(mixture, u, self.steps)
-            gained = (least - loss) / loss
+            stale = 0 if loss < 0.99 * least else stale + 1
             best, least = (u, loss) if loss < least else (best, least)
-            if count > self.max_masked or number == self.rounds - 1 or (number > 1 and gained < 0.01):
+            done = stale == 2 or (stale == 1 and len(pool) >= count)
+            if done or count > self.max_masked or number == self.rounds - 1:
                 break
-            fresh = self._fresh(mixture, update, self.starts * count, generator)
-            pool = distinct(*settle_alone(mixture, best, torch.cat([best[masked], pool, fresh])))
+            fresh = _fresh(spread, self.starts * count, generator) @ mixture.whitening
+            more = _from_ends(pool, self.starts * count // 2, generator)
+            pool = distinct(*settle_alone(mixture, best, torch.cat([best[masked], pool, fresh, more])))
             chosen = most_spanning(pool, count)
             u = best.clone()
             u[masked] = torch.cat([chosen, best[masked][: count - len(chosen)]])
-        variance = least / max(block_equations(mixture) - best.numel(), 1)
-        inverse = torch.linalg.pinv(mixture.own_blocks(best), hermitian=True)
-        painted = torch.linalg.solve_triangular(mixture.whitening, update.basis, upper=False)  # (k, P)
-        painted = painted * _scales(observation, tokenizer)
-        deviation = ((inverse * (painted @ painted.T)).sum(dim=(1, 2)) * variance / painted.shape[1]).sqrt()
+        deviation = expected_deviation(mixture, best, least, _scales(observation, tokenizer))
         details = {
             "masked": count,
             "rank": update.rank,
@@ -288,19 +294,50 @@ class Unmix(Attack):
         }
         return mixture.patches(best), deviation, details
 
-    def _fresh(self, mixture: Mixture, update: HiddenUpdate, count: int, generator: torch.Generator) -> Tensor:
-        """Random coordinates of masked patches, (count, k): what `attacks.hidden` expects of them, 1 to 10 times."""
-        spread = update.spread[update.clean.masked][:1]  # (1, k)
-        normal = torch.randn(count, spread.shape[1], generator=generator, dtype=torch.float64).to(spread)
-        size = 10 ** torch.rand(count, 1, generator=generator, dtype=torch.float64).to(spread)
-        return (normal * size * spread) @ mixture.whitening
+
+def _fresh(spread: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Random coefficients of masked patches, (count, k).
+
+    Masked patches exceed the spread (k,) that their update suggests in the trailing directions, by up to ten times:
+    half of the starts draw a factor for each direction, half draw few directions and one factor.
+    """
+
+    def uniform(columns: int) -> Tensor:
+        return torch.rand(count, columns, generator=generator, dtype=torch.float64).to(spread)
+
+    normal = torch.randn(count, len(spread), generator=generator, dtype=torch.float64).to(spread)
+    each = 10 ** (2 * uniform(len(spread)) - 1)
+    few = (uniform(len(spread)) < 0.3) * 10 ** (0.4 + uniform(1))
+    alternate = torch.arange(count, device=spread.device)[:, None] % 2 == 0
+    return normal * torch.where(alternate, each, few) * spread
 
 
-def block_equations(mixture: Mixture) -> int:
-    """Equations of the residuals of all tokens."""
-    first, second = mixture.block.spans
-    tokens = len(mixture.base)
-    return tokens * (first.shape[1] - len(first) + second.shape[1] - len(second))
+def _from_ends(ends: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Starts (count, k) from the ends found so far: a + b - c of three of them, every other one also pushed out of
+    their affine span. None from fewer than two ends."""
+    if len(ends) < 2:
+        return ends[:0]
+    a, b, c = ends[torch.randint(len(ends), (3, count), generator=generator).to(ends.device)]
+    centred = ends - ends.mean(dim=0)
+    free = torch.linalg.svd(centred, full_matrices=True).Vh[len(ends) - 1 :]  # (k - r, k), r the ends' affine rank
+    size = centred.norm(dim=1).median() * 10 ** (1.5 * torch.rand(count, 1, generator=generator) - 1).to(ends)
+    size[::2] = 0
+    away = torch.randn(count, len(free), generator=generator, dtype=torch.float64).to(ends)
+    return a + b - c + (away * size) @ free
+
+
+def expected_deviation(mixture: Mixture, u: Tensor, loss: float, scales: Tensor) -> Tensor:
+    """Rms error of a patch's pixels, (N,), if the residuals left over are independent noise.
+
+    Args:
+        loss: sum of squared residuals at u (N, k).
+        scales: (P,) standard deviation of each normalised pixel, in [0, 1].
+    """
+    equations = len(mixture.base) * sum(span.shape[1] - len(span) for span in mixture.block.spans)
+    variance = loss / max(equations - u.numel(), 1)
+    inverse = torch.linalg.pinv(mixture.own_blocks(u), hermitian=True)  # (N, k, k)
+    pixels = torch.linalg.solve_triangular(mixture.whitening, mixture.basis, upper=False) * scales  # (k, P)
+    return ((inverse * (pixels @ pixels.T)).sum(dim=(1, 2)) * variance / pixels.shape[1]).sqrt()
 
 
 def _scales(observation: Observation, tokenizer: Tokenizer) -> Tensor:

@@ -130,9 +130,12 @@ def test_distinct_ends_and_spanning_points() -> None:
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(5, 4, generator=generator, dtype=torch.float64)
     ends = truth.repeat(6, 1) + 1e-7 * torch.randn(30, 4, generator=generator, dtype=torch.float64)
-    kept = distinct(ends, torch.arange(30, dtype=torch.float64))
+    losses = 1e-6 * (1 + torch.arange(30, dtype=torch.float64))
+    kept = distinct(ends, losses, torch.eye(4, dtype=torch.float64).expand(30, 4, 4))
     assert len(kept) == 5
     torch.testing.assert_close(kept, ends[:5])
+    losses[3::5] = 1.0  # all starts that ended at the fourth point stopped short
+    assert len(distinct(ends, losses, torch.eye(4, dtype=torch.float64).expand(30, 4, 4))) == 4
     mixed = torch.cat([0.5 * (truth[:1] + truth[1:2]), truth, truth.mean(dim=0, keepdim=True)])
     chosen = most_spanning(mixed, 5)
     assert torch.linalg.matrix_rank(torch.cat([chosen, torch.ones(5, 1, dtype=torch.float64)], dim=1)) == 5
