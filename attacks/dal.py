@@ -25,6 +25,9 @@ from attacks.tokenizer import Tokenizer
 
 # A share of the rows' sum that round-off explains; below it there is no DAL term to remove.
 ROUND_OFF = 2e-6
+# Lengths of rows of pure noise differ by less than ALIKE deviations (of relative size D^-1/2); other rows are longer
+# by at least APART.
+ALIKE, APART = 5.0, 1.2
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class CleanRows:
 
     Attributes:
         rows: (N, D) float64, dL/dz of the visible patches and exact zeros at masked ones.
-        masked: (N,) bool, rows that are exactly zero.
+        masked: (N,) bool, rows that hold no gradient (`masked_rows`).
         dal_weight: lambda as found; 0.0 where no term was found.
         imbalance: |sum of rows + unknown row - dL/db| / |dL/db|, near 0 where the rows are what the closed forms take
             them for; NaN where the update lacks what it takes to tell.
@@ -47,8 +50,8 @@ class CleanRows:
 
 def clean_rows(observation: Observation, tokenizer: Tokenizer, rows: Tensor) -> CleanRows:
     """Find the mask and take the localisation loss out of the patches' position rows (N, D)."""
-    masked = rows.abs().amax(dim=1) == 0  # (N,)
-    rows = rows.to(torch.float64)
+    masked = masked_rows(rows)
+    rows = torch.where(masked[:, None], 0.0, rows.to(torch.float64))
     excess = _excess(observation.gradients, tokenizer, rows, masked)
     if excess is None:
         return CleanRows(rows, masked, 0.0, float("nan"))
@@ -61,6 +64,21 @@ def clean_rows(observation: Observation, tokenizer: Tokenizer, rows: Tensor) -> 
             weight = float(excess @ total / total.square().sum())
             rows, excess = rows - weight * term, excess - weight * total
     return CleanRows(rows, masked, weight, float(excess.norm() / scale))
+
+
+def masked_rows(rows: Tensor) -> Tensor:
+    """(N,) bool, which of the position rows (N, D) hold no gradient: exact zeros, or nothing but noise.
+
+    Rows of pure noise are all of one length, for D numbers leave no room for chance, and shorter than every other.
+    """
+    lengths = rows.to(torch.float64).norm(dim=1)
+    ordered = lengths.sort().values
+    if not ordered[0] > 0:
+        return lengths == 0
+    alike = lengths < (1 + ALIKE * rows.shape[1] ** -0.5) * ordered[0]
+    count = int(alike.sum())
+    apart = count < len(rows) and bool(ordered[count] > APART * ordered[count - 1])
+    return alike & (count > 1 and apart)
 
 
 def dal_gradient(observation: Observation, tokenizer: Tokenizer, masked: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 # A direction is open where its standard deviation exceeds this share of a normalised pixel's (about 1).
-SETTLED = 1e-3
+SETTLED = 1e-2
 # lambda below this share of the total weight is round-off of the accumulation and says nothing.
 NEGLIGIBLE = 1e-11
 # lambda below this multiple of what tilted bases pretend to say counts for nothing.

@@ -110,9 +110,9 @@ def read_update(observation: Observation, tokenizer: Tokenizer, rows: Tensor) ->
     sigma, seen = sigma[:rank], right[:rank] @ s  # (r,), (r, P + 1)
     rest = right[rank:] @ s  # R, (D - r, P + 1)
     level, factors = _span(rest, hidden, noise_floor(rows) * float(s.norm()) / max(s.shape) ** 0.5)
-    gain = sigma / (sigma.square() + level**2)  # ridge: pixels have variance 1
-    solved = left[:, :rank] @ (gain[:, None] * seen)  # (U, P + 1)
-    error = (left[:, :rank] * gain).square().sum(dim=1)  # |e_p|^2, (U,)
+    ridge = (sigma.square() + level**2).reciprocal()  # pixels have variance 1
+    solved = left[:, :rank] @ ((sigma * ridge)[:, None] * seen)  # (U, P + 1)
+    error = left[:, :rank].square() @ ridge  # |e_p|^2, (U,), what the ridge shrinks counted in
 
     n, p = len(rows), tokenizer.patch_dim
     guess = s.new_zeros(n, p)

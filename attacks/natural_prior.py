@@ -30,6 +30,8 @@ from attacks.tokenizer import Tokenizer
 LUMA_CHROMA = ((0.299, 0.587, 0.114), (-0.338, -0.662, 1.0), (1.0, -0.838, -0.162))
 
 CALIBRATION = 2.0
+# Above so many open directions the blocks are too large to factor and their diagonals precondition.
+LARGE = 256
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,11 @@ class _Scene:
         down, right = self.gradient(torch.zeros_like(shift))
         target = -self._pull(weights * down, weights * right)
         mean = self._cut(weights.expand(self.channels, -1, -1)).mean(dim=1)  # (N,)
-        blocks = mean[:, None, None] * self.hessian + torch.diag_embed(self.precision)
-        factors = torch.linalg.cholesky(blocks)
+        if len(self.hessian) > LARGE:
+            diagonal = mean[:, None] * self.hessian.diagonal() + self.precision  # (N, k)
+            shift = _conjugate_gradients(hessian, target, shift, lambda x: x / diagonal, iterations, tolerance)
+            return shift, diagonal
+        factors = torch.linalg.cholesky(mean[:, None, None] * self.hessian + torch.diag_embed(self.precision))
 
         def precondition(x: Tensor) -> Tensor:
             return torch.cholesky_solve(x[..., None], factors)[..., 0]
@@ -140,8 +145,10 @@ class _Scene:
         return _conjugate_gradients(hessian, target, shift, precondition, iterations, tolerance), factors
 
     def deviation(self, factors: Tensor) -> Tensor:
-        """(N,) root mean square of a pixel's posterior deviation, in [0, 1], from the blocks' Cholesky factors."""
+        """(N,) root mean square of a pixel's posterior deviation, in [0, 1], from what `step` returned."""
         pixels = self.pixel.flatten(1)  # (k, P)
+        if factors.dim() == 2:
+            return CALIBRATION * (pixels.square().sum(dim=1) / factors).sum(dim=1).div(pixels.shape[1]).sqrt()
         covariance = torch.cholesky_inverse(factors)  # (N, k, k)
         return CALIBRATION * ((covariance * (pixels @ pixels.T)).sum(dim=(1, 2)) / pixels.shape[1]).sqrt()
 
