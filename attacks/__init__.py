@@ -3,7 +3,14 @@
 Imports torch and never `fedmjp` or Flower: an attack sees `Observation`s and nothing else.
 """
 
-from attacks import april, patch_embedding  # noqa: F401  (importing an attack registers it)
+from attacks import (  # noqa: F401  (importing an attack registers it)
+    april,
+    batch_rounds,
+    mjp_rounds,
+    mjp_subspace,
+    patch_embedding,
+    unmixing,
+)
 from attacks.attention import FirstAttention, find_first_attention
 from attacks.base import ATTACKS, Attack
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel

@@ -27,6 +27,11 @@ SETTLED = 1e-3
 ROUND_OFF_UNITS = 2.0
 
 
+def noise_floor(gradients: Tensor) -> float:
+    """Share of the largest singular value below which those of float gradients are round-off: 3e-7 for float32."""
+    return 2.5 * torch.finfo(gradients.dtype).eps
+
+
 @dataclass(frozen=True)
 class RowSolution:
     """Solution of G^T X = S.

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 # A direction is open where its standard deviation exceeds this share of a normalised pixel's (about 1).
-SETTLED = 1e-3
+SETTLED = 1e-2
 # lambda below this share of the total weight is round-off of the accumulation and says nothing.
 NEGLIGIBLE = 1e-11
 # lambda below this multiple of what tilted bases pretend to say counts for nothing.
@@ -64,6 +64,11 @@ class Estimate:
     def patches(self, coefficients: Tensor | None = None) -> Tensor:
         """(N, P) with `coefficients` (N, k) along the open directions; by default the centre."""
         return self.rows + (self.centre if coefficients is None else coefficients) @ self.open
+
+    def deviation(self) -> Tensor:
+        """(N,) rms deviation of a patch's pixels that the equations alone allow, normalised; may be infinite."""
+        variance = self.precision.reciprocal().sum(dim=-1) / self.rows.shape[1]
+        return variance.sqrt().expand(len(self.rows))
 
 
 class Equations:

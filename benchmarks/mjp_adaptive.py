@@ -9,8 +9,8 @@ Two experiments on the same photographs, under masks drawn anew in every update,
 Clients train with the whole loss of the defence, the localisation term included; batches of one image. Every
 reconstruction is held against the original image; `psnr_visible` counts the visible patches alone.
 
-Writes rows.jsonl.gz, one_update.csv, updates.csv, leakage.png, round_by_round.png and run.json to --out; --resume goes on
-with an unfinished run.
+Writes rows.jsonl.gz, one_update.csv, updates.csv, leakage.png, round_by_round.png and run.json to --out; --resume goes
+on with an unfinished run.
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Inversion of one update that hides some positions (Masked Jigsaw Puzzle), by an adversary that knows the defence.
+
+The mask is read off the rows that are exactly zero, the localisation loss is computed and removed (`attacks.dal`), the
+rest is `attacks.hidden`: all patches up to a known subspace, with the size of the error along it. A prior settles
+that, over visible and masked patches together. Masked patches come back as what prior and neighbours choose within the
+span of what was hidden: roughly, and with a confidence that says so.
+
+Without a mask it is `patch_embedding` on a model with at most as many patches as channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attacks.base import ATTACKS, Attack
+from attacks.closed_form import missing_positions, position_rows, unmet_assumptions
+from attacks.equations import Estimate
+from attacks.hidden import HiddenUpdate, read_update
+from attacks.natural_prior import Settled, VectorialVariation
+from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer, find_tokenizer
+
+# A patch is vouched for where its pixels are expected to be off by less: 25 dB.
+VOUCHED_DEVIATION = 0.056
+# Share of dL/db that the position rows may miss before they are taken for something else than token gradients.
+IMBALANCE = 1e-4
+
+
+def tokenizer_and_rows(observation: Observation) -> tuple[Tokenizer, Tensor]:
+    """The tokenizer of the observed model and the patches' position rows (N, D).
+
+    Raises:
+        UsageError: the model or the update has none; in words.
+    """
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    rows = position_rows(observation, tokenizer)
+    if rows is None:
+        raise UsageError(missing_positions(tokenizer))
+    return tokenizer, rows[tokenizer.prefix :]
+
+
+def why_not(observation: Observation, update: HiddenUpdate, tokenizer: Tokenizer) -> list[str]:
+    """Why this update does not say what the estimator takes it to say, in words; empty where it does."""
+    masked = update.clean.masked
+    reasons = unmet_assumptions(observation, torch.zeros_like(masked))
+    hidden, visible = int(masked.sum()), int((~masked).sum())
+    width, p = tokenizer.width, tokenizer.patch_dim
+    told = f"{hidden} of {len(masked)} position rows are exactly zero"
+    if not visible:
+        reasons.append(f"{told}: no patch is visible, so there is nothing to solve with")
+    elif hidden >= p + (tokenizer.bias is not None):
+        reasons.append(f"{told}, and patches have only {p} values: what is hidden may be anything (needs masked < {p})")
+    elif width - visible < hidden:
+        reasons.append(
+            f"{told}; with {width} channels only {max(width - visible, 0)} directions of the {hidden} hidden ones can "
+            f"be seen (needs channels >= patches, here {width} < {len(masked)})"
+        )
+    elif not update.full:
+        reasons.append(f"{told} and the others have rank {update.rank_visible} of {visible}: some patches stay mixed")
+    if update.clean.imbalance > IMBALANCE:
+        reasons.append(
+            f"the position rows miss the projection bias' gradient by {update.clean.imbalance:.2%}: something else "
+            "than tokens feeds them (noise, or an unknown loss on the position embedding)"
+        )
+    return reasons
+
+
+@ATTACKS.register("mjp_subspace")
+@dataclass(frozen=True, kw_only=True)
+class MJPSubspace(Attack):
+    """Whole image from one update with masked positions.
+
+    Args:
+        prior: what settles the directions that the update hides.
+    """
+
+    prior: VectorialVariation = field(default_factory=VectorialVariation)
+
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT})
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """See `Attack.reconstruct`; `details` holds what `details_of` lists."""
+        observation = observations[-1]
+        try:
+            tokenizer, rows = tokenizer_and_rows(observation)
+        except UsageError as error:
+            return Reconstruction(images=None, diagnosis=str(error))
+        update = read_update(observation, tokenizer, rows)
+        reasons = why_not(observation, update, tokenizer)
+        settled = settle(self.prior, update.estimate(), tokenizer, observation, ~update.clean.masked)
+        return reconstruction(observation, tokenizer, settled, reasons, details_of(update, settled))
+
+
+def settle(
+    prior: VectorialVariation, estimate: Estimate, tokenizer: Tokenizer, observation: Observation, seen: Tensor
+) -> Settled:
+    """Complete an estimate; a patch that no update shows (`seen` is (N,) bool) gets the equations' own confidence."""
+    settled = prior.settle(estimate, tokenizer, observation.std)
+    alone = estimate.deviation() * sum(observation.std) / len(observation.std)
+    return replace(settled, deviation=torch.where(seen, settled.deviation, alone))
+
+
+def details_of(update: HiddenUpdate, settled: Settled) -> dict[str, float]:
+    """Masked patches, rank of their span, condition of the visible rows, lambda found, share of patches vouched for."""
+    return {
+        "masked": int(update.clean.masked.sum()),
+        "rank": update.rank,
+        "condition": update.condition,
+        "dal_weight": update.clean.dal_weight,
+        "vouched": float((settled.deviation < VOUCHED_DEVIATION).double().mean()),
+    }
+
+
+def reconstruction(
+    observation: Observation, tokenizer: Tokenizer, settled: Settled, reasons: list[str], details: dict[str, float]
+) -> Reconstruction:
+    """Render settled patches; pixels are known where their patch is expected to be within `VOUCHED_DEVIATION`."""
+    images = observation.to_pixels(tokenizer.unpatchify(settled.patches[None])).float()
+    sure = (settled.deviation < VOUCHED_DEVIATION) & torch.tensor(not reasons)
+    known = sure.reshape(tokenizer.grid).repeat_interleave(tokenizer.patch_size, 0)
+    known = known.repeat_interleave(tokenizer.patch_size, 1)[None, None]  # (1, 1, H, W)
+    batch = (observation.num_examples, -1, -1, -1)
+    return Reconstruction(images.expand(batch), known.expand(batch), diagnosis="; ".join(reasons), details=details)
