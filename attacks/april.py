@@ -23,6 +23,7 @@ from attacks.attention import FirstAttention, find_first_attention
 from attacks.base import ATTACKS
 from attacks.closed_form import ClosedForm, Equation
 from attacks.observation import Capability
+from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
 
@@ -32,6 +33,13 @@ class April(ClosedForm):
     """APRIL's analytic attack on the first attention layer."""
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
+
+    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
+        """Query, key and value of the first attention."""
+        try:
+            return find_first_attention(model, width).weights
+        except UsageError:
+            return ()
 
     def equation(self, model: nn.Module, tokenizer: Tokenizer) -> Equation:
         """The first attention's system over all tokens, prefix included."""

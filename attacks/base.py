@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import Registry, UsageError
@@ -60,6 +61,16 @@ class Attack(ABC):
     def reconstruct_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
         """The attack on several clients, for attacks that gain by a batch; one after the other unless overridden."""
         return [self.reconstruct(case) for case in cases]
+
+    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
+        """Weight matrices, by name, whose gradients the attack reads beside those of the layers that make the tokens.
+
+        A benchmark computes no others. An attack that does not work on the model names none, and says why when called.
+
+        Args:
+            width: D, channels of a token.
+        """
+        return ()
 
     def parameters(self) -> dict[str, Any]:
         """The configuration as plain values, for the results row."""

@@ -29,11 +29,11 @@ from typing import ClassVar
 
 import scipy.linalg
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jvp, vjp
 
 from attacks.base import ATTACKS, Attack
-from attacks.first_block import FirstBlock, read_first_block
+from attacks.first_block import LAYERS, FirstBlock, read_first_block
 from attacks.hidden import HiddenUpdate, read_update
 from attacks.mjp_subspace import VOUCHED_DEVIATION, tokenizer_and_rows, why_not
 from attacks.natural_prior import VectorialVariation
@@ -228,6 +228,11 @@ class Unmix(Attack):
     seed: int = 0
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
+
+    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
+        """The layers of the first block whose spans are read."""
+        wanted = [f"blocks.0.{layer}.weight" for layer in LAYERS]
+        return tuple(name for name, _ in model.named_parameters() if name in wanted)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; visible patches that the residuals pin down are vouched for, masked ones never."""

@@ -79,7 +79,10 @@ class Options:
     or a checkpoint's path."""
     block: tuple[Literal["april", "standard"], ...] = ("april", "standard")
     """First block: the paper's (april) or the one people train (standard)."""
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Attacks, from: {', '.join(ATTACKS)}.")] = tuple(ATTACKS)
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Attacks, from: {', '.join(ATTACKS)}.")] = (
+        "april",
+        "patch_embedding",
+    )
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name (its test images)."""
     data_path: Path | None = None

@@ -212,13 +212,13 @@ class Run:
         for number in range(1, max(case.attacks) + 1):
             built = self.moved(built, number) if number > 1 else built
             seen = victims.seen(built, MASKED, clients, originals, update=number - 1)
-            observations = victims.observe(built, seen, clients, victims.defense.loss_weights())
+            due = {name: ATTACKS.get(name)() for name in case.attacks.get(number, ())}
+            observations = victims.observe(built, seen, clients, due.values(), victims.defense.loss_weights())
             for history, observation in zip(histories, observations, strict=True):
-                history.append(remember(observation))
+                history.append(observation)
             masks = torch.zeros(len(clients), math.prod(built.grid), dtype=torch.bool)
             masks = masks if seen.position_mask is None else seen.position_mask
-            for name in case.attacks.get(number, ()):
-                attack = ATTACKS.get(name)()
+            for name, attack in due.items():
                 found = attack.attack_many(histories)
                 scored = score_found(attack, name, found, list(originals[:, None]), self.score)
                 for client, one, history, mask in zip(clients, scored, histories, masks, strict=True):
@@ -226,6 +226,8 @@ class Run:
                     details = {**one.reconstruction.details, "psnr_visible": visible}
                     answer = replace(one.reconstruction, details=details)
                     yield number, client, name, replace(one, reconstruction=answer), history[-1], mask
+            for history in histories:
+                history[-1] = remember(history[-1])
             advance()
 
     def moved(self, built: BuiltModel, number: int) -> BuiltModel:

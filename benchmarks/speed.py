@@ -38,7 +38,7 @@ from fedmjp.audit.victims import Setting, Subject, Victims
 from fedmjp.cli import guarded, parse, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
-from fedmjp.defenses import DEFENSES
+from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.metrics import load_lpips
 from fedmjp.models import build_model
 
@@ -99,7 +99,8 @@ class Bench:
     def ours_gradients(self) -> None:
         """The part of `ours` that makes the gradients."""
         for clients, images in self.batches:
-            attacked_gradients(self.subject.built, images, self.victims.labels(self.subject.built, clients))
+            seen = ClientInput(images)
+            self.victims.observe(self.subject.built, seen, clients, [self.attack])
 
     def scores(self) -> None:
         """The part of `ours` that scores."""

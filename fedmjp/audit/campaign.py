@@ -43,7 +43,7 @@ def answers(
     """
     subject.built.module.to(victims.device, subject.dtype).eval()
     seen = victims.seen(subject.built, settings[0], clients, originals)
-    observations = victims.observe(subject.built, seen, clients)
+    observations = victims.observe(subject.built, seen, clients, attacks.values())
     norms = [o.gradient_norm() for o in observations]
     found = {}
     for name, attack in attacks.items():

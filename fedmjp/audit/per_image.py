@@ -1,7 +1,7 @@
 """Many clients' updates from one forward and one backward pass.
 
 A client with one image sends the gradient of its own loss. The closed forms read it only where the tokens are made and
-where they are first attended to, and there every image's own gradient can be had from a batch: parameters that are
+in a few linear layers behind, and there every image's own gradient can be had from a batch: parameters that are
 added to tokens are given one copy an image, and a linear layer's gradient is the product of its input and its output's
 gradient, (dL/dW)_b = (dL/dy_b)^T x_b, both of which the batch's pass has at hand. No other weight's gradient is
 computed. A test proves the result equal to one-by-one autograd.
@@ -9,7 +9,7 @@ computed. A test proves the result equal to one-by-one autograd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from attacks import Observation, find_first_attention, find_tokenizer
+from attacks import Observation, find_tokenizer
 from fedmjp.models import BuiltModel
 from fedmjp.objectives import TERMS
 
@@ -36,29 +36,22 @@ class _Linear:
     output: Tensor | None = None
 
 
-def attacked_layers(built: BuiltModel) -> list[str]:
-    """Names of the weight matrices that the closed forms read: the patch projection and the first attention's.
-
-    Raises:
-        UsageError: the model is no ViT.
-    """
-    tokenizer = find_tokenizer(built.module, (3, built.image_size, built.image_size))
-    return [tokenizer.weight, *find_first_attention(built.module, tokenizer.width).weights]
-
-
 def attacked_gradients(
     built: BuiltModel,
     images: Tensor,
     labels: Tensor,
     position_mask: Tensor | None = None,
+    *,
+    layers: Sequence[str] = (),
     loss_weights: Mapping[str, float] = NO_TERMS,
 ) -> dict[str, Tensor]:
-    """Each image's own gradient of its client's loss, at the layers that the closed forms read.
+    """Each image's own gradient of its client's loss, where the tokens are made and at the layers that attacks read.
 
     Args:
         images: (B, C, H, W) in [0, 1], as the defence leaves them, of the model's type and on its device.
         labels: (B,) int64.
         position_mask: (B, N) bool, or None.
+        layers: weight matrices of linear layers, by name (`Attack.linear_layers`).
         loss_weights: terms beyond the cross-entropy, by name of the objective (`Defense.loss_weights`); they may depend
             on the parameters that are added to tokens, and on the mask.
 
@@ -70,21 +63,22 @@ def attacked_gradients(
     """
     weights = {n: p.detach() for n, p in built.module.named_parameters()}
     copies = {n: weights[n].repeat(len(images), 1, 1).requires_grad_() for n in ADDED if n in weights}
-    layers = {name: _Linear() for name in attacked_layers(built)}
+    projection = find_tokenizer(built.module, (3, built.image_size, built.image_size)).weight
+    seen = {name: _Linear() for name in (projection, *layers)}
     # The projection's output has a gradient only if something before it has: its weight is detached.
     inputs = built.normalise(images).requires_grad_()
-    with torch.enable_grad(), _recorded(built.module, layers):
+    with torch.enable_grad(), _recorded(built.module, seen):
         extra = {} if position_mask is None else {"position_mask": position_mask}
         logits = functional_call(built.module, weights | copies, (inputs,), extra)
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        outputs = [layer.output for layer in layers.values()]
+        outputs = [layer.output for layer in seen.values()]
         found = torch.autograd.grad(loss, [*copies.values(), *outputs], allow_unused=True)
     # A parameter that no token used (the unknown embedding without a mask) sends zeros.
     added = zip(copies.items(), found[: len(copies)], strict=True)
     gradients = {n: (torch.zeros_like(c) if g is None else g).unsqueeze(1) for (n, c), g in added}  # (B, 1, rows, D)
     if loss_weights:
         _add_terms(gradients, built, len(images), position_mask, loss_weights)
-    for (name, layer), delta in zip(layers.items(), found[len(copies) :], strict=True):
+    for (name, layer), delta in zip(seen.items(), found[len(copies) :], strict=True):
         gradients |= _linear_gradients(name, weights, layer.input.detach(), delta)
     return gradients
 

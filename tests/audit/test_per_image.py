@@ -12,6 +12,7 @@ from fedmjp.objectives import client_loss
 from tests.conftest import observe, photographs
 
 LABELS = torch.tensor([1, 6, 3])
+LAYERS = ("blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight", "head.weight")
 CASES = [
     (name, block, precision, tolerance)
     for name in ("vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp")
@@ -26,7 +27,7 @@ def check(model, precision: torch.dtype, tolerance: float, size: int) -> None:
     mask = None
     if model.hides_positions:
         mask = torch.rand(3, model.grid[0] * model.grid[1], generator=torch.Generator().manual_seed(0)) < 0.3
-    together = observe_each(model, attacked_gradients(model, images, LABELS, mask))
+    together = observe_each(model, attacked_gradients(model, images, LABELS, mask, layers=LAYERS))
     for b, view in enumerate(together):
         alone = observe(model, images[b : b + 1], LABELS[b : b + 1], None if mask is None else mask[b : b + 1])
         for name, gradient in view.gradients.items():
@@ -84,7 +85,7 @@ def test_token_gradient_of_a_model_without_positions() -> None:
 def test_the_localisation_loss_joins_image_by_image() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="nonlinear")
     images, mask = photographs(64, 3), torch.rand(3, 64, generator=torch.Generator().manual_seed(1)) < 0.4
-    together = attacked_gradients(model, images, LABELS, mask, {"dal": 1.0})
+    together = attacked_gradients(model, images, LABELS, mask, loss_weights={"dal": 1.0})
     without = attacked_gradients(model, images, LABELS, mask)
     for b in range(3):
         loss = client_loss(model, images[b : b + 1], LABELS[b : b + 1], mask[b : b + 1], {"dal": 1.0})

@@ -49,7 +49,7 @@ def test_writes_tables_figures_and_provenance(finished) -> None:
 
 def test_the_table_holds_every_line_it_should(finished) -> None:
     table = pd.read_csv(finished / "table.csv")
-    attacks = len(list(april_attack.ATTACKS))
+    attacks = len(april_attack.Options().attacks)
     # settings: 3 of the plain model, 3 twice without positions (as sent, token gradient granted), 4 under MJP
     assert len(table) == 2 * attacks * (3 + 6 + 4) + 2
     assert table["weights"].dropna().eq("random, NOT TRAINED").all()
