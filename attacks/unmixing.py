@@ -35,7 +35,7 @@ from torch.func import jvp, vjp
 from attacks.base import ATTACKS, Attack
 from attacks.first_block import FirstBlock, read_first_block
 from attacks.hidden import HiddenUpdate, read_update
-from attacks.mjp_subspace import VOUCHED_DEVIATION, tokenizer_and_rows, why_not
+from attacks.mjp_subspace import VOUCHED_DEVIATION, settle, tokenizer_and_rows, why_not
 from attacks.natural_prior import VectorialVariation
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.placement import place
@@ -265,7 +265,7 @@ class Unmix(Attack):
         """Patches (N, P), masked ones in any order, expected deviations (N,) in [0, 1], and the search's numbers."""
         mixture, masked = Mixture(update, block), update.clean.masked
         generator = torch.Generator().manual_seed(self.seed)
-        settled = VectorialVariation().settle(update.estimate(), tokenizer, observation.std)
+        settled = settle(VectorialVariation(), update.estimate(), tokenizer, observation, ~masked)
         u = mixture.coordinates(settled.patches - update.rows)
         count, seen = int(masked.sum()), settled.patches[~masked]
         spread = update.spread[masked][0]  # (k,), in proportion; in size as the visible patches
