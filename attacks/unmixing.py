@@ -262,8 +262,8 @@ class Unmix(Attack):
                 deviation = torch.full_like(deviation, torch.inf)
                 diagnosis = (
                     f"{int(masked.sum())} of {len(masked)} position rows are exactly zero, and no image was found "
-                    f"whose tokens the first MLP's gradients admit (residual {details['residual']:.1e}, {UNSETTLED:.0e} at "
-                    "most): use mjp_subspace, or more rounds and starts"
+                    f"whose tokens the first MLP's gradients admit (residual {details['residual']:.1e}, at most "
+                    f"{UNSETTLED:.0e}): use mjp_subspace, or more rounds and starts"
                 )
         images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
         sure = (deviation < VOUCHED_DEVIATION) & ~masked  # (N,)
