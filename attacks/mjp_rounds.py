@@ -4,6 +4,9 @@ Each update that shows the target's image adds its equations (`attacks.equations
 The network's weights may change in between, masked, unmasked and unjigsawed steps mix freely, and nothing but sums is
 kept. Open directions that every update hides are left to the image prior.
 
+What it cannot do is see a patch that every mask hides, and block-wise masks hide the middle most: at gamma 0.9 each of
+80 rounds hides the same 41 to 62 of 196 patches (ten seeds), 2 to 10 of them still after 400. `never_seen` counts them.
+
 Which updates show the target's image is read off their row spaces. dL/dE = G^T X has the image's patches for a row
 space, whatever the weights, and jigsawing only reorders them: an update of the same image leaves nothing but noise
 outside the target's row space, an update of another image leaves a part of that image there. Where patches have no more

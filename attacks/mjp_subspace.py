@@ -5,6 +5,10 @@ rest is `attacks.hidden`: all patches up to a known subspace, with the size of t
 that, over visible and masked patches together. Masked patches come back as what prior and neighbours choose within the
 span of what was hidden: roughly, and with a confidence that says so.
 
+On fifty ImageNet photographs at 224 (DeiT-S, random weights, block-wise masks, float32; none of them used for any
+constant), median PSNR of the visible patches: 41 dB at gamma 0.03, 32 at 0.1, 25 at 0.3, 22 at 0.5; of the whole image
+34, 25, 19 and 17 dB. From 0.3 on the confidence is too high on the images that come out worst.
+
 Without a mask it is `patch_embedding` on a model with at most as many patches as channels.
 """
 

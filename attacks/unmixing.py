@@ -35,7 +35,7 @@ from torch.func import jvp, vjp
 from attacks.base import ATTACKS, Attack
 from attacks.first_block import LAYERS, FirstBlock, read_first_block
 from attacks.hidden import HiddenUpdate, read_update
-from attacks.mjp_subspace import VOUCHED_DEVIATION, tokenizer_and_rows, why_not
+from attacks.mjp_subspace import VOUCHED_DEVIATION, settle, tokenizer_and_rows, why_not
 from attacks.natural_prior import VectorialVariation
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.placement import place
@@ -44,6 +44,9 @@ from attacks.tokenizer import Tokenizer
 
 # Ends of two starts are one patch when the squared residual rises by less than this share from one to the other.
 SAME = 0.2
+# Residuals in units of the first MLP layer's (normalised) inputs above which nothing is vouched for; true images have
+# 5e-5 to 1.5e-3 in float32.
+UNSETTLED = 5e-3
 # An end is no patch when its squared residual exceeds that of the median end by this factor.
 STRANDED = 20
 CONJUGATE_STEPS, CONJUGATE_TOLERANCE = 25, 0.05
@@ -254,15 +257,23 @@ class Unmix(Attack):
             told = [hidden] if masked.any() and hidden not in "; ".join(reasons) else []
             return Reconstruction(images=None, diagnosis="; ".join([*told, *reasons]))
 
+        diagnosis = ""
         patches, deviation, details = update.rows, update.rows.new_zeros(len(rows)), {"masked": int(masked.sum())}
         if len(update.basis):
             patches, deviation, details = self._unmix(update, block, tokenizer, observation)
             order = place(tokenizer, patches * _scales(observation, tokenizer), masked)
             patches = patches[order]
+            if details["residual"] > UNSETTLED:
+                deviation = torch.full_like(deviation, torch.inf)
+                diagnosis = (
+                    f"{int(masked.sum())} of {len(masked)} position rows are exactly zero, and no image was found "
+                    f"whose tokens the first MLP's gradients admit (residual {details['residual']:.1e}, at most "
+                    f"{UNSETTLED:.0e}): use mjp_subspace, or more rounds and starts"
+                )
         images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
         sure = (deviation < VOUCHED_DEVIATION) & ~masked  # (N,)
         known = tokenizer.unpatchify(sure[None, :, None].expand(-1, -1, tokenizer.patch_dim).float())[:, :1] > 0
-        return Reconstruction(images, known, details=details)
+        return Reconstruction(images, known, diagnosis=diagnosis, details=details)
 
     def _unmix(
         self, update: HiddenUpdate, block: FirstBlock, tokenizer: Tokenizer, observation: Observation
@@ -270,7 +281,7 @@ class Unmix(Attack):
         """Patches (N, P), masked ones in any order, expected deviations (N,) in [0, 1], and the search's numbers."""
         mixture, masked = Mixture(update, block), update.clean.masked
         generator = torch.Generator().manual_seed(self.seed)
-        settled = VectorialVariation().settle(update.estimate(), tokenizer, observation.std)
+        settled = settle(VectorialVariation(), update.estimate(), tokenizer, observation, ~masked)
         u = mixture.coordinates(settled.patches - update.rows)
         count, seen = int(masked.sum()), settled.patches[~masked]
         spread = update.spread[masked][0]  # (k,), in proportion; in size as the visible patches
@@ -293,7 +304,7 @@ class Unmix(Attack):
         details = {
             "masked": count,
             "rank": update.rank,
-            "residual": least**0.5,
+            "residual": least**0.5 / (len(mixture.base) * tokenizer.width) ** 0.5,
             "rounds": number + 1,
             "ends": len(pool),
         }
