@@ -1,0 +1,107 @@
+"""The benchmark of the attacks that know MJP: curves, resumption, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mjp_adaptive
+import pandas as pd
+import pytest
+import torch
+
+from fedmjp.report import load_rows
+
+SMALL = [
+    "--model",
+    "vit_mini_64",
+    "--num-images",
+    "2",
+    "--gammas",
+    "0.1",
+    "--update-gammas",
+    "0.1",
+    "--batch-size",
+    "1",
+]
+
+
+def run(out: Path, *options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return mjp_adaptive.main([*SMALL, "--out", str(out), *options])
+    except SystemExit as stop:  # the parser leaves this way
+        return int(stop.code)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("adaptive") / "out"
+    assert run(out) == 0
+    return out
+
+
+def test_writes_tables_figures_and_provenance(finished) -> None:
+    names = {p.name for p in finished.iterdir()}
+    assert names >= {"rows.jsonl.gz", "one_update.csv", "updates.csv", "leakage.png", "round_by_round.png", "run.json"}
+    rows = load_rows(finished / "rows.jsonl.gz")
+    # two images: two attacks and the rounds' first update, then four more points a schedule, and its first once more
+    assert len(rows) == 2 * (2 + 5 + 5)
+    assert json.loads((finished / "run.json").read_text())["rows"] == len(rows)
+    assert rows["details"].map(lambda d: d["psnr_visible"]).notna().all()
+
+
+def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
+    one = pd.read_csv(finished / "one_update.csv").set_index("attack")
+    assert one.loc["mjp_subspace", "median"] > one.loc["patch_embedding", "median"] + 3
+    updates = pd.read_csv(finished / "updates.csv").set_index(["setting", "round"])["median"]
+    assert updates["paper", 6] > 60
+    assert updates["paper", 6] > updates["paper", 1] + 20
+
+
+def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
+    real, calls = mjp_adaptive.score_found, []
+
+    def stopping(*rest):
+        calls.append(1)
+        if len(calls) > 4:
+            raise KeyboardInterrupt
+        return real(*rest)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(mjp_adaptive, "score_found", stopping)
+        assert run(out) == 130
+    assert run(out) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert run(out, "--resume") == 0
+    first, second = (load_rows(o / "rows.jsonl.gz").drop(columns="seconds") for o in (finished, out))
+    pd.testing.assert_frame_equal(first, second)
+
+
+def test_weights_move_and_stay_reproducible(tmp_path) -> None:
+    options = mjp_adaptive.Options(model="vit_mini_64", num_images=1, out=tmp_path / "out")
+    bench = mjp_adaptive.Run(options, mjp_adaptive.terminal())
+    sent = bench.built()
+    once, again = (bench.moved(sent, 2).module.state_dict() for _ in range(2))
+    for name, tensor in sent.module.state_dict().items():
+        assert torch.equal(once[name], again[name])
+        if tensor.abs().sum() > 0:
+            assert float((once[name] - tensor).norm() / tensor.norm()) == pytest.approx(options.drift, rel=0.5)
+
+
+MISTAKES = [
+    (["--attacks", "subspace"], "unknown attack 'subspace'"),
+    (["--gammas", "1.5"], "--gamma must lie in"),
+    (["--num-images", "0"], "must be at least 1"),
+    (["--images", "no/such/folder"], "neither a folder nor a data set"),
+    (["--schedules", "none"], "invalid choice"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES)
+def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], words: str) -> None:
+    assert run(tmp_path / "out", *options) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert words in error[0]
