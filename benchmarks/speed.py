@@ -40,14 +40,12 @@ from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.metrics import load_lpips
-from fedmjp.models import build_model
+from fedmjp.models import BuiltModel, build_model
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "speed"
 FITTING = {"april": "april", "standard": "patch_embedding"}
 ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")
 AIM_BARE, AIM_PEER = 1.35, 2.0
-# The order in which the `breaching` package's attack expects its gradients.
-PEER_ORDER = ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias", "blocks.0.attn.qkv.weight")
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Options:
     """Model, random weights."""
     images: int = 16
     """Images a measurement."""
-    batch_size: int = 8
+    batch_size: int = 16
     """Images a pass."""
     repeats: int = 5
     """Measurements of each kind; medians of pairwise ratios are reported."""
@@ -89,7 +87,10 @@ class Bench:
     def bare(self) -> None:
         """Forward and backward pass of every batch, gradients of all parameters."""
         for clients, images in self.batches:
-            self._gradients(images, self.victims.labels(self.subject.built, clients))
+            built = self.subject.built
+            logits = built.module(built.normalise(images))
+            loss = torch.nn.functional.cross_entropy(logits, self.victims.labels(built, clients))
+            torch.autograd.grad(loss, list(built.module.parameters()))
 
     def ours(self) -> None:
         """Gradients, attack and scores of every image."""
@@ -108,24 +109,48 @@ class Bench:
             self.score(images.flip(0), images)
 
     def peer(self) -> None:
-        """The `breaching` package's attack, image by image as it is made to be used, with the same scoring."""
-        from breaching.attacks.analytic_attack import AprilAttacker
-
+        """The `breaching` package's user and AprilAttacker, image by image as they are made, with the same scoring."""
         built = self.subject.built
-        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (built.mean, built.std))
-        holder = SimpleNamespace(model=built.module)
+        mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (built.mean, built.std))
+        user, attacker, payload = _breaching(built)
         for clients, images in self.batches:
-            for client, image in zip(clients, images, strict=True):
-                gradients = self._gradients(image[None], self.victims.labels(built, [client]))
-                shared = {"gradients": [gradients[name] for name in PEER_ORDER]}
-                found = AprilAttacker.recover_patch(AprilAttacker.closed_form_april(holder, shared))
-                self.score((found * std + mean).clamp(0, 1)[None].to(image), image[None])
+            labels = self.victims.labels(built, clients)
+            for b, image in enumerate(images):
+                data = {"inputs": built.normalise(image[None]), "labels": labels[b : b + 1]}
+                shared, _ = user.compute_local_updates(payload[0], custom_data=data)
+                found, _ = attacker.reconstruct(payload, [shared], {})
+                self.score((found["data"] * std + mean).clamp(0, 1), image[None])
 
-    def _gradients(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        built = self.subject.built
-        names, parameters = zip(*built.module.named_parameters(), strict=True)
-        loss = torch.nn.functional.cross_entropy(built.module(built.normalise(images)), labels)
-        return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+class _ForBreaching(torch.nn.Module):
+    """A ViT as the `breaching` package calls its models."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, **_) -> Tensor:
+        return self.model(inputs)
+
+
+def _breaching(built: BuiltModel):
+    """The package's user, its attacker with the settings of its april_analytic.yaml, and the server's message."""
+    from breaching.attacks.analytic_attack import AprilAttacker
+    from breaching.cases.users import UserSingleStep
+
+    model, loss = _ForBreaching(built.module), torch.nn.CrossEntropyLoss()
+    setup = {"device": torch.device("cpu"), "dtype": torch.float}
+    quiet = {"gradient_noise": 0.0, "input_noise": 0.0}
+    shares = {"provide_labels": True, "provide_num_data_points": True, "provide_buffers": False}
+    sends = SimpleNamespace(num_data_points=1, local_diff_privacy=quiet, **shares)
+    user = UserSingleStep(model, loss, SimpleNamespace(name="photos"), setup, 0, sends)
+    user.data_key = "inputs"
+    implementation = SimpleNamespace(dtype="float", mixed_precision=False, JIT=None)
+    settings = SimpleNamespace(impl=implementation, normalize_gradients=False, solver="gelsd", label_strategy=None)
+    shape = (3, built.image_size, built.image_size)
+    metadata = SimpleNamespace(shape=shape, mean=built.mean, std=built.std, modality="vision")
+    payload = {"parameters": list(model.parameters()), "buffers": list(model.buffers()), "metadata": metadata}
+    return user, AprilAttacker(model, loss, settings, setup), [payload]
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
