@@ -41,7 +41,7 @@ from fedmjp import provenance
 from fedmjp.audit.campaign import Campaign, answers
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient
-from fedmjp.cli import guarded, parse, terminal
+from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
@@ -323,7 +323,7 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code: 0, 2 for a mistake of usage, 130 for an interrupt."""
-    options = parse(Options, "python benchmarks/april_attack.py", __doc__, arguments)
+    options = split_commas(parse(Options, "python benchmarks/april_attack.py", __doc__, arguments))
     hint = f"finished rows are in {options.out}; go on with --resume --out {options.out}"
     return guarded(lambda: Run(options, terminal())(), lambda: hint)
 

@@ -37,7 +37,7 @@ from attacks.memory import remember
 from fedmjp import provenance
 from fedmjp.audit.harness import Scored, score_found, scorer
 from fedmjp.audit.victims import Setting, Victims
-from fedmjp.cli import guarded, parse, terminal
+from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, Defense
@@ -299,7 +299,7 @@ def psnr_of_patches(images: Tensor | None, original: Tensor, chosen: Tensor, pat
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code: 0, 2 for a mistake of usage, 130 for an interrupt."""
-    options = parse(Options, "python benchmarks/mjp_adaptive.py", __doc__, arguments)
+    options = split_commas(parse(Options, "python benchmarks/mjp_adaptive.py", __doc__, arguments))
     hint = f"finished rows are in {options.out}; go on with --resume --out {options.out}"
     return guarded(lambda: Run(options, terminal())(), lambda: hint)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 import sys
@@ -42,6 +43,16 @@ def parse(options: type[T], program: str, description: str | None, arguments: Se
             words = re.sub(r"[^\S ]|[\u2500-\u257f]", " ", complaint.getvalue())
             print("error: " + re.sub(r" +", " ", words).strip(), file=sys.stderr)
         raise
+
+
+def split_commas(options: T) -> T:
+    """The options with every "a,b" in a tuple of words taken for "a b"."""
+    words = {
+        field.name: tuple(word for entry in value for word in entry.split(",") if word)
+        for field in dataclasses.fields(options)
+        if isinstance(value := getattr(options, field.name), tuple) and all(isinstance(v, str) for v in value)
+    }
+    return dataclasses.replace(options, **words)
 
 
 def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:

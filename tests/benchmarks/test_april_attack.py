@@ -131,6 +131,14 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], 
     assert words in error[0]
 
 
+def test_commas_part_words_as_blanks_do(tmp_path) -> None:
+    out = tmp_path / "out"
+    assert (
+        run(out, "--model", "vit_mini_32,vit_mini_64", "--attacks", "april,patch_embedding", "--block", "standard") == 0
+    )
+    assert set(rows_of(out)["attack"]) == {"april", "patch_embedding", "mean_image", "other_image"}
+
+
 def test_help_teaches(capsys) -> None:
     assert run(Path("x"), "--help") == 0
     told = capsys.readouterr().out
