@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,6 +18,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
+from timing import timed
 from torch import Tensor
 
 from fedmjp import provenance
@@ -48,17 +47,6 @@ class Options:
     """cpu or cuda."""
     out: Path = RESULTS
     """Folder of the table."""
-
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def step(model: BuiltModel, defense: Defense, images: Tensor, labels: Tensor, generator: torch.Generator) -> None:

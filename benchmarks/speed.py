@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,6 +26,7 @@ from typing import Literal
 import pandas as pd
 import torch
 from rich.console import Console
+from timing import timed
 from torch import Tensor
 
 from attacks import ATTACKS, Attack, UsageError, find_tokenizer
@@ -153,17 +153,6 @@ def _breaching(built: BuiltModel):
     return user, AprilAttacker(model, loss, settings, setup), [payload]
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock time of one call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
 def measure(options: Options, block: Literal["april", "standard"]) -> dict[str, object]:
     """One line of the table."""
     bench = Bench(options, block)
@@ -173,7 +162,7 @@ def measure(options: Options, block: Literal["april", "standard"]) -> dict[str, 
     taken: dict[str, list[float]] = {name: [] for name in works}
     for repeat in range(options.repeats + 1):
         for name, work in works.items():
-            once = seconds(work, bench.device)
+            once = timed(work, bench.device)
             if repeat:  # the first round warms up
                 taken[name].append(once / options.images)
     ratio = [o / b for o, b in zip(taken["ours"], taken["bare"], strict=True)]
@@ -214,7 +203,7 @@ def drivers(options: Options) -> pd.DataFrame:
     lines = []
     for name, work in works.items():
         error = float((work() - truth).norm() / truth.norm())
-        taken = median(seconds(work, bench.device) for _ in range(options.repeats))
+        taken = median(timed(work, bench.device) for _ in range(options.repeats))
         lines.append({"driver": name, "ms_an_image": 1e3 * taken / len(images), "relative_error": error})
     return pd.DataFrame(lines)
 
