@@ -7,7 +7,7 @@ picture that cannot be decoded is left out and told, and a batch that does not f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,15 +31,18 @@ def answers(
     originals: Tensor,
     attacks: Mapping[str, Attack],
     score_images: ScoreImages,
+    skip: Collection[str] = (),
 ) -> dict[tuple[Setting, str], list[tuple[float, Scored]]]:
     """What each attack makes of each client's update.
 
     Args:
         settings: that agree in what the model sees.
         originals: the clients' images (B, C, H, W) in [0, 1], on the device and of the subject's precision.
+        attacks: by name; together they decide which layers' gradients are computed, and whose norm is told.
+        skip: names that are not run.
 
     Returns:
-        (setting, attack) -> for each client the norm of the gradient that was attacked, and the scored answer.
+        (setting, attack) -> for each client the norm of those gradients, and the scored answer.
     """
     subject.built.module.to(victims.device, subject.dtype).eval()
     seen = victims.seen(subject.built, settings[0], clients, originals)
@@ -47,6 +50,8 @@ def answers(
     norms = [o.gradient_norm() for o in observations]
     found = {}
     for name, attack in attacks.items():
+        if name in skip:
+            continue
         reconstructions = attack.attack_many([[o] for o in observations])
         for setting in settings:
             targets = (seen.images if setting.against == "seen" else originals).float()
@@ -154,12 +159,14 @@ class Campaign:
         clients, originals = self.victims.decode(batch, subject.dtype)
         settings = list(dict.fromkeys(setting for setting, _ in cases))
         lacking = {name for (_, name), case in cases.items() if any(self._lacks([case], c) for c in clients)}
-        unfinished = {name: attack for name, attack in self.attacks.items() if name in lacking}
+        done = set(self.attacks) - lacking
         found = {}
         if clients:
-            found = answers(self.victims, subject, settings, clients, originals, unfinished, self.score_images)
+            found = answers(
+                self.victims, subject, settings, clients, originals, self.attacks, self.score_images, skip=done
+            )
         # Only now: a batch that runs out of memory half-way is computed again.
-        psnr: dict[str, list[float]] = {name: [] for name in unfinished}
+        psnr: dict[str, list[float]] = {name: [] for name in lacking}
         for (setting, name), lines in found.items():
             for client, (norm, one) in zip(clients, lines, strict=True):
                 if not self._lacks([cases[setting, name]], client):

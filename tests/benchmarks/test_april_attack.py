@@ -69,11 +69,11 @@ def test_the_closed_form_and_what_mjp_does_to_it(finished) -> None:
 def interrupted(monkeypatch, after: int) -> None:
     real, calls = campaign_module.answers, []
 
-    def stopping(*rest):
+    def stopping(*rest, **named):
         calls.append(1)
         if len(calls) > after:
             raise KeyboardInterrupt
-        return real(*rest)
+        return real(*rest, **named)
 
     monkeypatch.setattr(campaign_module, "answers", stopping)
 
