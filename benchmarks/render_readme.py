@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import nan
 from pathlib import Path
 
 import pandas as pd
@@ -45,12 +46,23 @@ def overhead_table() -> str:
 
 
 def leakage_table() -> str:
-    """Table 5 on both blocks, as april_attack.py wrote it."""
-    folder = ROOT / "results" / "april_attack"
-    parts = []
-    for block, title in (("april", "The paper's block"), ("standard", "The block that people train")):
-        parts.append(f"**{title}**\n\n" + (folder / f"table_{block}.md").read_text().strip())
-    return "\n\n".join(parts)
+    """PSNR of Table 5 on both blocks, a line a model and a column a setting, the paper's figures in parentheses."""
+    table = pd.read_csv(ROOT / "results" / "april_attack" / "table.csv", keep_default_na=True)
+    table["block"] = table["block"].fillna("any")
+    lines = ["| block | attack | model | (a) | (b) | (c) | (d) | accuracy (a), (b) |", "|" + "---|" * 8]
+    for (block, attack, line), group in table.groupby(["block", "attack", "line"], sort=False):
+        own = group.set_index("setting")
+        cells = [_psnr(own.loc[s]) if s in own.index else "" for s in "abcd"]
+        accuracy = ", ".join(f"{own['accuracy'].get(s):.1f} %" for s in "ab" if own["accuracy"].get(s, nan) > 0)
+        lines.append("| " + " | ".join([block, f"`{attack}`", line, *cells, accuracy]) + " |")
+    return "\n".join(lines)
+
+
+def _psnr(row: pd.Series) -> str:
+    if pd.isna(row.psnr_mean):
+        return "no image"
+    interval = f"{row.psnr_mean:.1f} [{row.psnr_low:.1f}, {row.psnr_high:.1f}]"
+    return interval + ("" if pd.isna(row.paper_psnr) else f" ({row.paper_psnr:.1f})")
 
 
 def position_claim() -> str:
