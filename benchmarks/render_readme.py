@@ -70,6 +70,26 @@ def position_claim() -> str:
     return (ROOT / "results" / "april_attack" / "position_claim.md").read_text().strip()
 
 
+def adaptive_table() -> str:
+    """MJP under attacks that know it: against gamma, and against the number of updates."""
+    folder = ROOT / "results" / "mjp_adaptive"
+    one, updates = pd.read_csv(folder / "one_update.csv"), pd.read_csv(folder / "updates.csv")
+    lines = ["| one update, γ | attack | whole image (dB) | visible patches (dB) | images |", "|---|---|---|---|---|"]
+    for _, row in one.sort_values(["gamma", "attack"], ascending=[True, False]).iterrows():
+        mean = f"{row['mean']:.1f} [{row.low:.1f}, {row.high:.1f}], median {row['median']:.1f}"
+        lines.append(f"| {row.gamma} | `{row.attack}` | {mean} | median {row.median_visible:.1f} | {row.images:.0f} |")
+    lines += [
+        "",
+        "| γ, `mjp_rounds` | updates | median (dB) | first decile (dB) | images above 25 dB |",
+        "|---|---|---|---|---|",
+    ]
+    for _, row in updates.iterrows():
+        good = f"{row.share_good:.0%} of {row.images:.0f}"
+        cells = [f"{row.gamma}, {row.setting} schedule", f"{row['round']:.0f}", f"{row['median']:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{row.first_decile:.1f}", good]) + " |")
+    return "\n".join(lines)
+
+
 def speed_table() -> str:
     """Cost of the leakage benchmark, as Markdown."""
     table = pd.read_csv(ROOT / "results" / "speed" / "speed.csv")
@@ -96,6 +116,7 @@ def main() -> None:
         "simulate": simulate_table,
         "april_attack": leakage_table,
         "position_claim": position_claim,
+        "adaptive": adaptive_table,
         "speed": speed_table,
         "overhead": overhead_table,
     }
