@@ -87,8 +87,8 @@ class Options:
     """photos (embedded), a folder of pictures, or a data set's name (its test images)."""
     data_path: Path | None = None
     """Local copy of the data set named in --images."""
-    num_images: int | None = None
-    """Most images (none given: all)."""
+    num_images: int | None = 24
+    """Most images (None: all of them)."""
     gamma: float = 0.9
     """Share of patches that are masked and jigsawed in settings (b), (c) and (d)."""
     seeds: tuple[int, ...] = (0,)
