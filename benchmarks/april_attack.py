@@ -111,8 +111,8 @@ class Options:
     """Clients a pass; halved when memory runs out."""
     device: str = "cpu"
     """cpu, cuda, or cuda:INDEX."""
-    out: Path = HERE.parent / "results" / "april_attack"
-    """Folder of rows, tables and figures."""
+    out: Path = Path("runs/april_attack")
+    """Folder of rows, tables and figures (the committed ones stand in results/april_attack)."""
     resume: bool = False
     """Go on in a folder that holds rows already; rows that are there are not computed again."""
 

@@ -48,7 +48,6 @@ from fedmjp.report import RowLog, load_rows
 from fedmjp.report.adaptive import round_by_round_figure, write_adaptive
 from fedmjp.report.rows import pack_rows, unpack_rows
 
-HERE = Path(__file__).resolve().parent
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
 ROUNDS = "mjp_rounds"
 PICTURED, PICTURED_GAMMA, PICTURED_UPDATES = 3, 0.5, (1, 2, 4, 6, 8, 12, 16)
@@ -86,8 +85,8 @@ class Options:
     """Images that go through their updates together."""
     device: str = "cpu"
     """cpu or cuda."""
-    out: Path = HERE.parent / "results" / "mjp_adaptive"
-    """Folder of rows, tables and figures."""
+    out: Path = Path("runs/mjp_adaptive")
+    """Folder of rows, tables and figures (the committed ones stand in results/mjp_adaptive)."""
     resume: bool = False
     """Go on in a folder that holds rows already."""
 

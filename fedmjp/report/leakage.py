@@ -197,8 +197,9 @@ def _place(attacks: pd.Series) -> dict[str, int]:
 
 def _one_row_an_image(rows: pd.DataFrame) -> pd.DataFrame:
     """Means over seeds of each image's numbers."""
-    if not rows.duplicated([*BY, "image_id"]).any():
-        return rows
+    if rows["dataset"].nunique() > 1:
+        names = ", ".join(sorted(rows["dataset"].unique()))
+        raise UsageError(f"the rows are of several data sets ({names}); give each a folder of its own (--out)")
     keys = [*BY, "image_id"]
     if rows.duplicated([*keys, "seed"]).any():
         first = rows[rows.duplicated([*keys, "seed"])].iloc[0]
@@ -206,5 +207,7 @@ def _one_row_an_image(rows: pd.DataFrame) -> pd.DataFrame:
             f"the rows hold {first['attack']!r} on {first['model']!r} with several parameters or gammas; give each a "
             "folder of its own (--out)"
         )
+    if not rows.duplicated(keys).any():
+        return rows
     numbers = dict.fromkeys([*METRICS, "seconds", "condition"], "mean")
     return rows.groupby(keys, sort=False).agg(numbers | {"diagnosis": "first"}).reset_index()

@@ -114,6 +114,11 @@ def test_rows_of_several_parameters_are_not_mixed(rows) -> None:
         leakage_table(both, {}, PAPER)
 
 
+def test_rows_of_several_data_sets_are_not_mixed(rows) -> None:
+    with pytest.raises(UsageError, match="several data sets"):
+        leakage_table(pd.concat([rows, rows.assign(dataset="other", image_id="j")]), {}, PAPER)
+
+
 def test_files(tmp_path, table, rows) -> None:
     write_leakage(table, rows, tmp_path)
     names = {p.name for p in tmp_path.iterdir()}
