@@ -157,8 +157,9 @@ class Run:
         frame = load_rows(out / "rows.jsonl")
         write_adaptive(frame, out)
         round_by_round_figure(self.pictures(), out / "round_by_round.png")
-        for name in ("one_update", "updates"):
-            self.console.print(pd.read_csv(out / f"{name}.csv").to_string(index=False), highlight=False)
+        for file in (out / "one_update.csv", out / "updates.csv"):
+            if file.exists():
+                self.console.print(pd.read_csv(file).to_string(index=False), highlight=False)
         self.describe(frame)
         pack_rows(out / "rows.jsonl")
         self.console.print(f"tables and figures: {out}", soft_wrap=True, highlight=False)

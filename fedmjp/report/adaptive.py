@@ -34,21 +34,25 @@ def adaptive_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd
 
 
 def write_adaptive(rows: pd.DataFrame, out: Path) -> None:
-    """Write one_update.csv, updates.csv and leakage.png with its .pdf."""
+    """Write one_update.csv and updates.csv (each where there are such rows) and leakage.png with its .pdf."""
     rows = rows.assign(
         gamma=[p["gamma"] for p in rows["defense_parameters"]],
         psnr_visible=[float(d.get("psnr_visible", np.nan)) for d in rows["details"]],
     ).sort_values(["gamma", "round"], kind="stable")
     over_rounds = rows["attack"] == "mjp_rounds"  # with a single update it is mjp_subspace
     first = rows[(rows["round"] == 1) & (rows["setting"] == "paper") & ~over_rounds]
-    whole, visible = (adaptive_table(first, ["attack", "gamma"], v) for v in ("psnr", "psnr_visible"))
-    one = whole.merge(visible[["attack", "gamma", "mean", "median"]], on=["attack", "gamma"], suffixes=("", "_visible"))
+    one = adaptive_table(first, ["attack", "gamma"])
+    if len(one):
+        visible = adaptive_table(first, ["attack", "gamma"], "psnr_visible")[["attack", "gamma", "mean", "median"]]
+        one = one.merge(visible, on=["attack", "gamma"], suffixes=("", "_visible"))
     updates = adaptive_table(rows[over_rounds], ["setting", "gamma", "round"])
-    one.to_csv(out / "one_update.csv", index=False, float_format="%.4g")
-    updates.to_csv(out / "updates.csv", index=False, float_format="%.4g")
+    for name, table in (("one_update", one), ("updates", updates)):
+        if len(table):
+            table.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
     figure = Figure(figsize=(8.6, 3.7), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    _by_gamma(left, one)
+    if len(one):
+        _by_gamma(left, one)
     if len(updates):
         _by_updates(right, updates)
     left.set_ylabel("PSNR of the whole image (dB)", fontsize=NORMAL)

@@ -105,3 +105,12 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], 
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
     assert words in error[0]
+
+
+@pytest.mark.parametrize("left_out", ["--gammas", "--update-gammas"])
+def test_either_experiment_can_be_left_out(tmp_path, left_out: str) -> None:
+    out = tmp_path / "out"
+    assert run(out, left_out) == 0
+    names = {p.name for p in out.iterdir()}
+    assert ("one_update.csv" in names) == (left_out == "--update-gammas")
+    assert ("updates.csv" in names) == (left_out == "--gammas")
