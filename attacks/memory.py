@@ -23,8 +23,8 @@ def remember(observation: Observation) -> Observation:
         UsageError: the model is no ViT.
     """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    width = {n for n, g in observation.gradients.items() if "unk" in n.lower() and g.numel() == tokenizer.width}
-    kept = {tokenizer.weight, tokenizer.bias, tokenizer.positions} | width
+    shared = {n for n, g in observation.gradients.items() if "unk" in n.lower() and g.numel() == tokenizer.width}
+    kept = {tokenizer.weight, tokenizer.bias, tokenizer.positions} | shared
     gradients = {n: g for n, g in observation.gradients.items() if n in kept}
     return replace(observation, gradients=gradients, model=front(observation.model, tokenizer.weight))
 

@@ -40,7 +40,7 @@ from attacks import ATTACKS, Capability, ThreatModel, UsageError
 from fedmjp import provenance
 from fedmjp.audit.campaign import Campaign, answers
 from fedmjp.audit.harness import scorer
-from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient
+from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient, lacks_positions
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
@@ -153,7 +153,7 @@ def line_up(options: Options, model: str, source: str, seed: int) -> Iterator[Su
         extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
         granted = ThreatModel(ThreatModel.parse(options.grants).grants | extra)
         yield Subject(built, granted, options.precision)
-        if getattr(built.module, "pos_embed", None) is None and hasattr(built.module, "patch_embed"):
+        if lacks_positions(built):
             more = ThreatModel(granted.grants | {Capability.TOKEN_GRADIENT})
             yield Subject(grant_token_gradient(built), more, options.precision)
 
@@ -191,6 +191,10 @@ class Run:
                 self.say("the last row was half-written: it is computed again")
             subjects = self.attack(rows)
         frame = load_rows(out / "rows.jsonl")
+        if frame.empty:
+            raise UsageError(
+                f"no picture of --images {self.options.images} can be read; nothing was attacked"
+            )
         table = leakage_table(frame, self.accuracies(subjects), pd.read_csv(PAPER))
         write_leakage(table, frame, out)
         for block in dict.fromkeys(s.built.block for s in subjects):
@@ -281,11 +285,13 @@ class Run:
         """
         block = subjects[0].built.block
         own = table[(table["block"] == block) & (table["setting"] == "a") & table["attack"].isin(self.options.attacks)]
+        if own["psnr_mean"].isna().all():
+            return  # no attack gave an image, and the table says why
         strongest = own.groupby("attack")["psnr_mean"].mean().idxmax()
         name = "april" if block == "april" and "april" in self.options.attacks else strongest
         attack, panels = {name: ATTACKS.get(name)()}, []
         for subject in subjects:
-            if subject.built.module.pos_embed is None:
+            if lacks_positions(subject.built):
                 continue  # nothing to show: the table says why
             victims = self.victims("photos", subject.built.image_size, self.options.seeds[0], limit=PICTURED)
             clients, originals = victims.decode(range(PICTURED), subject.dtype)

@@ -111,6 +111,8 @@ class Campaign:
         for batch in self._batches(list(cases.values())):
             mean = self.victims.mean_image(self.batch_size) if mean is None else mean
             clients, originals = self.victims.decode(batch)
+            if not clients:
+                continue
             others = self.victims.decode([self.victims.another(client) for client in clients])[1]
             for name, guess in zip(BASELINES, (mean.expand_as(originals), others), strict=True):
                 for client, record in zip(clients, self.score_images(guess, originals), strict=True):

@@ -16,7 +16,7 @@ from attacks import Attack, Observation, ThreatModel, UsageError, find_tokenizer
 from fedmjp.audit.per_image import NO_TERMS, attacked_gradients, observe_each
 from fedmjp.data import Gallery
 from fedmjp.defenses import ClientInput, Defense
-from fedmjp.models import BuiltModel
+from fedmjp.models import BuiltModel, ViT
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ def grant_token_gradient(built: BuiltModel) -> BuiltModel:
     tokens = module.num_prefix_tokens + module.patch_embed.num_patches
     module.pos_embed = nn.Parameter(torch.zeros(1, tokens, module.embed_dim))
     return replace(built, module=module)
+
+
+def lacks_positions(built: BuiltModel) -> bool:
+    """Whether this is a plain ViT that was built without a position embedding."""
+    return isinstance(built.module, ViT) and built.module.pos_embed is None
 
 
 def by_input(settings: Sequence[Setting]) -> list[list[Setting]]:

@@ -75,7 +75,7 @@ def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
                 label = f"γ = {gamma}" + (", released schedule" if setting == "released" else "")
                 _line(axes, group["round"], group, label, index, ls=dashes)
     axes.set_xscale("log")
-    ticks = [1, 2, 4, 8, 16, 32, 64]
+    ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= table["round"].max()]
     axes.set_xticks(ticks, [str(t) for t in ticks])
     axes.minorticks_off()
     axes.set_xlabel("Updates of the same image", fontsize=NORMAL)

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import april_attack
+import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from fedmjp.audit import campaign as campaign_module
 from fedmjp.report import load_rows
@@ -120,6 +122,29 @@ MISTAKES = [
     (["--lpips-weights", "no.pt"], "no LPIPS weights at no.pt"),
     (["--model", "resnet50", "--block", "april"], "needs a plain ViT"),
 ]
+
+
+def test_a_model_without_tokens_to_attack_has_rows_that_say_so(tmp_path) -> None:
+    out = tmp_path / "out"
+    assert run(out, "--model", "swin_t", "--block", "standard", "--num-images", "1") == 0
+    found = rows_of(out)
+    found = found[found["model"] == "swin_t"]
+    assert found["psnr"].isna().all()
+    assert found["diagnosis"].str.contains("no learnable position embedding").all()
+    assert not (out / "reconstructions_standard.png").exists()
+
+
+def test_a_folder_of_which_nothing_can_be_read(tmp_path, capsys) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 255, (200, 200, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "cut.jpg")
+    whole = (folder / "cut.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    assert run(tmp_path / "out", "--model", "vit_mini_64", "--images", str(folder)) == 2
+    told = capsys.readouterr()
+    assert "left out: cannot decode image 'cut.jpg'" in told.out
+    assert "can be read; nothing was attacked" in told.err
 
 
 @pytest.mark.parametrize(("options", "words"), MISTAKES)
