@@ -56,11 +56,21 @@ class Attack(ABC):
 
     @abstractmethod
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """The attack itself, called under `torch.no_grad` with finite, non-negligible gradients."""
+        """The attack itself, called under `torch.no_grad` with finite, non-negligible gradients.
+
+        Raises:
+            UsageError: it cannot work on this model or update at all; the message becomes the diagnosis.
+        """
 
     def reconstruct_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
         """The attack on several clients, for attacks that gain by a batch; one after the other unless overridden."""
-        return [self.reconstruct(case) for case in cases]
+        return [self._answer(case) for case in cases]
+
+    def _answer(self, observations: Sequence[Observation]) -> Reconstruction:
+        try:
+            return self.reconstruct(observations)
+        except UsageError as error:
+            return Reconstruction(images=None, diagnosis=str(error))
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """Weight matrices, by name, whose gradients the attack reads beside those of the layers that make the tokens.

@@ -261,11 +261,8 @@ class BatchRounds(Attack):
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """Images of the last step's batch, identified ones first; `details` holds the search's numbers."""
         target = observations[-1]
-        try:
-            tokenizer = find_tokenizer(target.model, target.image_shape)
-            last = read_step(target, tokenizer)
-        except UsageError as error:
-            return Reconstruction(images=None, diagnosis=str(error))
+        tokenizer = find_tokenizer(target.model, target.image_shape)
+        last = read_step(target, tokenizer)
         others = self._readable(observations[:-1], target, tokenizer)
         images, errors, used = [], [], []
         for group in find_groups(last, others, self.tolerance, self.max_trials):

@@ -17,6 +17,8 @@ inverse of the sum preconditions the conjugate gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -44,14 +46,15 @@ class _Scene:
     """The image as a function of coefficients (f, C, p p) in normalised pixels."""
 
     def __init__(self, solution: RowSolution, tokenizer: Tokenizer, std: tuple[float, ...]) -> None:
-        self.grid, self.size, self.channels = tokenizer.grid, tokenizer.patch_size, tokenizer.channels
+        self.tokenizer, self.channels = tokenizer, tokenizer.channels
         self.weak = solution.weak  # (N, f)
         self.precision = solution.deviation.square().reciprocal()[:, None, None]  # (f, 1, 1), 0 where free
         self.pull = (self.weak.T @ solution.rows).unflatten(1, (self.channels, -1))  # o / deviation^2, (f, C, p p)
         self.colour = colour_of(self.channels, std).to(solution.rows)  # (C, C)
         self.start = self._paint(solution.rows)  # (C, H, W)
         self.mixing, self.hues = torch.linalg.eigh(self.colour.T @ self.colour)  # (C,), (C, C)
-        self.stiffness, self.modes = torch.linalg.eigh(_laplacian(self.size).to(solution.rows))  # (p p,), (p p, p p)
+        laplacian = _laplacian(tokenizer.patch_size).to(solution.rows)
+        self.stiffness, self.modes = torch.linalg.eigh(laplacian)  # (p p,), (p p, p p)
 
     def gradient(self, shift: Tensor) -> tuple[Tensor, Tensor]:
         """See `Scene.gradient`."""
@@ -61,6 +64,7 @@ class _Scene:
         """See `Scene.step`."""
 
         def hessian(x: Tensor) -> Tensor:
+            """Second derivative of the weighted problem, applied to x (f, C, p p)."""
             down, right = differences(self._paint(self.weak @ x.flatten(1)))
             return self._pull(weights * down, weights * right) + self.precision * x
 
@@ -69,9 +73,9 @@ class _Scene:
         precondition = self._preconditioner(weights)
         return conjugate_gradients(hessian, target, shift, precondition, iterations, tolerance)
 
-    def _preconditioner(self, weights: Tensor):
+    def _preconditioner(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
         """x -> (M x K x L + precision)^-1 x, by the eigenvectors of K, of L, and of M against the precision."""
-        mean = self._cut(weights[None]).mean(dim=1)  # (N,)
+        mean = self.tokenizer.patchify(weights[None, None])[0].mean(dim=1)  # (N,)
         factor = torch.linalg.cholesky(self.weak.T @ (mean[:, None] * self.weak))  # M = R R^T, (f, f)
         half = torch.linalg.solve_triangular(factor, torch.diag(self.precision.flatten()), upper=False)
         whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)  # R^-1 precision R^-T
@@ -80,6 +84,7 @@ class _Scene:
         inverse = 1 / (self.mixing[:, None] * self.stiffness + known.clamp(min=0)[:, None, None])  # (f, C, p p)
 
         def precondition(x: Tensor) -> Tensor:
+            """The inverse, applied to x (f, C, p p)."""
             turned = torch.einsum("ij,icq,cd->jdq", turn, x, self.hues) @ self.modes
             return torch.einsum("ij,jdq,cd->icq", turn, (turned * inverse) @ self.modes.T, self.hues)
 
@@ -87,20 +92,13 @@ class _Scene:
 
     def _paint(self, patches: Tensor) -> Tensor:
         """(N, P) normalised -> (C, H, W) luma and chroma."""
-        (rows, columns), p = self.grid, self.size
-        painted = self.colour @ patches.reshape(rows * columns, self.channels, -1)
-        image = painted.reshape(rows, columns, self.channels, p, p).permute(2, 0, 3, 1, 4)
-        return image.reshape(self.channels, rows * p, columns * p)
+        painted = self.colour @ patches.unflatten(1, (self.channels, -1))
+        return self.tokenizer.unpatchify(painted.flatten(1)[None])[0]
 
     def _pull(self, down: Tensor, right: Tensor) -> Tensor:
         """Adjoint of differences, painting and combining: (f, C, p p)."""
-        cut = self._cut(adjoint(down, right)).reshape(len(self.weak), self.channels, -1)  # (N, C, p p)
+        cut = self.tokenizer.patchify(adjoint(down, right)[None])[0].unflatten(1, (self.channels, -1))  # (N, C, p p)
         return (self.weak.T @ (self.colour.T @ cut).flatten(1)).unflatten(1, (self.channels, -1))
-
-    def _cut(self, image: Tensor) -> Tensor:
-        """(C, H, W) -> (N, C p p)."""
-        (rows, columns), p = self.grid, self.size
-        return image.reshape(-1, rows, p, columns, p).permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
 
 
 def _laplacian(size: int) -> Tensor:

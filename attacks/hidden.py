@@ -40,11 +40,15 @@ import torch
 from torch import Tensor
 
 from attacks.affine import noise_floor
+from attacks.closed_form import missing_positions, position_rows, unmet_assumptions
 from attacks.dal import CleanRows, clean_rows
 from attacks.equations import Equations, Estimate
 from attacks.observation import Observation
-from attacks.tokenizer import Tokenizer
+from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer, find_tokenizer
 
+# Share of dL/db that the position rows may miss before they are taken for something else than token gradients.
+IMBALANCE = 1e-4
 # Singular values of R within this factor of the largest that pure noise would have are not trusted.
 EDGE = 1.2
 # Of 1, 2, 3, 5 and 10, measured on sixteen ImageNet photographs; the last three differ by 0.2 dB.
@@ -136,6 +140,45 @@ def read_update(observation: Observation, tokenizer: Tokenizer, rows: Tensor) ->
         condition=float(sigma[0] / sigma[-1]) if rank else float("inf"),
         full=rank == len(g) and len(rest) >= hidden and p > hidden,
     )
+
+
+def tokenizer_and_rows(observation: Observation) -> tuple[Tokenizer, Tensor]:
+    """The tokenizer of the observed model and the patches' position rows (N, D).
+
+    Raises:
+        UsageError: the model or the update has none; in words.
+    """
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    rows = position_rows(observation, tokenizer)
+    if rows is None:
+        raise UsageError(missing_positions(tokenizer))
+    return tokenizer, rows[tokenizer.prefix :]
+
+
+def why_not(observation: Observation, update: HiddenUpdate, tokenizer: Tokenizer) -> list[str]:
+    """Why this update does not say what the estimator takes it to say, in words; empty where it does."""
+    masked = update.clean.masked
+    reasons = unmet_assumptions(observation, torch.zeros_like(masked))
+    hidden, visible = int(masked.sum()), int((~masked).sum())
+    width, p = tokenizer.width, tokenizer.patch_dim
+    told = f"{hidden} of {len(masked)} position rows are exactly zero"
+    if not visible:
+        reasons.append(f"{told}: no patch is visible, so there is nothing to solve with")
+    elif hidden >= p + (tokenizer.bias is not None):
+        reasons.append(f"{told}, and patches have only {p} values: what is hidden may be anything (needs masked < {p})")
+    elif width - visible < hidden:
+        reasons.append(
+            f"{told}; with {width} channels only {max(width - visible, 0)} directions of the {hidden} hidden ones can "
+            f"be seen (needs channels >= patches, here {width} < {len(masked)})"
+        )
+    elif not update.full:
+        reasons.append(f"{told} and the others have rank {update.rank_visible} of {visible}: some patches stay mixed")
+    if update.clean.imbalance > IMBALANCE:
+        reasons.append(
+            f"the position rows miss the projection bias' gradient by {update.clean.imbalance:.2%}: something else "
+            "than tokens feeds them (noise, or an unknown loss on the position embedding)"
+        )
+    return reasons
 
 
 def products(observation: Observation, tokenizer: Tokenizer) -> Tensor:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from attacks.base import ATTACKS, Attack
 from attacks.equations import Equations
-from attacks.hidden import HiddenUpdate, products, read_update
-from attacks.mjp_subspace import details_of, reconstruction, settle, tokenizer_and_rows, why_not
+from attacks.hidden import HiddenUpdate, products, read_update, tokenizer_and_rows, why_not
+from attacks.mjp_subspace import details_of, reconstruction, settle
 from attacks.natural_prior import VectorialVariation
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -54,10 +54,7 @@ class MJPRounds(Attack):
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` adds updates used, patches never seen, open directions and misfit."""
         target = observations[-1]
-        try:
-            tokenizer, rows = tokenizer_and_rows(target)
-        except UsageError as error:
-            return Reconstruction(images=None, diagnosis=str(error))
+        tokenizer, rows = tokenizer_and_rows(target)
         last = read_update(target, tokenizer, rows)
         reasons = why_not(target, last, tokenizer)
         equations = Equations(tokenizer.num_patches, tokenizer.patch_dim, rows.device)

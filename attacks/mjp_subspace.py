@@ -5,9 +5,8 @@ rest is `attacks.hidden`: all patches up to a known subspace, with the size of t
 that, over visible and masked patches together. Masked patches come back as what prior and neighbours choose within the
 span of what was hidden: roughly, and with a confidence that says so.
 
-On fifty ImageNet photographs at 224 (DeiT-S, random weights, block-wise masks, float32; none of them used for any
-constant), median PSNR of the visible patches: 41 dB at gamma 0.03, 32 at 0.1, 25 at 0.3, 22 at 0.5; of the whole image
-34, 25, 19 and 17 dB. From 0.3 on the confidence is too high on the images that come out worst.
+What it reaches at which gamma: benchmarks/mjp_adaptive.py. From gamma 0.3 on the confidence is too high on the images
+that come out worst.
 
 Without a mask it is `patch_embedding` on a model with at most as many patches as channels.
 """
@@ -22,57 +21,14 @@ import torch
 from torch import Tensor
 
 from attacks.base import ATTACKS, Attack
-from attacks.closed_form import missing_positions, position_rows, unmet_assumptions
 from attacks.equations import Estimate
-from attacks.hidden import HiddenUpdate, read_update
+from attacks.hidden import HiddenUpdate, read_update, tokenizer_and_rows, why_not
 from attacks.natural_prior import Settled, VectorialVariation
 from attacks.observation import Capability, Observation, Reconstruction
-from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer, find_tokenizer
+from attacks.tokenizer import Tokenizer
 
 # A patch is vouched for where its pixels are expected to be off by less: 25 dB.
 VOUCHED_DEVIATION = 0.056
-# Share of dL/db that the position rows may miss before they are taken for something else than token gradients.
-IMBALANCE = 1e-4
-
-
-def tokenizer_and_rows(observation: Observation) -> tuple[Tokenizer, Tensor]:
-    """The tokenizer of the observed model and the patches' position rows (N, D).
-
-    Raises:
-        UsageError: the model or the update has none; in words.
-    """
-    tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    rows = position_rows(observation, tokenizer)
-    if rows is None:
-        raise UsageError(missing_positions(tokenizer))
-    return tokenizer, rows[tokenizer.prefix :]
-
-
-def why_not(observation: Observation, update: HiddenUpdate, tokenizer: Tokenizer) -> list[str]:
-    """Why this update does not say what the estimator takes it to say, in words; empty where it does."""
-    masked = update.clean.masked
-    reasons = unmet_assumptions(observation, torch.zeros_like(masked))
-    hidden, visible = int(masked.sum()), int((~masked).sum())
-    width, p = tokenizer.width, tokenizer.patch_dim
-    told = f"{hidden} of {len(masked)} position rows are exactly zero"
-    if not visible:
-        reasons.append(f"{told}: no patch is visible, so there is nothing to solve with")
-    elif hidden >= p + (tokenizer.bias is not None):
-        reasons.append(f"{told}, and patches have only {p} values: what is hidden may be anything (needs masked < {p})")
-    elif width - visible < hidden:
-        reasons.append(
-            f"{told}; with {width} channels only {max(width - visible, 0)} directions of the {hidden} hidden ones can "
-            f"be seen (needs channels >= patches, here {width} < {len(masked)})"
-        )
-    elif not update.full:
-        reasons.append(f"{told} and the others have rank {update.rank_visible} of {visible}: some patches stay mixed")
-    if update.clean.imbalance > IMBALANCE:
-        reasons.append(
-            f"the position rows miss the projection bias' gradient by {update.clean.imbalance:.2%}: something else "
-            "than tokens feeds them (noise, or an unknown loss on the position embedding)"
-        )
-    return reasons
 
 
 @ATTACKS.register("mjp_subspace")
@@ -91,10 +47,7 @@ class MJPSubspace(Attack):
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds what `details_of` lists."""
         observation = observations[-1]
-        try:
-            tokenizer, rows = tokenizer_and_rows(observation)
-        except UsageError as error:
-            return Reconstruction(images=None, diagnosis=str(error))
+        tokenizer, rows = tokenizer_and_rows(observation)
         update = read_update(observation, tokenizer, rows)
         reasons = why_not(observation, update, tokenizer)
         settled = settle(self.prior, update.estimate(), tokenizer, observation, ~update.clean.masked)

@@ -106,28 +106,22 @@ class _Scene:
     """The image as a function of the coefficients' shift from the centre, its differences, and their adjoints."""
 
     def __init__(self, tokenizer: Tokenizer, std: tuple[float, ...], estimate: Estimate) -> None:
-        self.grid, self.size, self.channels = tokenizer.grid, tokenizer.patch_size, tokenizer.channels
+        self.tokenizer, self.channels = tokenizer, tokenizer.channels
         self.precision = estimate.precision.expand_as(estimate.centre)
         self.colour = colour_of(self.channels, std).to(estimate.rows)  # (C, C), from normalised channels
-        self.start = self._paint(estimate.patches()).flatten(1)  # (N, P)
-        self.painted = self._paint(estimate.open).flatten(1)  # (k, P)
+        self.start = self._paint(estimate.patches())  # (N, P)
+        self.painted = self._paint(estimate.open)  # (k, P)
         flat = estimate.open.reshape(len(estimate.open), self.channels, -1)
         self.pixel = flat * estimate.rows.new_tensor(std)[:, None]  # (k, C, p p)
         self.hessian = self._interior_hessian()  # (k, k)
 
     def _paint(self, patches: Tensor) -> Tensor:
-        flat = patches.reshape(len(patches), self.channels, -1)
-        return (self.colour @ flat).reshape(len(patches), self.channels, self.size, self.size)
+        """(n, P) normalised -> (n, P) luma and chroma."""
+        return (self.colour @ patches.unflatten(1, (self.channels, -1))).flatten(1)
 
     def _assemble(self, painted: Tensor) -> Tensor:
         """(N, P) -> (C, H, W)."""
-        (rows, columns), p = self.grid, self.size
-        image = painted.reshape(rows, columns, self.channels, p, p).permute(2, 0, 3, 1, 4)
-        return image.reshape(self.channels, rows * p, columns * p)
-
-    def _cut(self, image: Tensor) -> Tensor:
-        (rows, columns), p = self.grid, self.size
-        return image.reshape(self.channels, rows, p, columns, p).permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+        return self.tokenizer.unpatchify(painted[None])[0]
 
     def gradient(self, shift: Tensor) -> tuple[Tensor, Tensor]:
         """Downward and rightward differences of the image, both (C, H, W) with zeros at the far border."""
@@ -135,24 +129,26 @@ class _Scene:
 
     def _pull(self, down: Tensor, right: Tensor) -> Tensor:
         """Adjoint of the differences and of the rendering: (N, k)."""
-        return self._cut(adjoint(down, right)) @ self.painted.T
+        return self.tokenizer.patchify(adjoint(down, right)[None])[0] @ self.painted.T
 
     def step(self, shift: Tensor, weights: Tensor, iterations: int, tolerance: float) -> Tensor:
         """See `Scene.step`; keeps the preconditioner (Cholesky factors of blocks, or a diagonal) for `deviation`."""
 
         def hessian(x: Tensor) -> Tensor:
+            """Second derivative of the weighted problem, applied to x (N, k)."""
             down, right = differences(self._assemble(x @ self.painted))
             return self._pull(weights * down, weights * right) + self.precision * x
 
         down, right = self.gradient(torch.zeros_like(shift))
         target = -self._pull(weights * down, weights * right)
-        mean = self._cut(weights.expand(self.channels, -1, -1)).mean(dim=1)  # (N,)
+        mean = self.tokenizer.patchify(weights[None, None])[0].mean(dim=1)  # (N,)
         if len(self.hessian) > LARGE:
             factors = mean[:, None] * self.hessian.diagonal() + self.precision  # (N, k)
         else:
             factors = torch.linalg.cholesky(mean[:, None, None] * self.hessian + torch.diag_embed(self.precision))
 
         def precondition(x: Tensor) -> Tensor:
+            """The inverse of the blocks, or of the diagonal, applied to x (N, k)."""
             return x / factors if factors.dim() == 2 else torch.cholesky_solve(x[..., None], factors)[..., 0]
 
         self.factors = factors
@@ -168,7 +164,7 @@ class _Scene:
 
     def _interior_hessian(self) -> Tensor:
         """Equal-weight Hessian of one patch among fixed neighbours."""
-        v = self.painted.reshape(-1, self.channels, self.size, self.size)
+        v = self.painted.unflatten(1, (self.channels, *[self.tokenizer.patch_size] * 2))
         sides = (v[:, :, 1:] - v[:, :, :-1], v[..., 1:] - v[..., :-1])
         borders = (v[:, :, 0], v[:, :, -1], v[..., 0], v[..., -1])
         return sum(d.flatten(1) @ d.flatten(1).T for d in (*sides, *borders))

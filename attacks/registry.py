@@ -35,6 +35,7 @@ class Registry(Generic[T]):
         """
 
         def file(entry: T) -> T:
+            """Put the entry into the table and hand it back."""
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
             self._entries[name] = entry

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attacks.registry import UsageError
 
@@ -53,13 +52,19 @@ class Tokenizer:
         return self.channels * self.patch_size**2
 
     def patchify(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, N, P), each patch flattened in the projection's order (channel, row, column)."""
-        return F.unfold(images, self.patch_size, stride=self.patch_size).transpose(1, 2)
+        """(B, C, H, W) -> (B, N, C p p), each patch flattened in the projection's order (channel, row, column).
+
+        Any number of channels will do, so that maps of weights are cut as images are.
+        """
+        (rows, columns), p = self.grid, self.patch_size
+        cut = images.reshape(len(images), -1, rows, p, columns, p).permute(0, 2, 4, 1, 3, 5)
+        return cut.reshape(len(images), rows * columns, -1)
 
     def unpatchify(self, patches: Tensor) -> Tensor:
-        """(B, N, P) -> (B, C, H, W), the inverse of `patchify`."""
-        size = (self.grid[0] * self.patch_size, self.grid[1] * self.patch_size)
-        return F.fold(patches.transpose(1, 2), size, self.patch_size, stride=self.patch_size)
+        """(B, N, C p p) -> (B, C, H, W), the inverse of `patchify`."""
+        (rows, columns), p = self.grid, self.patch_size
+        laid = patches.reshape(len(patches), rows, columns, -1, p, p).permute(0, 3, 1, 4, 2, 5)
+        return laid.reshape(len(patches), -1, rows * p, columns * p)
 
 
 def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Tokenizer:

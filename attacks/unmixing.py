@@ -34,8 +34,8 @@ from torch.func import jvp, vjp
 
 from attacks.base import ATTACKS, Attack
 from attacks.first_block import LAYERS, FirstBlock, read_first_block
-from attacks.hidden import HiddenUpdate, read_update
-from attacks.mjp_subspace import VOUCHED_DEVIATION, settle, tokenizer_and_rows, why_not
+from attacks.hidden import HiddenUpdate, read_update, tokenizer_and_rows, why_not
+from attacks.mjp_subspace import VOUCHED_DEVIATION, settle
 from attacks.natural_prior import VectorialVariation
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.placement import place
@@ -240,10 +240,7 @@ class Unmix(Attack):
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; visible patches that the residuals pin down are vouched for, masked ones never."""
         observation = observations[-1]
-        try:
-            tokenizer, rows = tokenizer_and_rows(observation)
-        except UsageError as error:
-            return Reconstruction(images=None, diagnosis=str(error))
+        tokenizer, rows = tokenizer_and_rows(observation)
         update = read_update(observation, tokenizer, rows)
         reasons = why_not(observation, update, tokenizer)
         masked = update.clean.masked

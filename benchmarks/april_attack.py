@@ -192,9 +192,7 @@ class Run:
             subjects = self.attack(rows)
         frame = load_rows(out / "rows.jsonl")
         if frame.empty:
-            raise UsageError(
-                f"no picture of --images {self.options.images} can be read; nothing was attacked"
-            )
+            raise UsageError(f"no picture of --images {self.options.images} can be read; nothing was attacked")
         table = leakage_table(frame, self.accuracies(subjects), pd.read_csv(PAPER))
         write_leakage(table, frame, out)
         for block in dict.fromkeys(s.built.block for s in subjects):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from attacks import ATTACKS, Observation, find_tokenizer
 from attacks.affine import solve_rows
 from attacks.dal import clean_rows, masked_rows
-from attacks.hidden import read_update
-from attacks.mjp_subspace import tokenizer_and_rows
+from attacks.hidden import read_update, tokenizer_and_rows
 from attacks.natural_prior import VectorialVariation, _Scene
 from attacks.patch_embedding import PatchEmbedding
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
