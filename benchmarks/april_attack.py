@@ -21,7 +21,6 @@ Writes rows.jsonl.gz, table.csv, table_BLOCK.tex and .md, condition.png, reconst
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +49,7 @@ from fedmjp.models import build_model, split_name
 from fedmjp.models.weights import classes_of, shipped_names
 from fedmjp.report import Panel, Reconstructed, RowLog, load_rows, reconstructions_figure
 from fedmjp.report.leakage import leakage_table, leakage_text, write_leakage
+from fedmjp.report.record import note_run
 from fedmjp.report.rows import pack_rows, unpack_rows
 
 HERE = Path(__file__).resolve().parent
@@ -198,7 +198,8 @@ class Run:
         for block in dict.fromkeys(s.built.block for s in subjects):
             self.picture([s for s in subjects if s.built.block == block], table)
             self.console.print(leakage_text(table, block))
-        self.describe(frame)
+        left_out = [line for line in self.told if line.startswith("left out")]
+        note_run(out, "python benchmarks/april_attack.py", frame, left_out=left_out)
         pack_rows(out / "rows.jsonl")
         self.console.print(f"tables and figures: {out}", soft_wrap=True, highlight=False)
 
@@ -307,22 +308,6 @@ class Run:
         path = self.options.out / f"reconstructions_{block}.png"
         title = f"{name}, {block} block"
         reconstructions_figure(panels, path, seen_title="input\nof (b)", title=title, dpi=PICTURE_DPI)
-
-    def describe(self, frame: pd.DataFrame) -> None:
-        """run.json: commands, what was left out, versions, commits, machines, weights."""
-        file = self.options.out / "run.json"
-        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        left_out = {line for line in self.told if line.startswith("left out")}
-        record = {
-            "commands": [*before.get("commands", []), " ".join(["python benchmarks/april_attack.py", *sys.argv[1:]])],
-            "left_out": sorted({*before.get("left_out", []), *left_out}),
-            "versions": provenance.versions(),
-            "commits": sorted(frame["commit"].unique()),
-            "devices": sorted(frame["device"].unique()),
-            "weights": sorted(set(zip(frame["model"], frame["weights"], strict=True))),
-            "rows": len(frame),
-        }
-        file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

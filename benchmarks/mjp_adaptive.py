@@ -2,7 +2,8 @@
 
 Two experiments on the same photographs, under masks drawn anew in every update, gradients in float32:
 
-- leakage against gamma, one update: the naive closed forms beside the attacks that know the defence;
+- leakage against gamma, one update: the naive closed forms (APRIL's on APRIL's block, for which it is exact) beside the
+  attacks that know the defence;
 - leakage against the number of updates of one image, for several gamma, with the masks of the paper (every step) and of
   the released code (every other step is not jigsawed at all). The model moves between updates.
 
@@ -15,7 +16,6 @@ on with an unfinished run.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +32,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.nn import functional as F
 
-from attacks import ATTACKS, Observation, ThreatModel, UsageError
+from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
 from attacks.memory import remember
 from fedmjp import provenance
 from fedmjp.audit.harness import Scored, score_found, scorer
-from fedmjp.audit.victims import Setting, Victims
+from fedmjp.audit.victims import Setting, Subject, Victims
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
@@ -46,10 +46,11 @@ from fedmjp.metrics.pixel import LEAST_MSE
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.report import RowLog, load_rows
 from fedmjp.report.adaptive import round_by_round_figure, write_adaptive
+from fedmjp.report.record import note_run
 from fedmjp.report.rows import pack_rows, unpack_rows
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
-ROUNDS = "mjp_rounds"
+ROUNDS, NAIVE = "mjp_rounds", "april"
 PICTURED, PICTURED_GAMMA, PICTURED_UPDATES = 3, 0.5, (1, 2, 4, 6, 8, 12, 16)
 # Most updates followed at each gamma: the larger the mask, the more it takes.
 UPDATES = {0.1: (1, 2, 3, 4, 6), 0.3: (1, 2, 4, 6, 9), 0.5: (1, 4, 8, 16, 24), 0.9: (1, 20, 40, 80)}
@@ -69,8 +70,8 @@ class Options:
     """Most images."""
     gammas: tuple[float, ...] = (0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
     """Masking ratios of the first experiment."""
-    attacks: tuple[str, ...] = ("patch_embedding", "mjp_subspace")
-    """Attacks of the first experiment."""
+    attacks: tuple[str, ...] = ("april", "patch_embedding", "mjp_subspace")
+    """Attacks of the first experiment. april runs on APRIL's block, the others on the standard one."""
     update_gammas: tuple[float, ...] = tuple(UPDATES)
     """Masking ratios of the second experiment."""
     schedules: tuple[Literal["paper", "released"], ...] = ("paper", "released")
@@ -98,6 +99,7 @@ class Case:
     gamma: float
     schedule: Literal["paper", "released"]
     attacks: Mapping[int, tuple[str, ...]]
+    block: Literal["standard", "april"] = "standard"
 
     def defense(self) -> Defense:
         """The clients' defence."""
@@ -107,10 +109,14 @@ class Case:
 def cases(options: Options) -> Iterator[Case]:
     """Both experiments, the same gamma's first update shared."""
     for gamma in dict.fromkeys((*options.gammas, *options.update_gammas)):
-        single = options.attacks if gamma in options.gammas else ()
+        asked = options.attacks if gamma in options.gammas else ()
+        single = tuple(name for name in asked if name != NAIVE)
         counts = UPDATES.get(gamma, (1, 2, 4, 8)) if gamma in options.update_gammas else ()
         plan = {count: (ROUNDS,) for count in counts}
-        yield Case(gamma, "paper", {**plan, 1: (*single, *((ROUNDS,) if counts else ()))})
+        if NAIVE in asked:
+            yield Case(gamma, "paper", {1: (NAIVE,)}, block="april")
+        if single or counts:
+            yield Case(gamma, "paper", {**plan, 1: (*single, *((ROUNDS,) if counts else ()))})
         if "released" in options.schedules and counts:
             yield Case(gamma, "released", plan)
 
@@ -134,19 +140,22 @@ class Run:
         _validate(options)
         self.options, self.console, self.device = options, console, usable_device(options.device)
         lpips = load_lpips("squeeze", options.lpips_weights, self.device) if options.lpips_weights else None
-        self.sent = self.built()
-        self.score = scorer(self.sent.patch_size, lpips)
-        self.gallery = load_gallery(options.images, size=self.sent.image_size, limit=options.num_images)
+        blocks = ("standard", "april") if NAIVE in options.attacks else ("standard",)
+        self.subjects = {block: self.subject(block) for block in blocks}
+        sent = self.subjects["standard"].built
+        self.score = scorer(sent.patch_size, lpips)
+        self.gallery = load_gallery(options.images, size=sent.image_size, limit=options.num_images)
         asked = {k: str(v) for k, v in vars(options).items() if k not in ("out", "resume", "device")}
         self.columns = {"run_id": provenance.run_id(asked), **provenance.columns(self.device)}
 
-    def built(self) -> BuiltModel:
-        """The model that clients are sent in their first update."""
+    def subject(self, block: str) -> Subject:
+        """The model that clients are sent in their first update; its block may be of the server's choosing."""
         o = self.options
         name = f"{o.model}_mjp"
-        built = build_model(name, num_classes=1000, weights=o.weights, dal="nonlinear", seed=o.seed)
+        built = build_model(name, num_classes=1000, weights=o.weights, block=block, dal="nonlinear", seed=o.seed)
         built.module.to(self.device).eval()
-        return built
+        extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
+        return Subject(built, ThreatModel(ThreatModel().grants | extra))
 
     def __call__(self) -> None:
         """Attack, then write tables and figures."""
@@ -160,7 +169,7 @@ class Run:
         for file in (out / "one_update.csv", out / "updates.csv"):
             if file.exists():
                 self.console.print(pd.read_csv(file).to_string(index=False), highlight=False)
-        self.describe(frame)
+        note_run(out, "python benchmarks/mjp_adaptive.py", frame, images=self.gallery.provenance)
         pack_rows(out / "rows.jsonl")
         self.console.print(f"tables and figures: {out}", soft_wrap=True, highlight=False)
 
@@ -180,12 +189,12 @@ class Run:
                     for number, client, name, one, last, _ in self.follow(
                         case, victims, batch, partial(bar.advance, task)
                     ):
-                        self.write(rows, self.case(case, number, name), client, one, last)
+                        self.write(rows, self.case(victims, case, number, name), client, one, last)
                 bar.remove_task(task)
                 self.console.print(f"{title}: done", highlight=False)
 
     def _lacking(self, rows: RowLog, case: Case, victims: Victims, batch: Sequence[int]) -> bool:
-        asked = [self.case(case, count, name) for count, names in case.attacks.items() for name in names]
+        asked = [self.case(victims, case, count, name) for count, names in case.attacks.items() for name in names]
         ids = [victims.gallery.images.ids[c] for c in batch]
         return not all(rows.done(line, [name]) for line in asked for name in ids)
 
@@ -208,7 +217,7 @@ class Run:
         """
         clients, originals = victims.decode(batch)
         histories: list[list[Observation]] = [[] for _ in clients]
-        built = self.built()
+        built = self.subjects[case.block].built
         for number in range(1, max(case.attacks) + 1):
             built = self.moved(built, number) if number > 1 else built
             seen = victims.seen(built, MASKED, clients, originals, update=number - 1)
@@ -240,31 +249,14 @@ class Run:
                 parameter += self.options.drift * parameter.square().mean().sqrt() * noise
         return replace(built, module=module)
 
-    def case(self, case: Case, number: int, attack: str) -> dict[str, Any]:
+    def case(self, victims: Victims, case: Case, number: int, attack: str) -> dict[str, Any]:
         """What tells rows apart (`report.rows.CASE`)."""
-        return {
-            "dataset": self.gallery.name,
-            "model": self.sent.name,
-            "weights": self.sent.provenance,
-            "block": self.sent.block,
-            "defense": "mjp",
-            "defense_parameters": dict(vars(case.defense())),
-            "setting": case.schedule,
-            "precision": "float32",
-            "update": "gradient",
-            "batch_size": 1,
-            "local_steps": 1,
-            "seed": self.options.seed,
-            "threat_model": sorted(c.value for c in ThreatModel().grants),
-            "attack": attack,
-            "attack_parameters": ATTACKS.get(attack)().parameters(),
-            "round": number,
-            "client": 0,
-        }
+        parameters = ATTACKS.get(attack)().parameters()
+        return victims.case(self.subjects[case.block], "mjp", case.schedule, attack, parameters, round=number)
 
     def pictures(self) -> dict[str, tuple[Tensor, dict[int, Tensor]]]:
         """Two embedded photographs with what `mjp_rounds` makes of them after 1, 2, ... updates at gamma 0.5."""
-        gallery = load_gallery("photos", size=self.sent.image_size, limit=PICTURED)
+        gallery = load_gallery("photos", size=self.subjects["standard"].built.image_size, limit=PICTURED)
         case = Case(PICTURED_GAMMA, "paper", {number: (ROUNDS,) for number in PICTURED_UPDATES})
         victims = Victims(gallery, case.defense(), seed=self.options.seed, device=self.device, warn=self.console.print)
         found: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}
@@ -272,21 +264,6 @@ class Run:
             name = gallery.images.ids[client].split("/")[0]
             found.setdefault(name, (gallery.images.images([client])[0], {}))[1][number] = one.images[0]
         return found
-
-    def describe(self, frame: pd.DataFrame) -> None:
-        """run.json: commands, images, versions, commits, machines, weights."""
-        file = self.options.out / "run.json"
-        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        record = {
-            "commands": [*before.get("commands", []), " ".join(["python benchmarks/mjp_adaptive.py", *sys.argv[1:]])],
-            "images": self.gallery.provenance,
-            "versions": provenance.versions(),
-            "commits": sorted(frame["commit"].unique()),
-            "devices": sorted(frame["device"].unique()),
-            "weights": self.sent.provenance,
-            "rows": len(frame),
-        }
-        file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def psnr_of_patches(images: Tensor | None, original: Tensor, chosen: Tensor, patch_size: int) -> float:

@@ -19,7 +19,6 @@ from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.report import RowLog
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-NO_MODEL = "(no gradient)"
 Cases = Mapping[tuple[Setting, str], dict[str, Any]]
 
 
@@ -97,7 +96,7 @@ class Campaign:
         """
         for alike in by_input(settings):
             cases = {
-                (setting, name): self._case(subject, setting.name, name, attack.parameters())
+                (setting, name): self.victims.case(subject, self.defense, setting.name, name, attack.parameters())
                 for setting in alike
                 for name, attack in self.attacks.items()
             }
@@ -106,7 +105,7 @@ class Campaign:
 
     def baselines(self, setting: str) -> None:
         """Write the rows of the two guesses that need no gradient, scored against the original images."""
-        cases = {name: self._case(None, setting, name, {}) for name in BASELINES}
+        cases = {name: self.victims.case(None, self.defense, setting, name, {}) for name in BASELINES}
         mean: Tensor | None = None
         for batch in self._batches(list(cases.values())):
             mean = self.victims.mean_image(self.batch_size) if mean is None else mean
@@ -178,29 +177,6 @@ class Campaign:
                 self._write(cases[setting, name], client, record, one.seconds, one.diagnosis, details)
                 psnr[name].append(record["psnr"])
         self.on_batch(len(batch), psnr)
-
-    def _case(self, subject: Subject | None, setting: str, attack: str, parameters: Mapping[str, Any]) -> dict:
-        """What tells rows apart (`report.rows.CASE`). Clients are told apart by their image: its number may change."""
-        built = subject.built if subject else None
-        return {
-            "dataset": self.victims.gallery.name,
-            "model": built.name if built else NO_MODEL,
-            "weights": built.provenance if built else "",
-            "block": built.block if built else "",
-            "defense": self.defense,
-            "defense_parameters": dict(vars(self.victims.defense)),
-            "setting": setting,
-            "precision": subject.precision if subject else "",
-            "update": "gradient",
-            "batch_size": 1,
-            "local_steps": 1,
-            "seed": self.victims.seed,
-            "threat_model": sorted(c.value for c in subject.threat_model.grants) if subject else [],
-            "attack": attack,
-            "attack_parameters": dict(parameters),
-            "round": 1,
-            "client": 0,
-        }
 
     def _write(
         self, case: Mapping, client: int, record: Mapping, seconds: float, diagnosis: str, details: Mapping

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from fedmjp.audit.per_image import NO_TERMS, attacked_gradients, observe_each
 from fedmjp.data import Gallery
 from fedmjp.defenses import ClientInput, Defense
 from fedmjp.models import BuiltModel, ViT
+
+NO_MODEL = "(no gradient)"
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,44 @@ class Victims:
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
         """Labels of the clients' images; where the head knows fewer classes than the gallery has, they wrap around."""
         return (self.gallery.images.labels[list(clients)] % built.module.num_classes).to(self.device)
+
+    def case(
+        self,
+        subject: Subject | None,
+        defense: str,
+        setting: str,
+        attack: str,
+        parameters: Mapping[str, Any],
+        round: int = 1,
+    ) -> dict[str, Any]:
+        """What tells rows apart (`report.rows.CASE`). Clients are told apart by their image: its number may change.
+
+        Args:
+            subject: None for a guess that needs no gradient.
+            defense: name of the victims' defence.
+            parameters: the attack's.
+            round: updates of its image that a client has sent.
+        """
+        built = subject.built if subject else None
+        return {
+            "dataset": self.gallery.name,
+            "model": built.name if built else NO_MODEL,
+            "weights": built.provenance if built else "",
+            "block": built.block if built else "",
+            "defense": defense,
+            "defense_parameters": dict(vars(self.defense)),
+            "setting": setting,
+            "precision": subject.precision if subject else "",
+            "update": "gradient",
+            "batch_size": 1,
+            "local_steps": 1,
+            "seed": self.seed,
+            "threat_model": sorted(c.value for c in subject.threat_model.grants) if subject else [],
+            "attack": attack,
+            "attack_parameters": dict(parameters),
+            "round": round,
+            "client": 0,
+        }
 
     def batches(self, size: int) -> list[range]:
         """All clients, `size` at a time."""

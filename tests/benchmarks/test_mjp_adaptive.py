@@ -45,15 +45,17 @@ def test_writes_tables_figures_and_provenance(finished) -> None:
     names = {p.name for p in finished.iterdir()}
     assert names >= {"rows.jsonl.gz", "one_update.csv", "updates.csv", "leakage.png", "round_by_round.png", "run.json"}
     rows = load_rows(finished / "rows.jsonl.gz")
-    # two images: two attacks and the rounds' first update, then four more points a schedule, and its first once more
-    assert len(rows) == 2 * (2 + 5 + 5)
+    # two images: three attacks and the rounds' first update, then four more points a schedule, and its first once more
+    assert len(rows) == 2 * (3 + 5 + 5)
     assert json.loads((finished / "run.json").read_text())["rows"] == len(rows)
     assert rows["details"].map(lambda d: d["psnr_visible"]).notna().all()
+    assert set(rows.loc[rows["block"] == "april", "attack"]) == {"april"}
 
 
 def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
     one = pd.read_csv(finished / "one_update.csv").set_index("attack")
     assert one.loc["mjp_subspace", "median"] > one.loc["patch_embedding", "median"] + 3
+    assert one.loc["mjp_subspace", "median"] > one.loc["april", "median"] + 3
     updates = pd.read_csv(finished / "updates.csv").set_index(["setting", "round"])["median"]
     assert updates["paper", 6] > 60
     assert updates["paper", 6] > updates["paper", 1] + 20
@@ -82,7 +84,7 @@ def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, m
 def test_weights_move_and_stay_reproducible(tmp_path) -> None:
     options = mjp_adaptive.Options(model="vit_mini_64", num_images=1, out=tmp_path / "out")
     bench = mjp_adaptive.Run(options, mjp_adaptive.terminal())
-    sent = bench.built()
+    sent = bench.subjects["standard"].built
     once, again = (bench.moved(sent, 2).module.state_dict() for _ in range(2))
     for name, tensor in sent.module.state_dict().items():
         assert torch.equal(once[name], again[name])
