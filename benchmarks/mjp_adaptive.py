@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,14 +35,14 @@ from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
 from attacks.memory import remember
 from fedmjp import provenance
 from fedmjp.audit.harness import Scored, score_found, scorer
-from fedmjp.audit.victims import Setting, Subject, Victims
+from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.metrics import load_lpips
 from fedmjp.metrics.pixel import LEAST_MSE
-from fedmjp.models import BuiltModel, build_model
+from fedmjp.models import build_model
 from fedmjp.report import RowLog, load_rows
 from fedmjp.report.adaptive import round_by_round_figure, write_adaptive
 from fedmjp.report.record import note_run
@@ -201,11 +200,8 @@ class Run:
     def write(self, rows: RowLog, case: dict[str, Any], client: int, one: Scored, last: Observation) -> None:
         """Append one row, unless it is there."""
         image_id = self.gallery.images.ids[client]
-        if rows.done(case, [image_id]):
-            return
-        answer = {"seconds": one.seconds, "diagnosis": one.diagnosis, "details": dict(one.reconstruction.details)}
-        place = {"image": 0, "image_id": image_id, "gradient_norm": last.gradient_norm()}
-        rows.append({**self.columns, **case, **place, **one.records[0], **answer})
+        if not rows.done(case, [image_id]):
+            rows.append({**self.columns, **one.row(case, image_id, last.gradient_norm())})
 
     def follow(
         self, case: Case, victims: Victims, batch: Sequence[int], advance: Callable[[], None]
@@ -219,7 +215,7 @@ class Run:
         histories: list[list[Observation]] = [[] for _ in clients]
         built = self.subjects[case.block].built
         for number in range(1, max(case.attacks) + 1):
-            built = self.moved(built, number) if number > 1 else built
+            built = drifted(built, self.options.drift, self.options.seed, number) if number > 1 else built
             seen = victims.seen(built, MASKED, clients, originals, update=number - 1)
             due = {name: ATTACKS.get(name)() for name in case.attacks.get(number, ())}
             observations = victims.observe(built, seen, clients, due.values(), victims.defense.loss_weights())
@@ -238,16 +234,6 @@ class Run:
             for history in histories:
                 history[-1] = remember(history[-1])
             advance()
-
-    def moved(self, built: BuiltModel, number: int) -> BuiltModel:
-        """The model of the next update: every weight shifted at random, by `drift` of its tensor's size."""
-        generator = torch.Generator().manual_seed(1000 * self.options.seed + number)
-        module = deepcopy(built.module)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                parameter += self.options.drift * parameter.square().mean().sqrt() * noise
-        return replace(built, module=module)
 
     def case(self, victims: Victims, case: Case, number: int, attack: str) -> dict[str, Any]:
         """What tells rows apart (`report.rows.CASE`)."""

@@ -166,19 +166,9 @@ class FederationAudit:
             self.workspace.save_images(
                 self.defense, observation.round, observation.client, scored.attack, scored.images
             )
-        common = self._provenance() | self._case(
-            scored.attack, scored.parameters, observation.round, observation.client
-        )
-        for index, record in enumerate(scored.records):
-            row = common | {
-                "image": index,
-                "image_id": batch.ids[index],
-                "gradient_norm": norm,
-                "seconds": scored.seconds,
-                "diagnosis": scored.diagnosis,
-                "details": dict(scored.reconstruction.details) if scored.reconstruction else {},
-            }
-            self.rows.append(row | record)
+        case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
+        for index, image_id in enumerate(batch.ids):
+            self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
         self.progress.attack_done(scored.attack, [r["psnr"] for r in scored.records])
 
     def _case(self, attack: str, parameters: Mapping[str, Any], round: int, client: int) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class Campaign:
                 for client, record in zip(clients, self.score_images(guess, originals), strict=True):
                     if not self._lacks([cases[name]], client):
                         continue
-                    self._write(cases[name], client, {**record, "gradient_norm": float("nan")}, 0.0, "", {})
+                    self._write(cases[name], client, Scored(name, {}, None, [record], 0.0, ""), float("nan"))
 
     def _batches(self, cases: list[dict[str, Any]]) -> Iterator[list[int]]:
         """Clients, as many at a time as the memory takes, but for batches whose rows are all there.
@@ -172,15 +172,10 @@ class Campaign:
             for client, (norm, one) in zip(clients, lines, strict=True):
                 if not self._lacks([cases[setting, name]], client):
                     continue
-                record = {**one.records[0], "gradient_norm": norm}
-                details = one.reconstruction.details
-                self._write(cases[setting, name], client, record, one.seconds, one.diagnosis, details)
-                psnr[name].append(record["psnr"])
+                self._write(cases[setting, name], client, one, norm)
+                psnr[name].append(one.records[0]["psnr"])
         self.on_batch(len(batch), psnr)
 
-    def _write(
-        self, case: Mapping, client: int, record: Mapping, seconds: float, diagnosis: str, details: Mapping
-    ) -> None:
-        place = {"image": 0, "image_id": self.victims.gallery.images.ids[client]}
-        answer = {"seconds": seconds, "diagnosis": diagnosis, "details": dict(details)}
-        self.rows.append({**self.columns, **case, **place, **record, **answer})
+    def _write(self, case: Mapping, client: int, one: Scored, norm: float) -> None:
+        row = one.row(case, self.victims.gallery.images.ids[client], norm)
+        self.rows.append({**self.columns, **row})

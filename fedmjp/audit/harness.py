@@ -42,6 +42,18 @@ class Scored:
     diagnosis: str
     reconstruction: Reconstruction | None = None
 
+    def row(self, case: Mapping[str, Any], image_id: str, gradient_norm: float, place: int = 0) -> dict[str, Any]:
+        """The results row of one image, but for the run's own columns.
+
+        Args:
+            case: what tells rows apart (`report.rows.CASE`).
+            place: of the image in its batch.
+        """
+        details = dict(self.reconstruction.details) if self.reconstruction else {}
+        answer = {"seconds": self.seconds, "diagnosis": self.diagnosis, "details": details}
+        where = {"image": place, "image_id": image_id, "gradient_norm": gradient_norm}
+        return {**case, **where, **self.records[place], **answer}
+
 
 def run_attack(
     attack: Attack, name: str, observations: Sequence[Observation], originals: Tensor, score_images: ScoreImages

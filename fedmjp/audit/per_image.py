@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -97,6 +97,17 @@ def observe_each(built: BuiltModel, gradients: Mapping[str, Tensor]) -> list[Obs
         )
         for b in range(len(next(iter(gradients.values()))))
     ]
+
+
+def observe_together(observations: Sequence[Observation]) -> Observation:
+    """The update of one client that holds several images in one batch, from what each of them would send alone.
+
+    The loss is the mean over the batch, and so is its gradient. Images that are masked or not alike share the rows'
+    sums as they would in a message.
+    """
+    parts = [o.gradients for o in observations]
+    mean = {name: torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
+    return replace(observations[0], gradients=mean, num_examples=len(observations))
 
 
 def _add_terms(

@@ -68,6 +68,21 @@ def grant_token_gradient(built: BuiltModel) -> BuiltModel:
     return replace(built, module=module)
 
 
+def drifted(built: BuiltModel, drift: float, seed: int, number: int) -> BuiltModel:
+    """The model before its `number`-th update: every weight shifted at random, by `drift` of its tensor's rms.
+
+    What training goes through between two updates, without training: an attack over rounds must not rely on weights
+    that stay.
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + number)
+    module = deepcopy(built.module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter += drift * parameter.square().mean().sqrt() * noise
+    return replace(built, module=module)
+
+
 def lacks_positions(built: BuiltModel) -> bool:
     """Whether this is a plain ViT that was built without a position embedding."""
     return isinstance(built.module, ViT) and built.module.pos_embed is None

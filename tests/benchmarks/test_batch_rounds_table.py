@@ -1,0 +1,83 @@
+"""The benchmark of small batches: the plane of steps, rows, resumption, mistakes."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import batch_rounds
+import pandas as pd
+import pytest
+
+from fedmjp.report import load_rows
+
+SMALL = ["--model", "vit_mini_64", "--num-images", "5", "--batch-sizes", "2"]
+
+
+def run(out: Path, *options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return batch_rounds.main([*SMALL, "--out", str(out), *options])
+    except SystemExit as stop:  # the parser leaves this way
+        return int(stop.code)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("batches") / "out"
+    assert run(out) == 0
+    return out
+
+
+@pytest.mark.parametrize("order", [2, 3, 5])
+def test_any_two_images_meet_once(order: int) -> None:
+    lines = batch_rounds.affine_plane(order)
+    met = [frozenset(pair) for line in lines for pair in combinations(line, 2)]
+    assert len(met) == len(set(met)) == order**2 * (order**2 - 1) // 2
+    assert sorted(point for line in lines[-order:] for point in line) == list(range(order**2))
+
+
+def test_only_looking_back_separates_a_batch(finished) -> None:
+    rows = load_rows(finished / "rows.jsonl.gz")
+    assert len(rows) == 2 * 4  # two attacks, the one full plane of five images
+    assert set(rows["batch_size"]) == {2}
+    table = pd.read_csv(finished / "table.csv").set_index("attack")
+    assert table.loc["batch_rounds", "first_decile"] > 50
+    assert table.loc["patch_embedding", "median"] < 15
+    assert (finished / "separated.png").stat().st_size > 10_000
+    assert (finished / "run.json").exists()
+
+
+def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
+    real, calls = batch_rounds.score_found, []
+
+    def stopping(*rest):
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return real(*rest)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(batch_rounds, "score_found", stopping)
+        assert run(out) == 130
+    assert run(out) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert run(out, "--resume") == 0
+    first, second = (load_rows(o / "rows.jsonl.gz").drop(columns="seconds") for o in (finished, out))
+    pd.testing.assert_frame_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch-sizes", "4"], "primes"),
+        (["--num-images", "3"], "must be at least 4"),
+        (["--images", "no/such/folder"], "neither a folder nor a data set"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], words: str) -> None:
+    assert run(tmp_path / "out", *options) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert words in error[0]
