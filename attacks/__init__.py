@@ -9,6 +9,7 @@ from attacks import (  # noqa: F401  (importing an attack registers it)
     mjp_rounds,
     mjp_subspace,
     patch_embedding,
+    unmix_rounds,
     unmixing,
 )
 from attacks.attention import FirstAttention, find_first_attention

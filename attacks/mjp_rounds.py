@@ -55,32 +55,60 @@ class MJPRounds(Attack):
         """See `Attack.reconstruct`; `details` adds updates used, patches never seen, open directions and misfit."""
         target = observations[-1]
         tokenizer, rows = tokenizer_and_rows(target)
-        last = read_update(target, tokenizer, rows)
-        reasons = why_not(target, last, tokenizer)
-        equations = Equations(tokenizer.num_patches, tokenizer.patch_dim, rows.device)
-        last.add_to(equations)
-        seen = ~last.clean.masked  # (N,)
-        signature = Signature.of(target, tokenizer)
-        if signature is not None and not reasons:
-            for earlier in observations[:-1]:
-                update = _usable(earlier, tokenizer)
-                if update is not None and signature.matches(earlier, tokenizer):
-                    update.add_to(equations)
-                    seen = seen | ~update.clean.masked
-        elif signature is None and len(observations) > 1:
-            reasons.append(
-                f"patches have {tokenizer.patch_dim} values and there are {tokenizer.num_patches} of them: the updates "
-                "do not tell which of them show the same image (needs values > patches); the last one was used alone"
-            )
-        estimate = last.estimate() if equations.updates == 1 else equations.solve()
-        settled = settle(self.prior, estimate, tokenizer, target, seen)
-        details = details_of(last, settled) | {
-            "updates": equations.updates,
-            "never_seen": int((~seen).sum()),
+        known = gather(observations, tokenizer, rows)
+        estimate = known.last.estimate() if known.equations.updates == 1 else known.equations.solve()
+        settled = settle(self.prior, estimate, tokenizer, target, known.seen)
+        details = details_of(known.last, settled) | {
+            "updates": known.equations.updates,
+            "never_seen": int((~known.seen).sum()),
             "open": len(estimate.open),
             "residual": estimate.residual,
         }
-        return reconstruction(target, tokenizer, settled, reasons, details)
+        return reconstruction(target, tokenizer, settled, known.reasons, details)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a client's updates say of the last one's image.
+
+    Attributes:
+        last: the last update, read.
+        equations: of all updates that show its image.
+        seen: (N,) bool, patches that at least one of them shows.
+        reasons: why not to trust it, in words.
+    """
+
+    last: HiddenUpdate
+    equations: Equations
+    seen: Tensor
+    reasons: list[str]
+
+
+def gather(observations: Sequence[Observation], tokenizer: Tokenizer, rows: Tensor) -> Known:
+    """Add up the updates that show the last one's image.
+
+    Args:
+        rows: (N, D), the patches' rows of the last update's position gradient.
+    """
+    target = observations[-1]
+    last = read_update(target, tokenizer, rows)
+    reasons = why_not(target, last, tokenizer)
+    equations = Equations(tokenizer.num_patches, tokenizer.patch_dim, rows.device)
+    last.add_to(equations)
+    seen = ~last.clean.masked  # (N,)
+    signature = Signature.of(target, tokenizer)
+    if signature is not None and not reasons:
+        for earlier in observations[:-1]:
+            update = _usable(earlier, tokenizer)
+            if update is not None and signature.matches(earlier, tokenizer):
+                update.add_to(equations)
+                seen = seen | ~update.clean.masked
+    elif signature is None and len(observations) > 1:
+        reasons.append(
+            f"patches have {tokenizer.patch_dim} values and there are {tokenizer.num_patches} of them: the updates "
+            "do not tell which of them show the same image (needs values > patches); the last one was used alone"
+        )
+    return Known(last, equations, seen, reasons)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ from fedmjp.report.record import note_run
 from fedmjp.report.rows import pack_rows, unpack_rows
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
-ROUNDS, NAIVE = "mjp_rounds", "april"
-PICTURED, PICTURED_GAMMA, PICTURED_UPDATES = 3, 0.5, (1, 2, 4, 6, 8, 12, 16)
+NAIVE = "april"
+PICTURED, PICTURED_BY, PICTURED_GAMMA, PICTURED_UPDATES = 3, ("mjp_rounds",), 0.5, (1, 2, 4, 6, 8, 12, 16)
 # Most updates followed at each gamma: the larger the mask, the more it takes.
 UPDATES = {0.1: (1, 2, 3, 4, 6), 0.3: (1, 2, 4, 6, 9), 0.5: (1, 4, 8, 16, 24), 0.9: (1, 20, 40, 80)}
 
@@ -73,6 +73,10 @@ class Options:
     """Attacks of the first experiment. april runs on APRIL's block, the others on the standard one."""
     update_gammas: tuple[float, ...] = tuple(UPDATES)
     """Masking ratios of the second experiment."""
+    update_attacks: tuple[str, ...] = ("mjp_rounds",)
+    """Attacks of the second experiment. unmix_rounds takes minutes an image."""
+    updates: tuple[int, ...] = ()
+    """Numbers of updates after which to attack (none given: 1 to 6 at gamma 0.1, up to 80 at 0.9)."""
     schedules: tuple[Literal["paper", "released"], ...] = ("paper", "released")
     """Jigsaw in every step, or with probability 1/2 as in the released code."""
     drift: float = 0.01
@@ -110,22 +114,23 @@ def cases(options: Options) -> Iterator[Case]:
     for gamma in dict.fromkeys((*options.gammas, *options.update_gammas)):
         asked = options.attacks if gamma in options.gammas else ()
         single = tuple(name for name in asked if name != NAIVE)
-        counts = UPDATES.get(gamma, (1, 2, 4, 8)) if gamma in options.update_gammas else ()
-        plan = {count: (ROUNDS,) for count in counts}
+        counts = (options.updates or UPDATES.get(gamma, (1, 2, 4, 8))) if gamma in options.update_gammas else ()
+        plan = {count: options.update_attacks for count in counts}
         if NAIVE in asked:
             yield Case(gamma, "paper", {1: (NAIVE,)}, block="april")
-        if single or counts:
-            yield Case(gamma, "paper", {**plan, 1: (*single, *((ROUNDS,) if counts else ()))})
+        if single or "paper" in options.schedules and counts:
+            paper = plan if "paper" in options.schedules else {}
+            yield Case(gamma, "paper", paper | {1: (*single, *paper.get(1, ()))})
         if "released" in options.schedules and counts:
             yield Case(gamma, "released", plan)
 
 
 def _validate(options: Options) -> None:
     """Raise `UsageError` for options that cannot be met, before anything is computed."""
-    for name in options.attacks:
+    for name in (*options.attacks, *options.update_attacks):
         ATTACKS.get(name)().require(ThreatModel(), name)
-    if options.num_images < 1 or options.batch_size < 1:
-        raise UsageError("--num-images and --batch-size must be at least 1")
+    if min(options.num_images, options.batch_size, *options.updates) < 1:
+        raise UsageError("--num-images, --batch-size and --updates must be at least 1")
     for gamma in (*options.gammas, *options.update_gammas):
         DEFENSES.get("mjp")(gamma=gamma).validate()
     if options.out.exists() and any(options.out.glob("rows.jsonl*")) and not options.resume:
@@ -243,7 +248,7 @@ class Run:
     def pictures(self) -> dict[str, tuple[Tensor, dict[int, Tensor]]]:
         """Two embedded photographs with what `mjp_rounds` makes of them after 1, 2, ... updates at gamma 0.5."""
         gallery = load_gallery("photos", size=self.subjects["standard"].built.image_size, limit=PICTURED)
-        case = Case(PICTURED_GAMMA, "paper", {number: (ROUNDS,) for number in PICTURED_UPDATES})
+        case = Case(PICTURED_GAMMA, "paper", {number: PICTURED_BY for number in PICTURED_UPDATES})
         victims = Victims(gallery, case.defense(), seed=self.options.seed, device=self.device, warn=self.console.print)
         found: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}
         for number, client, _, one, _, _ in self.follow(case, victims, range(len(victims)), lambda: None):

@@ -39,13 +39,14 @@ def write_adaptive(rows: pd.DataFrame, out: Path) -> None:
         gamma=[p["gamma"] for p in rows["defense_parameters"]],
         psnr_visible=[float(d.get("psnr_visible", np.nan)) for d in rows["details"]],
     ).sort_values(["gamma", "round"], kind="stable")
-    over_rounds = rows["attack"] == "mjp_rounds"  # with a single update it is mjp_subspace
+    # An attack over updates meets a single one too, where it does no more than the one-update attacks.
+    over_rounds = rows["attack"].isin(rows.loc[rows["round"] > 1, "attack"].unique())
     first = rows[(rows["round"] == 1) & (rows["setting"] == "paper") & ~over_rounds]
     one = adaptive_table(first, ["attack", "gamma"])
     if len(one):
         visible = adaptive_table(first, ["attack", "gamma"], "psnr_visible")[["attack", "gamma", "mean", "median"]]
         one = one.merge(visible, on=["attack", "gamma"], suffixes=("", "_visible"))
-    updates = adaptive_table(rows[over_rounds], ["setting", "gamma", "round"])
+    updates = adaptive_table(rows[over_rounds], ["attack", "setting", "gamma", "round"])
     for name, table in (("one_update", one), ("updates", updates)):
         if len(table):
             table.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
@@ -69,11 +70,13 @@ def _by_gamma(axes: Axes, table: pd.DataFrame) -> None:
 
 def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
     for index, gamma in enumerate(table["gamma"].unique()):
-        for setting, dashes in (("paper", "-"), ("released", ":")):
-            group = table[(table["gamma"] == gamma) & (table["setting"] == setting)]
-            if len(group):
-                label = f"γ = {gamma}" + (", released schedule" if setting == "released" else "")
-                _line(axes, group["round"], group, label, index, ls=dashes)
+        own = table[table["gamma"] == gamma]
+        for (attack, setting), group in own.groupby(["attack", "setting"], sort=False):
+            label = f"γ = {gamma}" + (", released schedule" if setting == "released" else "")
+            look = {"ls": ":" if setting == "released" else "-"}
+            if attack != table["attack"].iloc[0]:
+                label, look = f"{label}, {attack}", look | {"marker": "*", "ms": 9}
+            _line(axes, group["round"], group, label, index, **look)
     axes.set_xscale("log")
     ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= table["round"].max()]
     axes.set_xticks(ticks, [str(t) for t in ticks])

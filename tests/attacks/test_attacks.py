@@ -23,6 +23,7 @@ CASES = [
     ("april", "april", torch.float64, 100.0),
     ("batch_rounds", "standard", torch.float32, 60.0),
     ("unmix", "standard", torch.float32, 60.0),
+    ("unmix_rounds", "standard", torch.float32, 60.0),
     ("mjp_subspace", "standard", torch.float32, 60.0),
     ("mjp_subspace", "april", torch.float64, 100.0),
     ("mjp_rounds", "standard", torch.float32, 60.0),

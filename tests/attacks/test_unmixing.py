@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from attacks import ATTACKS, Observation, UsageError, find_tokenizer
 from attacks.first_block import outside, read_first_block
 from attacks.hidden import read_update
+from attacks.mixture import Evidence, Mixture, Search, distinct, most_spanning, refine
 from attacks.placement import _Board, border_costs, place
-from attacks.unmixing import Mixture, distinct, most_spanning, refine
 from fedmjp.data import load_data
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import score
@@ -84,7 +84,9 @@ def test_truth_is_the_minimum(exact, exact_update) -> None:
     view, mask, moved = exact_update
     tokenizer = find_tokenizer(view.model, view.image_shape)
     rows = view.gradients["pos_embed"][0, 1:]
-    mixture = Mixture(read_update(view, tokenizer, rows), read_first_block(view, tokenizer))
+    update = read_update(view, tokenizer, rows)
+    evidence = Evidence(update.rows, update.basis, update.clean.masked, update.clean.masked)
+    mixture = Mixture(evidence, read_first_block(view, tokenizer))
     patches = tokenizer.patchify(exact.normalise(moved))[0]
     truth = mixture.coordinates(patches - mixture.rows)
     torch.testing.assert_close(mixture.patches(truth), patches, atol=1e-6, rtol=0)
@@ -116,7 +118,7 @@ def test_float32_beats_the_image_prior() -> None:
 def test_does_not_vouch_for_a_fit_that_failed() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
     view, _, _ = masked_update(model, photographs(64, 1), gamma=0.5)
-    found = ATTACKS.get("unmix")(rounds=1, steps=1)([view])
+    found = ATTACKS.get("unmix")(search=Search(rounds=1, steps=1))([view])
     assert "no image was found whose tokens the first MLP's gradients admit" in found.diagnosis
     assert not found.known.any()
 
