@@ -6,6 +6,7 @@ Imports torch and never `fedmjp` or Flower: an attack sees `Observation`s and no
 from attacks import (  # noqa: F401  (importing an attack registers it)
     april,
     batch_rounds,
+    breaching_adapter,
     gradient_matching,
     mjp_rounds,
     mjp_subspace,

@@ -177,6 +177,7 @@ class FederationAudit:
                 "seconds": scored.seconds,
                 "diagnosis": scored.diagnosis,
                 "details": dict(scored.reconstruction.details) if scored.reconstruction else {},
+                "flags": list(scored.reconstruction.flags) if scored.reconstruction else [],
             }
             self.rows.append(row | record)
         self.progress.attack_done(scored.attack, [r["psnr"] for r in scored.records])

@@ -29,7 +29,7 @@ class AprilOptimisation(GradientMatching):
         alpha: weight of the cosine.
     """
 
-    rate: float = 0.1
+    rate: float = 0.3
     alpha: float = 1.0
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT})

@@ -31,7 +31,7 @@ class GradViT(GradientMatching):
         tv, norm, borders: weights of total variation, norm and jumps across patch borders.
     """
 
-    rate: float = 0.1
+    rate: float = 0.3
     tv: float = 0.05
     norm: float = 1e-4
     borders: float = 0.02

@@ -56,10 +56,11 @@ def read(observation: Observation) -> Reading:
         sent = gradients[tokenizer.positions]
         rows = torch.cat([rows[: tokenizer.prefix], clean.rows.to(rows)])
         gradients[tokenizer.positions] = rows.reshape(sent.shape)
+    if not takes_mask(observation.model):
+        hidden = (rows[tokenizer.prefix :] == 0).all(dim=1).any()
+        return Reading(gradients, None, (*flags, "zero_rows_ignored") if hidden else tuple(flags))
     if not clean.masked.any():
         return Reading(gradients, None, tuple(flags))
-    if not takes_mask(observation.model):
-        return Reading(gradients, None, (*flags, "zero_rows_ignored"))
     if observation.num_examples > 1 or observation.local_steps > 1:
         flags.append("one_mask_assumed")  # rows are zero where all images of the update are masked
     return Reading(gradients, clean.masked, tuple(flags))

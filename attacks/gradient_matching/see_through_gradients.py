@@ -28,9 +28,9 @@ class SeeThroughGradients(GradientMatching):
         langevin: noise on the gradient, in units of the rate.
     """
 
-    rate: float = 0.1
-    tv: float = 0.01
-    norm: float = 1e-4
+    rate: float = 0.3
+    tv: float = 0.1
+    norm: float = 1e-3
     group: float = 0.01
     langevin: float = 0.01
 

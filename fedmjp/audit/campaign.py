@@ -1,4 +1,4 @@
-"""Attack the updates of many clients with one image each, and put every score on disk at once.
+"""Attack the updates of many clients with one image each, or a few, and put every score on disk at once.
 
 The way of a datum: image -> defence on the input -> gradients of the attacked layers, a batch of clients in one pass ->
 Observations -> attack, one batched solve -> scores -> rows. Rows that are there already are not computed again, a
@@ -7,13 +7,14 @@ picture that cannot be decoded is left out and told, and a batch that does not f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attacks import ATTACKS, Attack, UsageError
+from attacks import Attack, UsageError
 from fedmjp.audit.harness import BASELINES, Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.report import RowLog
@@ -37,7 +38,8 @@ def answers(
 
     Args:
         settings: that agree in what the model sees.
-        originals: the clients' images (B, C, H, W) in [0, 1], on the device and of the subject's precision.
+        originals: the clients' images (clients x group, C, H, W) in [0, 1], on the device and of the subject's
+            precision.
         attacks: by name; together they decide which layers' gradients are computed, and whose norm is told.
         skip: names that are not run.
 
@@ -55,7 +57,7 @@ def answers(
         reconstructions = attack.attack_many([[o] for o in observations])
         for setting in settings:
             targets = (seen.images if setting.against == "seen" else originals).float()
-            scored = score_found(attack, name, reconstructions, list(targets[:, None]), score_images)
+            scored = score_found(attack, name, reconstructions, list(targets.split(victims.group)), score_images)
             found[setting, name] = list(zip(norms, scored, strict=True))
     return found
 
@@ -65,7 +67,7 @@ class Campaign:
 
     Args:
         defense: name of the victims' defence, for the rows.
-        attacks: names in `ATTACKS`.
+        attacks: by name.
         rows: where every score goes.
         columns: what every row says of its run (`run_id` and `provenance.columns`).
         score_images: see `harness.scorer`.
@@ -78,7 +80,7 @@ class Campaign:
         victims: Victims,
         *,
         defense: str,
-        attacks: Sequence[str],
+        attacks: Mapping[str, Attack],
         rows: RowLog,
         columns: Mapping[str, Any],
         score_images: ScoreImages,
@@ -86,7 +88,7 @@ class Campaign:
         on_batch: Callable[[int, Mapping[str, list[float]]], None],
     ) -> None:
         self.victims, self.defense, self.rows, self.columns = victims, defense, rows, columns
-        self.attacks = {name: ATTACKS.get(name)() for name in attacks}
+        self.attacks = dict(attacks)
         self.score_images, self.batch_size, self.on_batch = score_images, batch_size, on_batch
 
     def attack(self, subject: Subject, settings: Sequence[Setting]) -> None:
@@ -115,10 +117,13 @@ class Campaign:
                 continue
             others = self.victims.decode([self.victims.another(client) for client in clients])[1]
             for name, guess in zip(BASELINES, (mean.expand_as(originals), others), strict=True):
-                for client, record in zip(clients, self.score_images(guess, originals), strict=True):
+                scores = self.score_images(guess, originals)
+                for index, client in enumerate(clients):
                     if not self._lacks([cases[name]], client):
                         continue
-                    self._write(cases[name], client, {**record, "gradient_norm": float("nan")}, 0.0, "", {})
+                    own = scores[index * self.victims.group : (index + 1) * self.victims.group]
+                    answer = {"gradient_norm": float("nan"), "seconds": 0.0, "diagnosis": "", "details": {}}
+                    self._write(cases[name], client, own, answer)
 
     def _batches(self, cases: list[dict[str, Any]]) -> Iterator[list[int]]:
         """Clients, as many at a time as the memory takes, but for batches whose rows are all there.
@@ -136,7 +141,7 @@ class Campaign:
                 self.on_batch(len(batch), {})
 
     def _lacks(self, cases: Sequence[Mapping[str, Any]], client: int) -> bool:
-        return not all(self.rows.done(case, [self.victims.gallery.images.ids[client]]) for case in cases)
+        return not all(self.rows.done(case, self.victims.ids(client)) for case in cases)
 
     def _attack_or_halve(self, subject: Subject, clients: list[int], cases: Cases) -> None:
         try:
@@ -173,11 +178,20 @@ class Campaign:
             for client, (norm, one) in zip(clients, lines, strict=True):
                 if not self._lacks([cases[setting, name]], client):
                     continue
-                record = {**one.records[0], "gradient_norm": norm}
-                details = one.reconstruction.details
-                self._write(cases[setting, name], client, record, one.seconds, one.diagnosis, details)
-                psnr[name].append(record["psnr"])
+                answer = {"gradient_norm": norm, "seconds": one.seconds, "diagnosis": one.diagnosis}
+                answer |= {"details": self._details(subject, client, one), "flags": list(one.reconstruction.flags)}
+                self._write(cases[setting, name], client, one.records, answer)
+                psnr[name] += [record["psnr"] for record in one.records]
         self.on_batch(len(batch), psnr)
+
+    def _details(self, subject: Subject, client: int, one: Scored) -> dict[str, float]:
+        """The attack's own numbers, and the share of the client's labels that it inferred rightly."""
+        details = dict(one.reconstruction.details)
+        if one.reconstruction.labels is not None:
+            true = Counter(self.victims.labels(subject.built, [client]).tolist())
+            found = Counter(one.reconstruction.labels.tolist())
+            details["label_accuracy"] = (true & found).total() / true.total()
+        return details
 
     def _case(self, subject: Subject | None, setting: str, attack: str, parameters: Mapping[str, Any]) -> dict:
         """What tells rows apart (`report.rows.CASE`). Clients are told apart by their image: its number may change."""
@@ -192,7 +206,7 @@ class Campaign:
             "setting": setting,
             "precision": subject.precision if subject else "",
             "update": "gradient",
-            "batch_size": 1,
+            "batch_size": self.victims.group,
             "local_steps": 1,
             "seed": self.victims.seed,
             "threat_model": sorted(c.value for c in subject.threat_model.grants) if subject else [],
@@ -203,8 +217,8 @@ class Campaign:
         }
 
     def _write(
-        self, case: Mapping, client: int, record: Mapping, seconds: float, diagnosis: str, details: Mapping
+        self, case: Mapping[str, Any], client: int, records: Sequence[Mapping], answer: Mapping[str, Any]
     ) -> None:
-        place = {"image": 0, "image_id": self.victims.gallery.images.ids[client]}
-        answer = {"seconds": seconds, "diagnosis": diagnosis, "details": dict(details)}
-        self.rows.append({**self.columns, **case, **place, **record, **answer})
+        for index, (name, record) in enumerate(zip(self.victims.ids(client), records, strict=True)):
+            place = {"image": index, "image_id": name}
+            self.rows.append({**self.columns, **case, **place, **record, **answer})
