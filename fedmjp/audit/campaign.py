@@ -106,16 +106,19 @@ class Campaign:
             for clients in self._batches(list(cases.values())):
                 self._attack_or_halve(subject, clients, cases)
 
-    def baselines(self, setting: str) -> None:
-        """Write the rows of the two guesses that need no gradient, scored against the original images."""
+    def baselines(self, setting: str, mean: Tensor | None = None) -> None:
+        """Write the rows of the two guesses that need no gradient, scored against the original images.
+
+        Args:
+            mean: (1, C, H, W) to take for the mean image; by default that of the victims' images.
+        """
         cases = {name: self._case(None, setting, name, {}) for name in BASELINES}
-        mean: Tensor | None = None
         for batch in self._batches(list(cases.values())):
             mean = self.victims.mean_image(self.batch_size) if mean is None else mean
             clients, originals = self.victims.decode(batch)
             if not clients:
                 continue
-            others = self.victims.decode([self.victims.another(client) for client in clients])[1]
+            others = self.victims.others(clients, originals)
             for name, guess in zip(BASELINES, (mean.expand_as(originals), others), strict=True):
                 scores = self.score_images(guess, originals)
                 for index, client in enumerate(clients):

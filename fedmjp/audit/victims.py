@@ -193,13 +193,22 @@ class Victims:
         """Mean of the images that can be read, (1, C, H, W)."""
         total, count = torch.zeros((), device=self.device), 0
         for batch in self.batches(batch_size):
-            clients, images = self.decode(batch, torch.float64)
-            total, count = total + images.sum(dim=0, keepdim=True), count + len(clients)
+            images = self.decode(batch, torch.float64)[1]
+            total, count = total + images.sum(dim=0, keepdim=True), count + len(images)
         return (total / count).float()
 
     def another(self, client: int) -> int:
         """The next client whose image can be read."""
         return next(o for k in range(1, len(self) + 1) if (o := (client + k) % len(self)) not in self.unreadable)
+
+    def others(self, clients: Sequence[int], originals: Tensor) -> Tensor:
+        """For each of the clients' images another one, (clients x group, C, H, W): the next client's, in its order.
+
+        Where there is no other client, the next image of the same batch.
+        """
+        if len(self) - len(self.unreadable) == 1:
+            return originals.roll(1, dims=0)
+        return self.decode([self.another(client) for client in clients])[1]
 
     @torch.no_grad()
     def accuracy(self, subject: Subject, setting: Setting, batch_size: int) -> float:
@@ -212,7 +221,7 @@ class Victims:
             extra = () if seen.position_mask is None else (seen.position_mask,)
             logits = module(subject.built.normalise(seen.images), *extra)
             right += int((logits.argmax(dim=1) == self.labels(subject.built, clients)).sum())
-            count += len(clients)
+            count += len(originals)
         return right / count
 
     def _generator(self, client: int, update: int) -> torch.Generator:
