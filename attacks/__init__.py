@@ -6,6 +6,8 @@ Imports torch and never `fedmjp` or Flower: an attack sees `Observation`s and no
 from attacks import (  # noqa: F401  (importing an attack registers it)
     april,
     batch_rounds,
+    breaching_adapter,
+    gradient_matching,
     mjp_rounds,
     mjp_subspace,
     patch_embedding,
@@ -13,7 +15,7 @@ from attacks import (  # noqa: F401  (importing an attack registers it)
     unmixing,
 )
 from attacks.attention import FirstAttention, find_first_attention
-from attacks.base import ATTACKS, Attack
+from attacks.base import ATTACKS, Attack, Interrupted
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import Registry, UsageError
 from attacks.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, has_tokenizer
@@ -23,6 +25,7 @@ __all__ = [
     "Attack",
     "Capability",
     "FirstAttention",
+    "Interrupted",
     "Observation",
     "Reconstruction",
     "Registry",

@@ -20,6 +20,20 @@ from attacks.registry import Registry, UsageError
 
 # A gradient below this norm holds nothing but round-off of a float32 loss.
 NEGLIGIBLE_NORM = 1e-10
+# Below this one a saturated model, and no defence, may be what blunts an attack.
+SMALL_NORM = 1e-5
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped an attack that works step by step.
+
+    Attributes:
+        found: a `Reconstruction` for each case, the best so far.
+    """
+
+    def __init__(self, found: list[Reconstruction]) -> None:
+        super().__init__("an attack was interrupted")
+        self.found = found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +41,8 @@ class Attack(ABC):
     """Base class: configuration in the dataclass fields, data in the call, the same checks before every attack."""
 
     needs: ClassVar[frozenset[Capability]] = frozenset()
+    # Whether the attack reads the whole update, and not just the layers that make the tokens and `linear_layers`.
+    reads_every_parameter: ClassVar[bool] = False
 
     def __call__(self, observations: Sequence[Observation]) -> Reconstruction:
         """Attack a sequence of updates of one client, oldest first.
@@ -52,7 +68,11 @@ class Attack(ABC):
             found = iter(self.reconstruct_many(open_cases) if open_cases else [])
         results = [Reconstruction(images=None, diagnosis=reason) if reason else next(found) for reason in refused]
         share = (time.perf_counter() - started) / max(len(cases), 1)
-        return [replace(result, seconds=share) for result in results]
+        small = [("gradient_near_zero",) if case[-1].gradient_norm() < SMALL_NORM else () for case in cases]
+        return [
+            replace(result, seconds=share, flags=(*result.flags, *flags))
+            for result, flags in zip(results, small, strict=True)
+        ]
 
     @abstractmethod
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:

@@ -114,7 +114,13 @@ class ClosedForm(Attack):
             "masked": hidden,
         }
         batch = (observation.num_examples, -1, -1, -1)
-        return Reconstruction(images.expand(batch), known.expand(batch), diagnosis="; ".join(reasons), details=details)
+        return Reconstruction(
+            images.expand(batch),
+            known.expand(batch),
+            diagnosis="; ".join(reasons),
+            details=details,
+            flags=("zero_rows_ignored",) if hidden else (),
+        )
 
 
 def unmet_assumptions(observation: Observation, masked: Tensor) -> list[str]:

@@ -108,6 +108,9 @@ class Reconstruction:
             trusted.
         seconds: wall-clock time of the attack.
         details: numbers worth a column elsewhere, such as the condition number of the system solved.
+        flags: warnings that an evaluation may be unreliable, in short names: loss_above_start, gradient_near_zero,
+            zero_rows_ignored (masked positions taken for visible ones), one_mask_assumed (for all images of a batch),
+            labels_given (not inferred), batch_statistics_assumed (the model has batch norms).
     """
 
     images: Tensor | None
@@ -116,3 +119,4 @@ class Reconstruction:
     diagnosis: str = ""
     seconds: float = 0.0
     details: Mapping[str, float] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()

@@ -236,7 +236,7 @@ class Run:
         campaign = Campaign(
             victims,
             defense="mjp",
-            attacks=self.options.attacks,
+            attacks={name: ATTACKS.get(name)() for name in self.options.attacks},
             rows=rows,
             columns=self.columns,
             score_images=scorer(built.patch_size, self.lpips),

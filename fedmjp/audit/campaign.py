@@ -1,4 +1,4 @@
-"""Attack the updates of many clients with one image each, and put every score on disk at once.
+"""Attack the updates of many clients with one image each, or a few, and put every score on disk at once.
 
 The way of a datum: image -> defence on the input -> gradients of the attacked layers, a batch of clients in one pass ->
 Observations -> attack, one batched solve -> scores -> rows. Rows that are there already are not computed again, a
@@ -7,13 +7,15 @@ picture that cannot be decoded is left out and told, and a batch that does not f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attacks import ATTACKS, Attack, UsageError
+from attacks import Attack, UsageError
 from fedmjp.audit.harness import BASELINES, Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.report import RowLog
@@ -36,7 +38,8 @@ def answers(
 
     Args:
         settings: that agree in what the model sees.
-        originals: the clients' images (B, C, H, W) in [0, 1], on the device and of the subject's precision.
+        originals: the clients' images (clients x group, C, H, W) in [0, 1], on the device and of the subject's
+            precision.
         attacks: by name; together they decide which layers' gradients are computed, and whose norm is told.
         skip: names that are not run.
 
@@ -54,7 +57,7 @@ def answers(
         reconstructions = attack.attack_many([[o] for o in observations])
         for setting in settings:
             targets = (seen.images if setting.against == "seen" else originals).float()
-            scored = score_found(attack, name, reconstructions, list(targets[:, None]), score_images)
+            scored = score_found(attack, name, reconstructions, list(targets.split(victims.group)), score_images)
             found[setting, name] = list(zip(norms, scored, strict=True))
     return found
 
@@ -64,7 +67,7 @@ class Campaign:
 
     Args:
         defense: name of the victims' defence, for the rows.
-        attacks: names in `ATTACKS`.
+        attacks: by name.
         rows: where every score goes.
         columns: what every row says of its run (`run_id` and `provenance.columns`).
         score_images: see `harness.scorer`.
@@ -77,7 +80,7 @@ class Campaign:
         victims: Victims,
         *,
         defense: str,
-        attacks: Sequence[str],
+        attacks: Mapping[str, Attack],
         rows: RowLog,
         columns: Mapping[str, Any],
         score_images: ScoreImages,
@@ -85,7 +88,7 @@ class Campaign:
         on_batch: Callable[[int, Mapping[str, list[float]]], None],
     ) -> None:
         self.victims, self.defense, self.rows, self.columns = victims, defense, rows, columns
-        self.attacks = {name: ATTACKS.get(name)() for name in attacks}
+        self.attacks = dict(attacks)
         self.score_images, self.batch_size, self.on_batch = score_images, batch_size, on_batch
 
     def attack(self, subject: Subject, settings: Sequence[Setting]) -> None:
@@ -103,21 +106,26 @@ class Campaign:
             for clients in self._batches(list(cases.values())):
                 self._attack_or_halve(subject, clients, cases)
 
-    def baselines(self, setting: str) -> None:
-        """Write the rows of the two guesses that need no gradient, scored against the original images."""
+    def baselines(self, setting: str, mean: Tensor | None = None) -> None:
+        """Write the rows of the two guesses that need no gradient, scored against the original images.
+
+        Args:
+            mean: (1, C, H, W) to take for the mean image; by default that of the victims' images.
+        """
         cases = {name: self.victims.case(None, self.defense, setting, name, {}) for name in BASELINES}
-        mean: Tensor | None = None
         for batch in self._batches(list(cases.values())):
             mean = self.victims.mean_image(self.batch_size) if mean is None else mean
             clients, originals = self.victims.decode(batch)
             if not clients:
                 continue
-            others = self.victims.decode([self.victims.another(client) for client in clients])[1]
+            others = self.victims.others(clients, originals)
             for name, guess in zip(BASELINES, (mean.expand_as(originals), others), strict=True):
-                for client, record in zip(clients, self.score_images(guess, originals), strict=True):
+                scores = self.score_images(guess, originals)
+                for index, client in enumerate(clients):
                     if not self._lacks([cases[name]], client):
                         continue
-                    self._write(cases[name], client, Scored(name, {}, None, [record], 0.0, ""), float("nan"))
+                    own = scores[index * self.victims.group : (index + 1) * self.victims.group]
+                    self._write(cases[name], client, Scored(name, {}, None, own, 0.0, ""), float("nan"))
 
     def _batches(self, cases: list[dict[str, Any]]) -> Iterator[list[int]]:
         """Clients, as many at a time as the memory takes, but for batches whose rows are all there.
@@ -135,7 +143,7 @@ class Campaign:
                 self.on_batch(len(batch), {})
 
     def _lacks(self, cases: Sequence[Mapping[str, Any]], client: int) -> bool:
-        return not all(self.rows.done(case, [self.victims.gallery.images.ids[client]]) for case in cases)
+        return not all(self.rows.done(case, self.victims.ids(client)) for case in cases)
 
     def _attack_or_halve(self, subject: Subject, clients: list[int], cases: Cases) -> None:
         try:
@@ -172,10 +180,20 @@ class Campaign:
             for client, (norm, one) in zip(clients, lines, strict=True):
                 if not self._lacks([cases[setting, name]], client):
                     continue
-                self._write(cases[setting, name], client, one, norm)
-                psnr[name].append(one.records[0]["psnr"])
+                self._write(cases[setting, name], client, self._graded(subject, client, one), norm)
+                psnr[name] += [record["psnr"] for record in one.records]
         self.on_batch(len(batch), psnr)
 
-    def _write(self, case: Mapping, client: int, one: Scored, norm: float) -> None:
-        row = one.row(case, self.victims.gallery.images.ids[client], norm)
-        self.rows.append({**self.columns, **row})
+    def _graded(self, subject: Subject, client: int, one: Scored) -> Scored:
+        """The answer with the share of the client's labels that the attack inferred rightly, where it inferred any."""
+        found = one.reconstruction.labels
+        if found is None:
+            return one
+        true = Counter(self.victims.labels(subject.built, [client]).tolist())
+        share = (true & Counter(found.tolist())).total() / true.total()
+        details = {**one.reconstruction.details, "label_accuracy": share}
+        return replace(one, reconstruction=replace(one.reconstruction, details=details))
+
+    def _write(self, case: Mapping[str, Any], client: int, one: Scored, norm: float) -> None:
+        for place, image_id in enumerate(self.victims.ids(client)):
+            self.rows.append({**self.columns, **one.row(case, image_id, norm, place)})

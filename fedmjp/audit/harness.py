@@ -50,7 +50,8 @@ class Scored:
             place: of the image in its batch.
         """
         details = dict(self.reconstruction.details) if self.reconstruction else {}
-        answer = {"seconds": self.seconds, "diagnosis": self.diagnosis, "details": details}
+        flags = list(self.reconstruction.flags) if self.reconstruction else []
+        answer = {"seconds": self.seconds, "diagnosis": self.diagnosis, "details": details, "flags": flags}
         where = {"image": place, "image_id": image_id, "gradient_norm": gradient_norm}
         return {**case, **where, **self.records[place], **answer}
 

@@ -15,12 +15,14 @@ def match(reconstructions: Tensor, originals: Tensor) -> Tensor:
     """For each original the index of its reconstruction.
 
     Args:
-        reconstructions, originals: (B, C, H, W).
+        reconstructions: (B' >= B, C, H, W).
+        originals: (B, C, H, W).
 
     Returns:
-        (B,) int64, a permutation: `reconstructions[result]` lines up with `originals`.
+        (B,) int64: `reconstructions[result]` lines up with `originals`. A permutation, or a choice where there are more
+        reconstructions than originals (an update of several local steps, of which one step's images are asked for).
     """
-    if len(originals) == 1:
+    if len(reconstructions) == 1:
         return torch.zeros(1, dtype=torch.int64, device=reconstructions.device)
     cost = torch.cdist(originals.flatten(1).double(), reconstructions.flatten(1).double()).square()
     return torch.as_tensor(linear_sum_assignment(cost.cpu().numpy())[1], device=reconstructions.device)

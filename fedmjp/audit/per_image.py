@@ -20,8 +20,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from attacks import Observation, find_tokenizer
+from fedmjp.defenses import ClientInput
 from fedmjp.models import BuiltModel
-from fedmjp.objectives import TERMS
+from fedmjp.objectives import TERMS, client_loss
 
 # Parameters that a ViT adds to its tokens: their gradient an image needs a copy of them an image.
 ADDED = ("pos_embed", "unk_embed", "cls_token")
@@ -85,18 +86,48 @@ def attacked_gradients(
 
 def observe_each(built: BuiltModel, gradients: Mapping[str, Tensor]) -> list[Observation]:
     """The adversary's view of each of the B clients whose gradients are stacked, (B, *shape) by name."""
-    return [
-        Observation(
-            gradients={name: stacked[b] for name, stacked in gradients.items()},
-            model=built.module,
-            num_examples=1,
-            image_shape=(3, built.image_size, built.image_size),
-            mean=tuple(built.mean),
-            std=tuple(built.std),
-            client=b,
-        )
-        for b in range(len(next(iter(gradients.values()))))
-    ]
+    count = len(next(iter(gradients.values())))
+    return [_observation(built, {name: g[b] for name, g in gradients.items()}, 1, b) for b in range(count)]
+
+
+def observe_groups(
+    built: BuiltModel,
+    seen: ClientInput,
+    labels: Tensor,
+    group: int,
+    loss_weights: Mapping[str, float] = NO_TERMS,
+) -> list[Observation]:
+    """The adversary's view of whole updates, one client after the other, each with `group` images.
+
+    Args:
+        seen: images (clients x group, C, H, W) in [0, 1] and, where positions are hidden, their mask.
+        labels: (clients x group,) int64.
+        loss_weights: terms beyond the cross-entropy, by name of the objective.
+    """
+    names, parameters = zip(*built.module.named_parameters(), strict=True)
+    views = []
+    for client, start in enumerate(range(0, len(labels), group)):
+        own = slice(start, start + group)
+        mask = None if seen.position_mask is None else seen.position_mask[own]
+        with torch.enable_grad():
+            loss = client_loss(built, seen.images[own], labels[own], mask, loss_weights)
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        sent = zip(names, parameters, found, strict=True)
+        gradients = {name: torch.zeros_like(p) if g is None else g for name, p, g in sent}
+        views.append(_observation(built, gradients, group, client))
+    return views
+
+
+def _observation(built: BuiltModel, gradients: Mapping[str, Tensor], count: int, client: int) -> Observation:
+    return Observation(
+        gradients=gradients,
+        model=built.module,
+        num_examples=count,
+        image_shape=(3, built.image_size, built.image_size),
+        mean=tuple(built.mean),
+        std=tuple(built.std),
+        client=client,
+    )
 
 
 def observe_together(observations: Sequence[Observation]) -> Observation:

@@ -1,4 +1,4 @@
-"""Clients with one image each: what a model sees of their images, what they send, how well it classifies them."""
+"""Clients with one image each, or a few: what a model sees of them, what is sent, how well it classifies them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Observation, ThreatModel, UsageError, find_tokenizer
-from fedmjp.audit.per_image import NO_TERMS, attacked_gradients, observe_each
+from fedmjp.audit.per_image import NO_TERMS, attacked_gradients, observe_each, observe_groups
 from fedmjp.data import Gallery
 from fedmjp.defenses import ClientInput, Defense
 from fedmjp.models import BuiltModel, ViT
@@ -97,31 +97,49 @@ def by_input(settings: Sequence[Setting]) -> list[list[Setting]]:
 
 
 class Victims:
-    """One client an image of a gallery.
+    """One client an image of a gallery, or one for every `group` of them.
 
     Args:
         defense: acts on the input in the settings that ask for it.
-        seed: with an image's id it fixes what the defence draws for that image, whatever the batch or the device.
+        seed: with the id of a client's first image it fixes what the defence draws for that client, whatever the batch
+            or the device.
         warn: told in a line which picture cannot be decoded; such clients are left out from then on.
+        group: images a client holds, next to each other in the gallery; what is left over at its end is not used.
     """
 
     def __init__(
-        self, gallery: Gallery, defense: Defense, *, seed: int, device: torch.device, warn: Callable[[str], None]
+        self,
+        gallery: Gallery,
+        defense: Defense,
+        *,
+        seed: int,
+        device: torch.device,
+        warn: Callable[[str], None],
+        group: int = 1,
     ) -> None:
         self.gallery, self.defense, self.seed, self.device, self.warn = gallery, defense, seed, device, warn
+        self.group = group
         self.unreadable: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self.gallery.images)
+        return len(self.gallery.images) // self.group
+
+    def members(self, client: int) -> list[int]:
+        """Places of a client's images in the gallery."""
+        return list(range(client * self.group, (client + 1) * self.group))
+
+    def ids(self, client: int) -> list[str]:
+        """Names of a client's images."""
+        return [self.gallery.images.ids[place] for place in self.members(client)]
 
     def decode(self, clients: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[list[int], Tensor]:
-        """(clients whose image can be read, their images (B, C, H, W) in [0, 1] on the device)."""
+        """(clients whose images can be read, their images (clients x group, C, H, W) in [0, 1] on the device)."""
         found = {}
         for client in clients:
             if client in self.unreadable:
                 continue
             try:
-                found[client] = self.gallery.images.images([client])
+                found[client] = self.gallery.images.images(self.members(client))
             except UsageError as error:
                 self.unreadable.add(client)
                 self.warn(f"left out: {error}")
@@ -132,23 +150,23 @@ class Victims:
     def seen(
         self, built: BuiltModel, setting: Setting, clients: Sequence[int], originals: Tensor, update: int = 0
     ) -> ClientInput:
-        """The clients' images (B, C, H, W) as the model sees them.
+        """The clients' images (clients x group, C, H, W) as the model sees them.
 
         Args:
             update: counts the updates that a client sends of its image; each draws anew.
         """
         if not setting.defended:
             return ClientInput(originals)
-        pairs = zip(clients, originals, strict=True)
+        pairs = zip(clients, originals.split(self.group), strict=True)
         inputs = [
-            self.defense.on_input(image[None], built, self._generator(client, update), update + 1)
-            for client, image in pairs
+            self.defense.on_input(images, built, self._generator(client, update), update + 1)
+            for client, images in pairs
         ]
         images = torch.cat([i.images for i in inputs])
         if not setting.hidden or all(i.position_mask is None for i in inputs):
             return ClientInput(images)
         # A step that the schedule spares hides nothing.
-        nothing = torch.zeros(1, built.grid[0] * built.grid[1], dtype=torch.bool, device=images.device)
+        nothing = torch.zeros(self.group, built.grid[0] * built.grid[1], dtype=torch.bool, device=images.device)
         return ClientInput(images, torch.cat([nothing if i.position_mask is None else i.position_mask for i in inputs]))
 
     def observe(
@@ -164,12 +182,15 @@ class Victims:
         Args:
             loss_weights: terms that the clients add to the cross-entropy.
         """
+        attacks, labels = list(attacks), self.labels(built, clients)
+        if self.group > 1 or any(attack.reads_every_parameter for attack in attacks):
+            return observe_groups(built, seen, labels, self.group, loss_weights)
         width = find_tokenizer(built.module, (3, built.image_size, built.image_size)).width
         layers = dict.fromkeys(name for attack in attacks for name in attack.linear_layers(built.module, width))
         gradients = attacked_gradients(
             built,
             seen.images,
-            self.labels(built, clients),
+            labels,
             seen.position_mask,
             layers=tuple(layers),
             loss_weights=loss_weights,
@@ -178,7 +199,8 @@ class Victims:
 
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
         """Labels of the clients' images; where the head knows fewer classes than the gallery has, they wrap around."""
-        return (self.gallery.images.labels[list(clients)] % built.module.num_classes).to(self.device)
+        places = [place for client in clients for place in self.members(client)]
+        return (self.gallery.images.labels[places] % built.module.num_classes).to(self.device)
 
     def case(
         self,
@@ -208,7 +230,7 @@ class Victims:
             "setting": setting,
             "precision": subject.precision if subject else "",
             "update": "gradient",
-            "batch_size": 1,
+            "batch_size": self.group,
             "local_steps": 1,
             "seed": self.seed,
             "threat_model": sorted(c.value for c in subject.threat_model.grants) if subject else [],
@@ -226,13 +248,22 @@ class Victims:
         """Mean of the images that can be read, (1, C, H, W)."""
         total, count = torch.zeros((), device=self.device), 0
         for batch in self.batches(batch_size):
-            clients, images = self.decode(batch, torch.float64)
-            total, count = total + images.sum(dim=0, keepdim=True), count + len(clients)
+            images = self.decode(batch, torch.float64)[1]
+            total, count = total + images.sum(dim=0, keepdim=True), count + len(images)
         return (total / count).float()
 
     def another(self, client: int) -> int:
         """The next client whose image can be read."""
         return next(o for k in range(1, len(self) + 1) if (o := (client + k) % len(self)) not in self.unreadable)
+
+    def others(self, clients: Sequence[int], originals: Tensor) -> Tensor:
+        """For each of the clients' images another one, (clients x group, C, H, W): the next client's, in its order.
+
+        Where there is no other client, the next image of the same batch.
+        """
+        if len(self) - len(self.unreadable) == 1:
+            return originals.roll(1, dims=0)
+        return self.decode([self.another(client) for client in clients])[1]
 
     @torch.no_grad()
     def accuracy(self, subject: Subject, setting: Setting, batch_size: int) -> float:
@@ -245,11 +276,11 @@ class Victims:
             extra = () if seen.position_mask is None else (seen.position_mask,)
             logits = module(subject.built.normalise(seen.images), *extra)
             right += int((logits.argmax(dim=1) == self.labels(subject.built, clients)).sum())
-            count += len(clients)
+            count += len(originals)
         return right / count
 
     def _generator(self, client: int, update: int) -> torch.Generator:
-        key = zlib.crc32(self.gallery.images.ids[client].encode())
+        key = zlib.crc32(self.ids(client)[0].encode())
         sequence = np.random.SeedSequence([self.seed, 4, key], spawn_key=(update,) if update else ())
         entropy = sequence.generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,13 @@ class ClientInput:
 
 @dataclass(frozen=True)
 class Defense:
-    """Base class and, as it stands, no defence: every hook hands on what it is given."""
+    """Base class and, as it stands, no defence: every hook hands on what it is given.
+
+    Attributes:
+        random: whether the same client would send something else next time.
+    """
+
+    random: ClassVar[bool] = False
 
     def model_name(self, name: str) -> str:
         """The variant of model `name` that the clients train under this defence."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import tyro
@@ -29,6 +29,8 @@ from fedmjp.models import MODELS, BuiltModel, split_name
 @dataclass(frozen=True)
 class MaskedJigsawPuzzle(Defense):
     """Options of --defense mjp."""
+
+    random: ClassVar[bool] = True
 
     gamma: float = 0.9
     """Share of patches that are masked and shuffled, in [0, 1]. The paper attacks at 0.9 and trains best at 0.1."""

@@ -8,6 +8,7 @@ hence this one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from fedmjp.defenses.base import DEFENSES, Defense
 @dataclass(frozen=True)
 class ClippedNoise(Defense):
     """Options of --defense noise."""
+
+    random: ClassVar[bool] = True
 
     clip_norm: float = 1.0
     """Largest Euclidean norm of an update."""

@@ -52,7 +52,10 @@ ROW_KEYS = (
     "seconds",
     "diagnosis",
     "details",
+    "flags",
 )
+# What a row may leave out, as rows written before the key was known do.
+OPTIONAL = {"flags": []}
 
 # What was asked, as opposed to what was measured and where: rows that agree in all of it are the same row.
 CASE = (
@@ -106,7 +109,7 @@ class RowLog:
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any]) -> bool:
-        """Write one row and flush it; NaN and infinities become null.
+        """Write one row and flush it; NaN and infinities become null. `flags` may be left out where none were raised.
 
         A resumed run repeats a batch that was only partly written: images already in the file when it was opened are
         then left as they are.
@@ -117,6 +120,7 @@ class RowLog:
         Raises:
             ValueError: keys missing or unknown, or the row was already appended through this log.
         """
+        row = OPTIONAL | dict(row)
         missing = [key for key in ROW_KEYS if key not in row]
         unknown = [key for key in row if key not in ROW_KEYS]
         if missing or unknown:
@@ -220,7 +224,8 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:  # JSONDecodeError and UnicodeDecodeError both are
         return None
-    return row if isinstance(row, dict) and set(row) == set(ROW_KEYS) else None
+    row = OPTIONAL | row if isinstance(row, dict) else {}
+    return {key: row[key] for key in ROW_KEYS} if set(row) == set(ROW_KEYS) else None
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from attacks import UsageError
+from attacks import ATTACKS, Attack, UsageError
 from fedmjp import provenance
 from fedmjp.audit import campaign as campaign_module
 from fedmjp.audit.campaign import Campaign
@@ -38,10 +38,14 @@ def victims_of(place: str = "photos", limit: int | None = 5, told: list | None =
     return Victims(gallery, DEFENSES.get("mjp")(gamma=0.5), seed=seed, device=CPU, warn=warn)
 
 
+def made(*names: str) -> dict[str, Attack]:
+    return {name: ATTACKS.get(name)() for name in names}
+
+
 def campaign_on(victims: Victims, rows: RowLog, batch_size: int = 3, **changes) -> Campaign:
     options = {
         "defense": "mjp",
-        "attacks": ["patch_embedding", "april"],
+        "attacks": made("patch_embedding", "april"),
         "rows": rows,
         "columns": {"run_id": "test", **provenance.columns(CPU)},
         "score_images": scorer(8, None),
@@ -93,7 +97,7 @@ def test_the_batch_size_changes_nothing(tmp_path, subject, batch_size: int) -> N
 
 def test_what_is_there_is_not_computed_again(tmp_path, subject, monkeypatch) -> None:
     with RowLog(tmp_path / "rows.jsonl") as rows:
-        campaign_on(victims_of(limit=3), rows, batch_size=3, attacks=["april"]).attack(subject, [ORIGINAL])
+        campaign_on(victims_of(limit=3), rows, batch_size=3, attacks=made("april")).attack(subject, [ORIGINAL])
         sizes = []
         real = campaign_module.answers
 
@@ -102,7 +106,7 @@ def test_what_is_there_is_not_computed_again(tmp_path, subject, monkeypatch) -> 
             return real(victims, subject, settings, clients, originals, attacks, score_images, skip)
 
         monkeypatch.setattr(campaign_module, "answers", counting)
-        campaign_on(victims_of(limit=5), rows, attacks=["april"]).attack(subject, [ORIGINAL])
+        campaign_on(victims_of(limit=5), rows, attacks=made("april")).attack(subject, [ORIGINAL])
         campaign_on(victims_of(limit=5), rows).attack(subject, [ORIGINAL])
         assert sizes == [(2, ["april"]), (3, ["patch_embedding"]), (2, ["patch_embedding"])]
         assert len(rows.rows()) == 10
@@ -198,7 +202,7 @@ def test_a_folder_of_trouble_loses_only_what_cannot_be_read(tmp_path, subject) -
     victims = victims_of(str(folder), None, told)
     assert {reason.split(":")[0] for reason in victims.gallery.skipped} == {"empty.jpg", "text.png"}
     with RowLog(tmp_path / "rows.jsonl") as rows:
-        campaign = campaign_on(victims, rows, attacks=["patch_embedding"])
+        campaign = campaign_on(victims, rows, attacks=made("patch_embedding"))
         campaign.attack(subject, [ORIGINAL])
         campaign.baselines("a")
         found = {r["image_id"]: r["psnr"] for r in rows.rows() if r["attack"] == "patch_embedding"}
@@ -211,7 +215,7 @@ def test_a_folder_of_trouble_loses_only_what_cannot_be_read(tmp_path, subject) -
 def test_float64_is_float64_all_the_way(tmp_path) -> None:
     subject = Subject(build_model("vit_mini_64", num_classes=8, weights="random", block="april"), precision="float64")
     with RowLog(tmp_path / "rows.jsonl") as rows:
-        campaign_on(victims_of(), rows, attacks=["april"]).attack(subject, [ORIGINAL])
+        campaign_on(victims_of(), rows, attacks=made("april")).attack(subject, [ORIGINAL])
         assert min(psnr(rows, "a", "april")) > 100
         assert {r["precision"] for r in rows.rows()} == {"float64"}
 
@@ -223,3 +227,41 @@ def test_accuracy_counts_right_answers(subject) -> None:
         right = subject.built.module(subject.built.normalise(images)).argmax(dim=1)
     victims.gallery.images.labels[:3], victims.gallery.images.labels[3:] = right[:3], (right[3:] + 1) % 8
     assert victims.accuracy(subject, ORIGINAL, 2) == pytest.approx(3 / 5)
+
+
+def test_clients_with_several_images(tmp_path, subject) -> None:
+    gallery = load_gallery("photos", size=64, limit=5)
+    defense = DEFENSES.get("mjp")(gamma=0.5)
+    victims = Victims(gallery, defense, seed=0, device=CPU, warn=lambda line: None, group=2)
+    assert len(victims) == 2  # the fifth image is left over
+    with RowLog(tmp_path / "rows.jsonl") as rows:
+        campaign = campaign_on(
+            victims, rows, attacks={"inverting_gradients": ATTACKS.get("inverting_gradients")(steps=1)}
+        )
+        campaign.attack(subject, [ORIGINAL, BACK])
+        campaign.baselines("a")
+        written = rows.rows()
+    assert len(written) == 4 * (2 + 2)
+    assert {row["batch_size"] for row in written} == {2}
+    own = [row for row in written if row["setting"] == "a" and row["attack"] == "inverting_gradients"]
+    assert [(row["image"], row["image_id"]) for row in own] == list(
+        zip([0, 1, 0, 1], gallery.images.ids[:4], strict=True)
+    )
+    assert all(row["details"]["label_accuracy"] == 1.0 for row in own)
+    assert all(np.isfinite(row["psnr"]) for row in own)
+    hidden = [row for row in written if row["setting"] == "d"]
+    assert all("one_mask_assumed" in row["flags"] for row in hidden)
+
+
+def test_whole_updates_agree_with_those_of_the_attacked_layers(subject) -> None:
+    victims = victims_of(limit=2)
+    clients, originals = victims.decode([0, 1])
+    seen = victims.seen(subject.built, SEEN, clients, originals)
+    few, every = (
+        victims.observe(subject.built, seen, clients, made(name).values(), {"dal": 0.1})
+        for name in ("patch_embedding", "inverting_gradients")
+    )
+    for part, whole in zip(few, every, strict=True):
+        assert set(whole.gradients) == {name for name, _ in subject.built.module.named_parameters()}
+        for name, gradient in part.gradients.items():
+            torch.testing.assert_close(gradient, whole.gradients[name], atol=1e-6, rtol=1e-3)

@@ -53,6 +53,7 @@ def make_row(**changes: Any) -> dict[str, Any]:
         "seconds": 1.25,
         "diagnosis": "",
         "details": {},
+        "flags": [],
     }
     return row | changes
 

@@ -125,3 +125,14 @@ def test_what_was_measured_and_where_does_not(tmp_path, name):
 def test_missing_file_is_the_callers_mistake(tmp_path):
     with pytest.raises(UsageError, match="no results file"):
         load_rows(tmp_path / "rows.jsonl")
+
+
+def test_rows_written_before_flags_were_known_have_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    old = {key: value for key, value in make_row().items() if key != "flags"}
+    path.write_text(json.dumps(old) + "\n")
+    assert load_rows(path)["flags"].tolist() == [[]]
+    with RowLog(path) as log:
+        assert log.done(make_row(), ["face_0001"])
+        log.append({key: value for key, value in make_row(client=3).items() if key != "flags"})
+    assert load_rows(path)["flags"].tolist() == [[], []]

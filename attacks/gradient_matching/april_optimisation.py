@@ -1,0 +1,43 @@
+"""APRIL's optimisation attack (Lu et al. 2021): gradient matching plus the cosine of the position gradients.
+
+The paper leaves the optimiser's settings open; Adam with a step-wise falling rate here. The distance is relative to the
+gradient's own size, so that the weight of the cosine means the same on every model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attacks.base import ATTACKS
+from attacks.closed_form import missing_positions, position_rows
+from attacks.gradient_matching.attack import GradientMatching, Recipe
+from attacks.gradient_matching.distances import PositionCosine, SquaredL2, Sum
+from attacks.gradient_matching.optimisers import Adam, StepDecay
+from attacks.observation import Capability, Observation
+from attacks.registry import UsageError
+from attacks.tokenizer import find_tokenizer
+
+
+@ATTACKS.register("april_optimisation")
+@dataclass(frozen=True, kw_only=True)
+class AprilOptimisation(GradientMatching):
+    """Images by the whole gradient and the direction of the position embedding's.
+
+    Args:
+        rate: of Adam, in normalised pixels.
+        alpha: weight of the cosine.
+    """
+
+    rate: float = 0.3
+    alpha: float = 1.0
+
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT})
+
+    def recipe(self, observation: Observation) -> Recipe:
+        """See `GradientMatching.recipe`."""
+        tokenizer = find_tokenizer(observation.model, observation.image_shape)
+        if position_rows(observation, tokenizer) is None:
+            raise UsageError(missing_positions(tokenizer))
+        distance = Sum((SquaredL2(relative=True), PositionCosine(tokenizer.positions, self.alpha)))
+        return Recipe(distance, Adam(self.rate, StepDecay()))

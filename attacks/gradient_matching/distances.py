@@ -1,0 +1,116 @@
+"""Distances between the simulated and the received gradient: parts that an attack composes.
+
+Each is a frozen dataclass called with the simulated gradient and the target, and answers a number a lane, (L,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attacks.gradient_matching.gradients import Parts, Target
+from attacks.registry import UsageError
+
+# Below this squared length a square root has no usable derivative.
+TINY = 1e-24
+
+
+class Distance(Protocol):
+    """How far a simulated gradient is from the target."""
+
+    def __call__(self, parts: Parts, target: Target) -> Tensor:
+        """(L,), zero where they agree."""
+
+
+@dataclass(frozen=True)
+class SquaredL2:
+    """scale sum_l |R_l - T_l|^2 (Deep Leakage from Gradients, Zhu et al. 2019, equation 4).
+
+    Args:
+        relative: in units of |T|^2, so that the size of the gradient does not matter to the optimiser.
+    """
+
+    scale: float = 1.0
+    relative: bool = False
+
+    def __call__(self, parts: Parts, target: Target) -> Tensor:
+        """See `Distance`."""
+        gap = sum(part.gap(target.values[name]) for name, part in parts.items())
+        return self.scale * (gap / target.total() if self.relative else gap)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """scale (1 - <R, T> / |R| |T|) over all parameters as one vector (Inverting Gradients, Geiping et al. 2020,
+    equation 4)."""
+
+    scale: float = 1.0
+
+    def __call__(self, parts: Parts, target: Target) -> Tensor:
+        """See `Distance`."""
+        dot = sum(part.dot(target.values[name]) for name, part in parts.items())
+        square = sum(part.square() for part in parts.values())
+        return self.scale * (1 - dot / (square * target.total()).clamp(min=TINY).sqrt())
+
+
+@dataclass(frozen=True)
+class LayerwiseL2:
+    """scale sum_l w_l |R_l - T_l|, lengths and not squares (GradInversion, Yin et al. 2021, equation 3; GradViT,
+    Hatamizadeh et al. 2022).
+
+    Args:
+        weights: w_l by the start of a parameter's name, 1 where no start fits.
+        relative: in units of |T|.
+    """
+
+    scale: float = 1.0
+    weights: Mapping[str, float] = field(default_factory=dict)
+    relative: bool = False
+
+    def __call__(self, parts: Parts, target: Target) -> Tensor:
+        """See `Distance`."""
+        lengths = {name: part.gap(target.values[name]).clamp(min=TINY).sqrt() for name, part in parts.items()}
+        total = sum(self._weight(name) * length for name, length in lengths.items())
+        return self.scale * (total / target.total().sqrt() if self.relative else total)
+
+    def _weight(self, name: str) -> float:
+        return next((weight for start, weight in self.weights.items() if name.startswith(start)), 1.0)
+
+
+@dataclass(frozen=True)
+class PositionCosine:
+    """scale (1 - cosine) of one parameter's gradients: that of the position embedding (APRIL, Lu et al. 2021).
+
+    Args:
+        name: the position embedding.
+    """
+
+    name: str
+    scale: float = 1.0
+
+    def __call__(self, parts: Parts, target: Target) -> Tensor:
+        """See `Distance`.
+
+        Raises:
+            UsageError: that gradient is not among those that are matched.
+        """
+        if self.name not in parts:
+            raise UsageError(f"the update holds no usable gradient of {self.name}: there is no cosine to match")
+        part = parts[self.name]
+        lengths = (part.square() * target.squares[self.name]).clamp(min=TINY).sqrt()
+        return self.scale * (1 - part.dot(target.values[self.name]) / lengths)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Several distances added up."""
+
+    terms: tuple[Distance, ...]
+
+    def __call__(self, parts: Parts, target: Target) -> Tensor:
+        """See `Distance`."""
+        return torch.stack([term(parts, target) for term in self.terms]).sum(dim=0)

@@ -1,0 +1,23 @@
+"""Improved Deep Leakage from Gradients (Zhao, Mopuri and Bilen 2020): DLG with the label read off the last layer.
+
+Departs from the paper: batches are taken too, with labels by counts (`attacks.gradient_matching.labels`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attacks.base import ATTACKS
+from attacks.gradient_matching.attack import Recipe
+from attacks.gradient_matching.dlg import DeepLeakage
+from attacks.observation import Observation
+
+
+@ATTACKS.register("idlg")
+@dataclass(frozen=True, kw_only=True)
+class ImprovedDeepLeakage(DeepLeakage):
+    """Images by L-BFGS, labels inferred."""
+
+    def recipe(self, observation: Observation) -> Recipe:
+        """See `GradientMatching.recipe`."""
+        return replace(super().recipe(observation), seeks_labels=False)

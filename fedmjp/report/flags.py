@@ -1,0 +1,92 @@
+"""Warnings that an evaluation may be unreliable, after the checks of AutoAttack (Croce and Hein 2020).
+
+Some are raised by a run and stand in its rows (`attacks.observation.Reconstruction.flags`); others show only when rows
+are seen side by side, and are added here. `footnotes` puts both into words, for under a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from fedmjp.defenses import DEFENSES
+from fedmjp.report.rows import BASELINES, CASE
+
+MEANING = {
+    "loss_above_start": "the search ended above its start",
+    "gradient_near_zero": "the gradient is nearly zero: a saturated model is no defence",
+    "zero_rows_ignored": "position rows are exactly zero and the attack takes them for visible ones",
+    "one_mask_assumed": "one mask was assumed for all images of the update",
+    "labels_given": "labels were given, not inferred",
+    "batch_statistics_assumed": "the model has batch norms: the statistics of the victim's batch were assumed",
+    "randomised_defence_once": "the defence draws at random and was seen once for each image",
+    "weak_beats_strong": "a weaker answer is better on average",
+}
+# What rows of one experiment share; an image is then seen under several draws of seed and round.
+_EXPERIMENT = [key for key in CASE if key not in ("seed", "round", "client")]
+_SETTING = [key for key in _EXPERIMENT if key not in ("attack", "attack_parameters")]
+# Guesses know neither model nor defence, and are filed without them.
+_GUESSED = ["dataset", "batch_size"]
+
+
+def with_table_flags(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows, as `load_rows` gives them, with the flags that only a table can raise added to `flags`."""
+    rows = rows.reset_index(drop=True)
+    extra: list[set[str]] = [set() for _ in range(len(rows))]
+    for place in _seen_once(rows):
+        extra[place].add("randomised_defence_once")
+    for weak, strong in _pairs(rows):
+        shared = set(rows["image_id"][weak]) & set(rows["image_id"][strong])
+        means = [rows.loc[p][rows["image_id"][p].isin(shared)]["psnr"].mean() for p in (weak, strong)]
+        if means[0] > means[1]:
+            for place in strong:
+                extra[place].add("weak_beats_strong")
+    flags = [[*own, *sorted(more - set(own))] for own, more in zip(rows["flags"], extra, strict=True)]
+    return rows.assign(flags=flags)
+
+
+def footnotes(rows: pd.DataFrame) -> list[str]:
+    """One line a flag: what it means, and how many rows of which attacks raised it."""
+    lines = []
+    for flag, meaning in MEANING.items():
+        raised = rows[[flag in flags for flags in rows["flags"]]]
+        if len(raised):
+            names = ", ".join(dict.fromkeys(raised["attack"]))
+            lines.append(f"{flag}: {meaning} ({len(raised)} of {len(rows)} rows; {names})")
+    return lines
+
+
+def _text(rows: pd.DataFrame, keys: list[str]) -> pd.Series:
+    """What rows agree in, as text: dictionaries cannot be grouped by."""
+    return rows[keys].astype(str).agg("\x1f".join, axis=1)
+
+
+def _seen_once(rows: pd.DataFrame) -> Iterator[int]:
+    chosen = [
+        d in DEFENSES and DEFENSES.get(d).random and a not in BASELINES for d, a in rows[["defense", "attack"]].values
+    ]
+    random = rows[chosen]
+    if random.empty:
+        return
+    draws = _text(random, ["seed", "round"])
+    counts = draws.groupby([_text(random, _EXPERIMENT), random["image_id"]]).transform("nunique")
+    yield from random.index[counts == 1]
+
+
+def _pairs(rows: pd.DataFrame) -> Iterator[tuple[pd.Index, pd.Index]]:
+    """(weaker, stronger) rows: a guess without a gradient and an attack; an attack with fewer and with more steps."""
+    guess = rows["attack"].isin(BASELINES)
+    own = rows[~guess & rows["psnr"].notna()]
+    for _, group in own.groupby(_text(own, [*_SETTING, "attack"]), sort=False) if len(own) else ():
+        steps = group["attack_parameters"].map(lambda p: p.get("steps"))
+        rest = group["attack_parameters"].map(lambda p: str({k: v for k, v in p.items() if k != "steps"}))
+        for _, alike in group.groupby(rest, sort=False):
+            budgets = sorted(steps[alike.index].dropna().unique())
+            for fewer, more in zip(budgets, budgets[1:], strict=False):
+                yield alike.index[steps[alike.index] == fewer], alike.index[steps[alike.index] == more]
+        for _, alike in group.groupby(group["attack_parameters"].map(str), sort=False):
+            for name in BASELINES:
+                like = (rows["attack"] == name) & (rows[_GUESSED] == alike[_GUESSED].iloc[0]).all(axis=1)
+                if like.any():
+                    yield rows.index[like], alike.index
