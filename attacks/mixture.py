@@ -247,7 +247,7 @@ class Search:
     rounds: int = 6
     starts: int = 10
     steps: int = 6
-    max_unseen: int = 64
+    max_unseen: int = 96
     seed: int = 0
 
     def __call__(self, mixture: Mixture, u: Tensor) -> Found:
