@@ -25,7 +25,8 @@ def remember(observation: Observation) -> Observation:
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     shared = {n for n, g in observation.gradients.items() if "unk" in n.lower() and g.numel() == tokenizer.width}
     kept = {tokenizer.weight, tokenizer.bias, tokenizer.positions} | shared
-    gradients = {n: g for n, g in observation.gradients.items() if n in kept}
+    # Copies: a gradient may be a view of the whole message, which would live on as long as the view.
+    gradients = {n: g.clone() for n, g in observation.gradients.items() if n in kept}
     return replace(observation, gradients=gradients, model=front(observation.model, tokenizer.weight))
 
 
