@@ -14,8 +14,8 @@ has 2 D + hidden - 2 N' equations a token for k unknowns and needs neither label
 2. *Separation.* Patches that no update ever shows share one embedding and one row, so nothing says which is which: each
    solves the same equations, and two may run into the same patch while another is missed. With the others' keys and
    values held fixed, many random starts are therefore run on their own; nearly every one ends in a true patch. Among
-   the distinct ends, as many as there are such patches that span most (pivoted QR) go back into step 1; the round with
-   the least residual wins.
+   the distinct ends, as many as there are such patches go back into step 1, the surest that span most; the round
+   with the least residual wins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import scipy.linalg
 import torch
 from torch import Tensor
 from torch.func import jvp, vjp
@@ -34,6 +33,8 @@ from attacks.first_block import FirstBlock
 SAME = 0.2
 # An end is no patch when its squared residual exceeds that of the median end by this factor.
 STRANDED = 20
+# An end is a patch of its own where so much of it lies outside the affine span of the surer ones.
+STICKING_OUT = 0.1
 CONJUGATE_STEPS, CONJUGATE_TOLERANCE = 25, 0.05
 LONE_STEPS, LONE_PATIENCE, LONE_GAIN = 25, 3, 1e-3  # steps; of them without this relative gain before giving up
 CHUNK = 64  # starts whose Jacobians are held in memory together
@@ -224,12 +225,28 @@ def distinct(ends: Tensor, losses: Tensor, matrices: Tensor) -> Tensor:
 
 
 def most_spanning(points: Tensor, count: int) -> Tensor:
-    """The `count` points (S, k) that span most, affinely: pivots of a QR decomposition of [points - mean, size]."""
+    """At most `count` of the points (S, k), the surest first, that span most, affinely.
+
+    Flat valleys (trained weights have them) leave several ends on the way to one patch. Points are therefore taken in
+    their order as long as they stick out of the affine span of those taken; if these are too few, the ones that stick
+    out most fill up.
+
+    Args:
+        points: in ascending order of their residuals.
+    """
     centred = points - points.mean(dim=0)
     size = centred.square().mean(dim=0).sum().sqrt().expand(len(points), 1)
-    extended = torch.cat([centred, size], dim=1)
-    pivots = scipy.linalg.qr(extended.T.cpu().numpy(), pivoting=True, mode="economic")[2][:count]
-    return points[torch.as_tensor(pivots.copy(), device=points.device, dtype=torch.int64)]
+    left = torch.cat([centred, size], dim=1)  # what the span of those taken leaves of each
+    whole, taken = left.norm(dim=1), []
+    while len(taken) < min(count, len(points)):
+        share = left.norm(dim=1) / whole
+        share[taken] = -1.0
+        sticking = (share > STICKING_OUT).nonzero()
+        chosen = int(sticking[0]) if len(sticking) else int(share.argmax())
+        taken.append(chosen)
+        unit = left[chosen] / left[chosen].norm().clamp(min=torch.finfo(left.dtype).tiny)
+        left = left - (left @ unit)[:, None] * unit
+    return points[taken]
 
 
 @dataclass(frozen=True, kw_only=True)
