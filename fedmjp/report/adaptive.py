@@ -50,7 +50,7 @@ def write_adaptive(rows: pd.DataFrame, out: Path) -> None:
     for name, table in (("one_update", one), ("updates", updates)):
         if len(table):
             table.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
-    figure = Figure(figsize=(8.6, 3.7), layout="constrained")
+    figure = Figure(figsize=(8.6, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     if len(one):
         _by_gamma(left, one)
@@ -96,7 +96,7 @@ def _dress(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e3e3e3", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=SMALL - 1, frameon=False)
+    axes.legend(fontsize=SMALL - 1, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def round_by_round_figure(
