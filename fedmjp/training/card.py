@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from fedmjp import provenance
+from fedmjp.evaluation import evaluate
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.training.config import TrainConfig
-from fedmjp.training.evaluation import evaluate
 from fedmjp.training.trainer import Trainer
 
 CARD = """# {name}, {data}

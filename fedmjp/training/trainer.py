@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fedmjp.client import usable_device
 from fedmjp.data import load_data
+from fedmjp.evaluation import evaluate
 from fedmjp.models import MODELS, build_model, split_name
 from fedmjp.objectives import client_loss
 from fedmjp.training.batches import Batches
 from fedmjp.training.config import TrainConfig
-from fedmjp.training.evaluation import evaluate
 
 LAST_RATE = 0.01  # where the cosine ends, in units of its peak; DeiT's 1e-5
 

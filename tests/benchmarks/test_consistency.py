@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from fedmjp.data import load_data
+from fedmjp.evaluation import evaluate
 from fedmjp.models import BuiltModel, build_model
-from fedmjp.training.evaluation import evaluate
 
 CPU = torch.device("cpu")
 OPTIONS = consistency.Options(gammas=(0.0, 0.5))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from fedmjp.data import ImageSet
 from fedmjp.models import BuiltModel
 
-BATCH = 100
+BATCH = 32
 
 
 @torch.no_grad()
