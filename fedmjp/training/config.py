@@ -102,6 +102,8 @@ class TrainConfig:
         """
         self.defence().validate()
         split_name(self.model.model)
+        if self.model.block != "standard":
+            raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")
         recipe = self.recipe
         for option in ("epochs", "batch_size", "repeats"):
             if getattr(recipe, option) < 1:

@@ -16,6 +16,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor
 
+from attacks import UsageError
 from fedmjp.client import usable_device
 from fedmjp.data import load_data
 from fedmjp.evaluation import evaluate
@@ -86,6 +87,9 @@ class Trainer:
         Returns:
             epoch, steps, rate (of the last step), train_loss, test_loss, test_accuracy in [0, 1], train_seconds and
             images_per_second (training alone).
+
+        Raises:
+            UsageError: the loss is no longer finite.
         """
         self.model.module.train()
         generator = torch.Generator().manual_seed(self._entropy(number))
@@ -111,6 +115,8 @@ class Trainer:
         seen = self.defense.on_input(images, self.model, generator, epoch)
         with self._autocast():
             loss = client_loss(self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights())
+        if not torch.isfinite(loss):
+            raise UsageError(f"the loss is {float(loss.detach())} in epoch {epoch}; lower --learning-rate")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         held = {n: p for n, p in self.model.module.named_parameters() if p.grad is not None}

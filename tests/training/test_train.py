@@ -187,6 +187,8 @@ def test_too_few_images_for_a_batch(tmp_path) -> None:
         (["--rand-augment", "auto"], "--rand-augment takes none"),
         (["--defense", "mpj"], "choose from: none"),
         (["--model", "vit_huge"], "unknown model"),
+        (["--block", "april"], "--block april is a block to attack"),
+        (["--learning-rate", "1e30", "--epochs", "3", "--warmup-epochs", "0"], "lower --learning-rate"),
         (["--weights", "nowhere.pt", "--epochs", "30"], "no checkpoint at nowhere.pt"),
         (["--out", __file__, "--epochs", "30"], "is a file"),
     ],
