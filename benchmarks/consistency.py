@@ -66,6 +66,8 @@ class Options:
     """cpu, cuda, or cuda:INDEX."""
     out: Path = Path("runs/consistency")
     """Folder of table and figure (the committed ones stand in results/consistency)."""
+    resume: bool = False
+    """Keep the lines of a table in --out for the models that are not asked for now."""
 
     def sources(self) -> dict[str, str]:
         """Model -> source of its weights.
@@ -89,6 +91,16 @@ class Options:
             DEFENSES.get("mjp")(gamma=gamma).validate()
         if not self.gammas or self.seed < 0:
             raise UsageError("--gammas needs at least one value, --seed must not be negative")
+        if (self.out / "table.csv").exists() and not self.resume:
+            raise UsageError(f"{self.out} holds a table already; pass --resume to add to it, or another --out")
+
+    def kept(self) -> list[pd.DataFrame]:
+        """Measured lines of the table in --out for other models than those asked for."""
+        path = self.out / "table.csv"
+        if not path.exists():
+            return []
+        before = pd.read_csv(path)
+        return [before[(before["source"] == "measured") & ~before["model"].isin(self.sources())]]
 
 
 @torch.no_grad()
@@ -177,7 +189,7 @@ def table(options: Options, device: torch.device) -> pd.DataFrame:
         own = summarise(measure(model, bundle.test, options, device))
         parts.append(own.assign(source="measured", model=name, weights=model.provenance, data=bundle.provenance))
     ours = pd.concat(parts, ignore_index=True).assign(commit=provenance.commit(), seed=options.seed)
-    return pd.concat([ours, paper_lines()], ignore_index=True)
+    return pd.concat([*options.kept(), ours, paper_lines()], ignore_index=True)
 
 
 def paper_lines() -> pd.DataFrame:

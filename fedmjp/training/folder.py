@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from attacks import UsageError
 from fedmjp import provenance
@@ -106,6 +107,7 @@ def history_figure(histories: dict[str, pd.DataFrame], path: Path) -> None:
         axes.set_xlabel("Epoch", fontsize=NORMAL)
         axes.set_ylabel(words, fontsize=NORMAL)
         axes.tick_params(labelsize=SMALL)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.spines[["top", "right"]].set_visible(False)
     if any(histories):
         figure.legend(loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False)

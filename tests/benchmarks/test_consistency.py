@@ -85,6 +85,12 @@ def test_table_and_figure(tmp_path) -> None:
     assert ours["positions"].tolist() == ["unknown", "own"] * 2
     assert np.isfinite(ours[["accuracy", "diff_norm", "diff_share", "consistency"]].to_numpy()).all()
     assert (found["source"] == "paper, Table 1").sum() == 6
+    other = f"vit_mini_64={checkpoint(tmp_path, 'vit_mini_64')}"
+    assert consistency.main(["--model", other, *options]) == 2
+    assert consistency.main(["--model", other, *options, "--resume"]) == 0
+    more = pd.read_csv(out / "table.csv")
+    pd.testing.assert_frame_equal(more[more["model"] == "vit_mini_64_mjp"], ours[more.columns])
+    assert len(more) == len(found) + 2
 
 
 @pytest.mark.parametrize(
