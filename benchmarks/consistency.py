@@ -185,7 +185,7 @@ def table(options: Options, device: torch.device) -> pd.DataFrame:
                 f"the weights of {name} tell {classes_of(name, source)} classes apart, {bundle.name} has "
                 f"{len(bundle.classes)}; choose --data or --model to match"
             )
-        model = build_model(name, num_classes=len(bundle.classes), weights=source)
+        model = build_model(name, num_classes=len(bundle.classes), weights=source, dal="none")
         own = summarise(measure(model, bundle.test, options, device))
         parts.append(own.assign(source="measured", model=name, weights=model.provenance, data=bundle.provenance))
     ours = pd.concat(parts, ignore_index=True).assign(commit=provenance.commit(), seed=options.seed)

@@ -87,7 +87,7 @@ def load(model: str, source: str, seed: int) -> Embeddings:
     Raises:
         UsageError: a model without patch position embeddings, or weights that are not there.
     """
-    built = build_model(model, num_classes=classes_of(model, source) or 1000, weights=source, seed=seed)
+    built = build_model(model, num_classes=classes_of(model, source) or 1000, weights=source, dal="none", seed=seed)
     positions = built.module.patch_positions() if hasattr(built.module, "patch_positions") else None
     if positions is None:
         raise UsageError(f"{model} has no position embeddings to look at; name another model")
