@@ -18,10 +18,9 @@ from attacks.registry import UsageError
 from fedmjp.config import RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
+from fedmjp.evaluation import evaluate
 from fedmjp.models import MODELS, build_model, split_name
 from fedmjp.objectives import client_loss
-
-EVALUATION_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -177,19 +176,10 @@ class ClientTask:
                 known[name].copy_(weights[name])
         self._loaded = source
 
-    @torch.no_grad()
     def evaluate(self, weights: Mapping[str, Tensor]) -> tuple[float, float]:
         """(mean cross-entropy, accuracy in [0, 1]) of `weights` on the test images, undefended."""
         self.load(weights)
-        module, test = self.model.module.eval(), self.data.test
-        total, correct = 0.0, 0
-        for start in range(0, len(test), EVALUATION_BATCH):
-            indices = list(range(start, min(start + EVALUATION_BATCH, len(test))))
-            labels = test.labels[indices].to(self.device)
-            logits = module(self.model.normalise(test.images(indices).to(self.device)))
-            total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
-            correct += int((logits.argmax(dim=1) == labels).sum())
-        return total / len(test), correct / len(test)
+        return evaluate(self.model, self.data.test, self.device)
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """Gradient of every parameter by name; zeros where the loss does not reach."""

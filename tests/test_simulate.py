@@ -16,7 +16,8 @@ from fedmjp import simulate
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
 
-SMALL = ["--model", "vit_mini_32", "--clients", "3", "--rounds", "2", "--audit-clients", "0", "1", "--test-limit", "8"]
+SMALL = ["--model", "vit_mini_32", "--weights", "random", "--clients", "3", "--rounds", "2"]
+SMALL += ["--audit-clients", "0", "1", "--test-limit", "8"]
 
 
 def run(out, *options: str) -> int:

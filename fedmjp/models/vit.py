@@ -60,6 +60,11 @@ class ViT(VisionTransformer):
         patches = patches + torch.where(mask[..., None], self.unk_embed, positions)  # equation 6
         return self.pos_drop(torch.cat([(self.cls_token + prefix).expand(len(patches), -1, -1), patches], dim=1))
 
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that weight decay should leave alone: timm's, and the unknown position embedding."""
+        return super().no_weight_decay() | {"unk_embed"}
+
     def patch_positions(self) -> Tensor | None:
         """Position embeddings of the patches, (N, D), or None."""
         return None if self.pos_embed is None else self.pos_embed[0, self.num_prefix_tokens :]

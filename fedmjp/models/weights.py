@@ -105,5 +105,6 @@ def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
     fresh = [k for k in own if k not in state and k not in head]
     module.load_state_dict({k: state[k] for k in own if k in state}, strict=False)
     notes = ["head random"] if head else []
-    notes += ["unknown position and DAL map random"] if fresh else []
+    notes += ["unknown position random"] if "unk_embed" in fresh else []
+    notes += ["DAL map random"] if any(k.startswith("dal.") for k in fresh) else []
     return label + (f" ({', '.join(notes)})" if notes else "")

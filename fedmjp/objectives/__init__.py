@@ -32,7 +32,7 @@ def client_loss(
 
     Args:
         images: (B, C, H, W) in [0, 1], as the defence leaves them.
-        labels: (B,) int64.
+        labels: (B,) int64, or (B, classes) probabilities (smoothed or mixed labels).
         position_mask: (B, N) bool or None.
         weights: term name -> weight (`Defense.loss_weights`).
     """

@@ -31,7 +31,7 @@ def test_matching_is_the_best_permutation() -> None:
 
 
 def small(**options) -> RunConfig:
-    return from_flat({"model": "vit_mini_64", "clients": 2, "test_limit": 4, **options})
+    return from_flat({"model": "vit_mini_64", "weights": "random", "clients": 2, "test_limit": 4, **options})
 
 
 def view_of(config: RunConfig, grants: ThreatModel | None = None):

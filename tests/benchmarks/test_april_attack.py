@@ -15,7 +15,7 @@ from fedmjp.audit import campaign as campaign_module
 from fedmjp.report import load_rows
 
 SMALL = ["--num-images", "4", "--batch-size", "3"]
-MODELS = ["--model", "vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp"]
+MODELS = ["--model", "vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp", "--weights", "random"]
 
 
 def run(out: Path, *options: str) -> int:

@@ -11,7 +11,17 @@ import pytest
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     out = tmp_path_factory.mktemp("claim") / "out"
-    options = ["--model", "vit_mini_64", "vit_mini_64_nope", "--attacks", "patch_embedding", "--block", "standard"]
+    options = [
+        "--model",
+        "vit_mini_64",
+        "vit_mini_64_nope",
+        "--weights",
+        "random",
+        "--attacks",
+        "patch_embedding",
+        "--block",
+        "standard",
+    ]
     assert april_attack.main([*options, "--num-images", "6", "--out", str(out)]) == 0
     return out
 

@@ -1,0 +1,242 @@
+"""How much does a jigsaw change a model's answer?  Tables 1 and 3, Figure 2 of the MJP paper.
+
+    python benchmarks/consistency.py --data tiny-imagenet --data-path DIR           every shipped 64-pixel checkpoint
+    python benchmarks/consistency.py --model vit_mini_64 vit_ti=FILE.safetensors --data tiny-imagenet --data-path DIR
+
+Each test image x has a counterpart x~: a share gamma of its patches, chosen in blocks, shuffled among itself. Against
+gamma stand the accuracy on x~, the Diff. Norm. |F(x) - F(x~)|^2 of the [CLS] embeddings that the head reads, and the
+Consistency, how often x and x~ get the same answer. An _mjp model sees the unknown position embedding at the shuffled
+places, as in training, and once more its own positions there.
+
+Departs from the paper: an embedding's scale is a matter of weights, so Diff. Norm. also stands in units of the mean
+squared distance between the embeddings of two different images (1: a jigsaw moves an image as far as another image is).
+
+Intervals are 95 % bootstrap intervals over images; they say nothing of another training of the same model. Writes
+table.csv and consistency.png to --out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from attacks import UsageError
+from fedmjp import provenance
+from fedmjp.cli import guarded, parse, split_commas, terminal
+from fedmjp.client import usable_device
+from fedmjp.data import ImageSet, load_data
+from fedmjp.defenses import DEFENSES
+from fedmjp.metrics import bootstrap_mean
+from fedmjp.models import MODELS, BuiltModel, build_model, split_name
+from fedmjp.models.weights import classes_of, shipped_names
+from fedmjp.report.figures import NORMAL, SMALL, save, style
+
+HERE = Path(__file__).resolve().parent
+BATCH = 100
+SHOWN = ("model", "positions", "gamma", "accuracy", "diff_norm", "diff_share", "consistency", "images")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Accuracy, Diff. Norm. and Consistency of trained models under jigsaws."""
+
+    model: tuple[str, ...] = ()
+    """MODEL for its shipped checkpoint, or MODEL=FILE (none given: every shipped 64-pixel checkpoint)."""
+    data: str = "tiny-imagenet"
+    """Data set whose test images are taken; the models must have been trained on its classes."""
+    data_path: Path | None = None
+    """Local copy of --data."""
+    num_images: int | None = None
+    """Use a random subset of this many test images."""
+    gammas: tuple[float, ...] = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+    """Shares of patches that are shuffled."""
+    seed: int = 0
+    """Fixes subset, masks and jigsaws, which are the same for every model of one patch grid."""
+    device: str = "cpu"
+    """cpu, cuda, or cuda:INDEX."""
+    out: Path = Path("runs/consistency")
+    """Folder of table and figure (the committed ones stand in results/consistency)."""
+    resume: bool = False
+    """Keep the lines of a table in --out for the models that are not asked for now."""
+
+    def sources(self) -> dict[str, str]:
+        """Model -> source of its weights.
+
+        Raises:
+            UsageError: an unknown model, or one without a checkpoint.
+        """
+        named = dict(entry.split("=", 1) if "=" in entry else (entry, "auto") for entry in self.model)
+        named = named or {name: "auto" for name in shipped_names() if name.startswith("vit_mini_64")}
+        for name, source in named.items():
+            split_name(name)
+            if source in ("random", "timm") or (source == "auto" and name not in shipped_names()):
+                raise UsageError(f"no trained weights of {name}; write {name}=FILE, or choose from: {shipped_names()}")
+        if not named:
+            raise UsageError("no checkpoint ships; pass --model MODEL=FILE")
+        return named
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options out of range."""
+        for gamma in self.gammas:
+            DEFENSES.get("mjp")(gamma=gamma).validate()
+        if not self.gammas or self.seed < 0:
+            raise UsageError("--gammas needs at least one value, --seed must not be negative")
+        if (self.out / "table.csv").exists() and not self.resume:
+            raise UsageError(f"{self.out} holds a table already; pass --resume to add to it, or another --out")
+
+    def kept(self) -> list[pd.DataFrame]:
+        """Measured lines of the table in --out for other models than those asked for."""
+        path = self.out / "table.csv"
+        if not path.exists():
+            return []
+        before = pd.read_csv(path)
+        return [before[(before["source"] == "measured") & ~before["model"].isin(self.sources())]]
+
+
+@torch.no_grad()
+def look(model: BuiltModel, images: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """([CLS] embeddings (B, D) that the head reads, answers (B,)) for images (B, C, H, W) in [0, 1]."""
+    module, inputs = model.module, model.normalise(images)
+    tokens = module.forward_features(inputs) if mask is None else module.forward_features(inputs, mask)
+    return module.forward_head(tokens, pre_logits=True), module.forward_head(tokens).argmax(dim=1)
+
+
+def batches(images: ImageSet, device: torch.device, title: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """(images, labels) in order, under a bar."""
+    for start in track(range(0, len(images), BATCH), description=title, transient=True):
+        indices = range(start, min(start + BATCH, len(images)))
+        yield images.images(indices).to(device), images.labels[start : start + BATCH].to(device)
+
+
+def measure(model: BuiltModel, images: ImageSet, options: Options, device: torch.device) -> pd.DataFrame:
+    """One line an image, a masking ratio and a treatment of positions: right, same, squared distance.
+
+    The frame's `spread` is the mean squared distance between the embeddings of two different images.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    ways = ("unknown", "own") if model.hides_positions else ("own",)
+    lines, embeddings = [], []
+    model.module.to(device).eval()
+    for pictures, labels in batches(images, device, model.name):
+        before, answer = look(model, pictures, None)
+        embeddings.append(before.cpu().double())
+        for gamma in options.gammas:
+            seen = DEFENSES.get("mjp")(gamma=gamma).on_input(pictures, model, generator, 1)
+            for way in ways:
+                after, second = look(model, seen.images, seen.position_mask if way == "unknown" else None)
+                lines.append(
+                    pd.DataFrame(
+                        {
+                            "positions": way,
+                            "gamma": gamma,
+                            "right": (second == labels).cpu().numpy(),
+                            "same": (second == answer).cpu().numpy(),
+                            "distance": (after - before).square().sum(dim=1).cpu().numpy(),
+                        }
+                    )
+                )
+    frame = pd.concat(lines, ignore_index=True)
+    all_embeddings = torch.cat(embeddings)
+    return frame.assign(spread=2 * float(all_embeddings.var(dim=0).sum()))
+
+
+def summarise(frame: pd.DataFrame) -> pd.DataFrame:
+    """A line a treatment of positions and masking ratio: means with 95 % intervals, accuracies in per cent."""
+    lines = []
+    for (way, gamma), group in frame.groupby(["positions", "gamma"], sort=False):
+        line: dict[str, object] = {"positions": way, "gamma": gamma, "images": len(group)}
+        scores = {
+            "accuracy": 100 * group["right"].astype(float),
+            "diff_norm": group["distance"],
+            "diff_share": group["distance"] / group["spread"],
+            "consistency": 100 * group["same"].astype(float),
+        }
+        for name, values in scores.items():
+            interval = bootstrap_mean(values.to_numpy())
+            line |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def table(options: Options, device: torch.device) -> pd.DataFrame:
+    """Our lines, then the paper's of Tables 1 and 3, which stand at gamma 0.5.
+
+    Raises:
+        UsageError: data or weights that are not there, or weights for other classes.
+    """
+    parts = []
+    for name, source in options.sources().items():
+        size = MODELS.get(split_name(name)[0]).image_size
+        bundle = load_data(
+            options.data, size=size, path=options.data_path, test_limit=options.num_images, seed=options.seed
+        )
+        if classes_of(name, source) != len(bundle.classes):
+            raise UsageError(
+                f"the weights of {name} tell {classes_of(name, source)} classes apart, {bundle.name} has "
+                f"{len(bundle.classes)}; choose --data or --model to match"
+            )
+        model = build_model(name, num_classes=len(bundle.classes), weights=source, dal="none")
+        own = summarise(measure(model, bundle.test, options, device))
+        parts.append(own.assign(source="measured", model=name, weights=model.provenance, data=bundle.provenance))
+    ours = pd.concat(parts, ignore_index=True).assign(commit=provenance.commit(), seed=options.seed)
+    return pd.concat([*options.kept(), ours, paper_lines()], ignore_index=True)
+
+
+def paper_lines() -> pd.DataFrame:
+    """The paper's figures; of Table 3 those that its text copy kept."""
+    first = pd.read_csv(HERE / "paper" / "mjp_table1.csv").assign(source="paper, Table 1")
+    third = pd.read_csv(HERE / "paper" / "mjp_table3.csv").assign(source="paper, Table 3", model="deit_s_mjp")
+    return pd.concat([first, third], ignore_index=True).assign(gamma=0.5)
+
+
+def figure(frame: pd.DataFrame, path: Path) -> None:
+    """Figure 2's accuracy, and Consistency, against the masking ratio at inference."""
+    drawing = Figure(figsize=(6.8, 3.1), layout="constrained")
+    panels = drawing.subplots(1, 2)
+    for index, ((model, way), group) in enumerate(frame.groupby(["model", "positions"], sort=False)):
+        label = f"{model}, {'unknown' if way == 'unknown' else 'own'} positions"
+        for axes, name in zip(panels, ("accuracy", "consistency"), strict=True):
+            error = np.stack([group[name] - group[f"{name}_low"], group[f"{name}_high"] - group[name]]).clip(min=0)
+            kind = style(index) | {"ms": 4, "lw": 1.2}
+            axes.errorbar(group["gamma"], group[name], yerr=error, capsize=2, label=label, **kind)
+    for axes, words in zip(panels, ("Accuracy on jigsawed images (%)", "Consistency (%)"), strict=True):
+        axes.set_xlabel("Masking ratio at inference", fontsize=NORMAL)
+        axes.set_ylabel(words, fontsize=NORMAL)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(labelsize=SMALL)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
+    save(drawing, path)
+
+
+def run(options: Options, console: Console) -> None:
+    """Write table and figure and print the table."""
+    options.validate()
+    frame = table(options, usable_device(options.device))
+    options.out.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(options.out / "table.csv", index=False, float_format="%.5g")
+    ours = frame[frame["source"] == "measured"]
+    figure(ours, options.out / "consistency.png")
+    console.print(ours[list(SHOWN)].to_string(index=False, float_format="%.3f"), highlight=False)
+    console.print(f"table and figure: {options.out}", soft_wrap=True, highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    options = split_commas(parse(Options, "python benchmarks/consistency.py", Options.__doc__, arguments))
+    return guarded(lambda: run(options, terminal()), lambda: "nothing was kept; run it again")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

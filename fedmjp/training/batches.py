@@ -1,0 +1,124 @@
+"""Training batches: order, augmentation and mixing, all of it timm's.
+
+An image is cropped, flipped and RandAugmented on its own; erasing, Mixup and CutMix act on the batch, as in timm's
+prefetching loader. The result stays in [0, 1] but for erased pixels, so that the defence's jigsaw and the objective's
+normalisation see what a client's would.
+
+Departs from DeiT: a data set hands out its images already at the model's size, so a random crop is taken from that
+square and not from the file's full resolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import create_transform
+from timm.data.distributed_sampler import RepeatAugSampler
+from timm.data.mixup import Mixup, mixup_target
+from timm.data.random_erasing import RandomErasing
+from timm.utils import random_seed
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from attacks import UsageError
+from fedmjp.data import ImageSet
+from fedmjp.models import BuiltModel
+from fedmjp.training.config import Recipe
+
+KEPT_BYTES = (
+    1 << 30
+)  # decoded images are kept in memory up to here; above, they are decoded each time they are asked for
+
+
+class Augmented(Dataset):
+    """Images of a set, each randomly cropped, flipped and RandAugmented anew each time.
+
+    Args:
+        images: the set.
+        recipe: `smallest_crop` and `rand_augment`.
+    """
+
+    def __init__(self, images: ImageSet, recipe: Recipe) -> None:
+        self.images = images
+        pixels = len(images) * 3 * images.size**2
+        self.kept = _decode(images, range(len(images))) if pixels <= KEPT_BYTES else None
+        self.transform = create_transform(
+            images.size,
+            is_training=True,
+            scale=(recipe.smallest_crop, 1.0),
+            color_jitter=None,
+            auto_augment=None if recipe.rand_augment == "none" else recipe.rand_augment,
+            interpolation="bicubic",
+            normalize=False,
+        )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """(3, size, size) uint8 and the label."""
+        pixels = _decode(self.images, [index])[0] if self.kept is None else self.kept[index]
+        return self.transform(Image.fromarray(pixels)), int(self.images.labels[index])
+
+
+class Batches:
+    """One epoch after another of augmented batches.
+
+    Args:
+        images: the training images.
+        recipe: how they are augmented and mixed.
+        model: gives the normalisation in whose units erasing draws its noise.
+        seed: with an epoch's number it fixes that epoch's batches.
+
+    Raises:
+        UsageError: fewer images than one batch.
+    """
+
+    def __init__(self, images: ImageSet, recipe: Recipe, model: BuiltModel, seed: int, workers: int = 0) -> None:
+        if len(images) < recipe.batch_size:
+            raise UsageError(f"--batch-size {recipe.batch_size} is more than the {len(images)} training images")
+        self.recipe, self.model, self.seed, self.classes = recipe, model, seed, len(images.classes)
+        dataset = Augmented(images, recipe)
+        self.sampler = RepeatAugSampler(dataset, num_replicas=1, rank=0, num_repeats=recipe.repeats, selected_round=0)
+        self.loader = DataLoader(dataset, recipe.batch_size, sampler=self.sampler, num_workers=workers, drop_last=True)
+        self.mixup = None
+        if recipe.mixup or recipe.cutmix:
+            alphas = {"mixup_alpha": recipe.mixup, "cutmix_alpha": recipe.cutmix}
+            self.mixup = Mixup(**alphas, label_smoothing=recipe.label_smoothing, num_classes=self.classes)
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return len(self.loader)
+
+    def epoch(self, number: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of epoch `number` (from 1): images (B, C, H, W) and soft labels (B, classes), on `device`.
+
+        Seeds every global generator first, so that an epoch's batches do not depend on the epochs before it.
+        """
+        entropy = int(np.random.SeedSequence([self.seed, 4, number]).generate_state(1)[0])
+        random_seed(entropy)
+        self.sampler.set_epoch(entropy)
+        erase = RandomErasing(self.recipe.erasing, mode="pixel", device=str(device))
+        mean, std = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (self.model.mean, self.model.std))
+        for pixels, labels in self.loader:
+            images, labels = pixels.to(device).float().div_(255), labels.to(device)
+            if self.recipe.erasing:
+                images = erase(self.model.normalise(images)) * std + mean
+            yield self._mixed(images, labels)
+
+    def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if self.mixup is not None:
+            return self.mixup(images, labels)
+        return images, mixup_target(labels, self.classes, smoothing=self.recipe.label_smoothing)
+
+
+def _decode(images: ImageSet, indices: range | list[int]) -> np.ndarray:
+    """(B, size, size, 3) uint8."""
+    pixels = np.empty((len(indices), images.size, images.size, 3), dtype=np.uint8)
+    for start in range(0, len(indices), 1024):
+        part = images.images(indices[start : start + 1024])
+        pixels[start : start + len(part)] = part.mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    return pixels

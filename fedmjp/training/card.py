@@ -1,0 +1,106 @@
+"""What a training hands on: half-precision weights and a card that says where they come from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from fedmjp import provenance
+from fedmjp.evaluation import evaluate
+from fedmjp.models import BuiltModel, build_model
+from fedmjp.training.config import TrainConfig
+from fedmjp.training.trainer import Trainer
+
+CARD = """# {name}, {data}
+
+{summary}
+
+| | |
+|---|---|
+| top-1 accuracy of this file | {accuracy:.1%} of {tests} test images, undefended |
+| training images | {images} of {data}, {classes} classes |
+| data | {provenance} |
+| start | {start} |
+| defence in training | {defense} |
+| epochs, steps | {epochs}, {steps} |
+| recipe | {recipe} |
+| activations | {precision} |
+| speed | {speed:.0f} images/s on {device} |
+| commit | {commit} |
+| torch, timm | {torch}, {timm} |
+
+    python -m fedmjp.train {command}
+
+Weights are stored as float16. They are released under this project's licence; the images they were trained on are no
+part of it and have terms of their own.
+"""
+
+
+def export(trainer: Trainer, history: list[dict[str, float]], path: Path) -> float:
+    """Write the weights as float16 to `path` and the model card beside it (.md).
+
+    Returns:
+        top-1 accuracy in [0, 1] of the written file, read back.
+    """
+    state = trainer.model.module.state_dict()
+    halves = {n: t.detach().cpu().half() if t.is_floating_point() else t.cpu() for n, t in state.items()}
+    save_file({n: t.contiguous() for n, t in halves.items()}, path)
+    _, accuracy = evaluate(_read_back(trainer, path), trainer.data.test, trainer.device)
+    path.with_suffix(".md").write_text(CARD.format(**_facts(trainer, history, accuracy)), encoding="utf-8")
+    return accuracy
+
+
+def _read_back(trainer: Trainer, path: Path) -> BuiltModel:
+    built = build_model(
+        trainer.model.name,
+        num_classes=len(trainer.data.classes),
+        weights=str(path),
+        dal=getattr(trainer.defense, "dal", "none"),
+    )
+    built.module.to(trainer.device)
+    return built
+
+
+def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -> dict[str, Any]:
+    config, data, versions = trainer.config, trainer.data, provenance.versions()
+    steps = int(sum(line["steps"] for line in history))
+    seconds = sum(line["train_seconds"] for line in history)
+    return {
+        "name": trainer.model.name,
+        "summary": _summary(config, steps * config.recipe.batch_size),
+        "accuracy": accuracy,
+        "tests": len(data.test),
+        "images": len(data.train),
+        "classes": len(data.classes),
+        "data": data.name,
+        "provenance": data.provenance,
+        "start": trainer.model.provenance,
+        "defense": ", ".join([config.defense, *_options(trainer.defense)]),
+        "epochs": len(history),
+        "steps": steps,
+        "recipe": ", ".join(_options(config.recipe)),
+        "precision": config.precision,
+        "speed": steps * config.recipe.batch_size / seconds,
+        "device": provenance.device_name(trainer.device),
+        "commit": provenance.commit(),
+        "torch": torch.__version__,
+        "timm": versions["timm"],
+        "command": " ".join(sys.argv[1:]),
+    }
+
+
+def _summary(config: TrainConfig, seen: int) -> str:
+    full = 300 * 1_281_167  # the paper's 300 epochs of ImageNet-1k
+    start = "From random weights" if config.model.weights == "random" else f"From {config.model.weights} weights"
+    return (
+        f"{start}, {seen:,} images seen in training; the papers' recipe sees {full:,}. For audits of trained weights, "
+        "not for accuracy."
+    )
+
+
+def _options(options: Any) -> list[str]:
+    return [f"{name.replace('_', ' ')} {value}" for name, value in vars(options).items()]

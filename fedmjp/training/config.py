@@ -1,0 +1,132 @@
+"""The options of central training: the only place where their defaults stand.
+
+The recipe's defaults are Table 6 of the MJP paper. What the table leaves open follows DeiT, whose recipe it names, and
+is marked so below. Departs from it: timm's increasing posterisation keeps 0 bits at magnitude 10, which Pillow refuses,
+so magnitudes are clipped at 9.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from attacks import UsageError
+from fedmjp.config import DEFENSE_HELP, DataConfig, DefenseOptions, ModelConfig
+from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.models import split_name
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. The defaults are the paper's, for ImageNet on eight GPUs."""
+
+    epochs: int = 300
+    """Passes over the training images."""
+    batch_size: int = 1024
+    """Images a step, an even number."""
+    learning_rate: float = 5e-4
+    """Peak rate of AdamW per 512 images of the batch (1024 images: twice that)."""
+    weight_decay: float = 0.05
+    """AdamW's decay; biases, norms, class token and position embeddings are not decayed."""
+    warmup_epochs: float = 20
+    """Epochs of linear warm-up before the cosine."""
+    label_smoothing: float = 0.1
+    """Share of the label spread over all classes."""
+    clip_gradient: float = 1.0
+    """Largest norm of a step's gradient, 0 for none (the paper clips but names no norm)."""
+    repeats: int = 3
+    """Repeated augmentation: times an image appears in the order of an epoch, whose length stays (3: DeiT)."""
+    rand_augment: str = "rand-m9-mstd0.5-mmax9-inc1"
+    """timm's RandAugment string, or none."""
+    smallest_crop: float = 0.08
+    """Smallest share of an image's area that a random crop takes (0.08: DeiT)."""
+    mixup: float = 0.8
+    """Alpha of Mixup, 0 for none."""
+    cutmix: float = 1.0
+    """Alpha of CutMix, 0 for none; with both, each step draws one of them (DeiT)."""
+    erasing: float = 0.25
+    """Probability that a rectangle of an image is erased by noise."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a Vision Transformer in one place, on the model, data, loss and defence that a federation's clients use."""
+
+    defense: Annotated[str, tyro.conf.arg(help=DEFENSE_HELP.replace("compare, one federation each", "train under"))] = (
+        "none"
+    )
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(weights="random"))
+    data: DataConfig = field(default_factory=lambda: DataConfig(test_limit=None))
+    recipe: Recipe = field(default_factory=Recipe)
+    options: DefenseOptions = field(default_factory=DefenseOptions)  # type: ignore[valid-type]
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of activations: bfloat16 through autocast, or float32; auto takes bfloat16 on a GPU."""
+    workers: int = 0
+    """Processes that prepare images (0: this one). Another number draws other augmentations."""
+    device: str = "cpu"
+    """cpu, cuda, or cuda:INDEX."""
+    threads: int = 0
+    """Torch threads (0: torch's own choice)."""
+    seed: int = 0
+    """Fixes weights, order, augmentation and masks."""
+    out: Path = Path("runs/train")
+    """Folder of checkpoint, history, weights and model card (left at its default, a folder in it is named after the
+    time)."""
+    resume: bool = False
+    """Go on with the unfinished training in --out; it ends in the same bits as an unbroken one."""
+
+    def defence(self) -> Defense:
+        """The defence with this run's options."""
+        DEFENSES.get(self.defense)
+        return getattr(self.options, self.defense)
+
+    def model_name(self) -> str:
+        """The variant of --model that is trained."""
+        return self.defence().model_name(self.model.model)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides about the weights, as plain values."""
+        values = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        return {k: v for k, v in values.items() if k not in ("out", "resume")}
+
+    def validate(self) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: one line that names the option and its range.
+        """
+        self.defence().validate()
+        split_name(self.model.model)
+        if self.model.block != "standard":
+            raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")
+        recipe = self.recipe
+        for option in ("epochs", "batch_size", "repeats"):
+            if getattr(recipe, option) < 1:
+                raise UsageError(f"{_flag(option)} must be at least 1, not {getattr(recipe, option)}")
+        if recipe.batch_size % 2:
+            raise UsageError(f"--batch-size must be even (Mixup pairs images), not {recipe.batch_size}")
+        for option in ("weight_decay", "warmup_epochs", "clip_gradient", "mixup", "cutmix"):
+            if getattr(recipe, option) < 0:
+                raise UsageError(f"{_flag(option)} must not be negative, but is {getattr(recipe, option)}")
+        for option in ("label_smoothing", "erasing"):
+            if not 0 <= getattr(recipe, option) <= 1:
+                raise UsageError(f"{_flag(option)} must lie in [0, 1], not {getattr(recipe, option)}")
+        if not 0 < recipe.smallest_crop <= 1:
+            raise UsageError(f"--smallest-crop must lie in (0, 1], not {recipe.smallest_crop}")
+        if recipe.learning_rate <= 0:
+            raise UsageError(f"--learning-rate must be positive, not {recipe.learning_rate}")
+        if recipe.warmup_epochs >= recipe.epochs:
+            raise UsageError(f"--warmup-epochs {recipe.warmup_epochs:g} must be fewer than --epochs {recipe.epochs}")
+        if recipe.rand_augment != "none" and not recipe.rand_augment.startswith("rand-"):
+            raise UsageError(f"--rand-augment takes none or timm's rand-..., not {recipe.rand_augment!r}")
+        if self.workers < 0 or self.threads < 0 or self.seed < 0:
+            raise UsageError("--workers, --threads and --seed must not be negative")
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"

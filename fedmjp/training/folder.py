@@ -1,0 +1,124 @@
+"""The folder of a training: state to resume from, history, weights and model card. All its file names stand here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from attacks import UsageError
+from fedmjp import provenance
+from fedmjp.report.figures import NORMAL, SMALL, save, style
+from fedmjp.training.config import TrainConfig
+
+
+class TrainingFolder:
+    """`config.out`, opened for a new training or to go on with an unfinished one.
+
+    Raises:
+        UsageError: the folder holds a training and `resume` is not set, or holds one with other options.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.out = config.out
+        self._identity = config.identity()
+        described = self.out / "run.json"
+        if self.out.exists() and not self.out.is_dir():
+            raise UsageError(f"--out {self.out} is a file; pass a folder")
+        if described.exists():
+            if not config.resume:
+                raise UsageError(f"{self.out} holds a training already; pass --resume to finish it, or another --out")
+            self._check_same(json.loads(described.read_text()))
+        self.out.mkdir(parents=True, exist_ok=True)
+        described.write_text(
+            json.dumps(
+                {
+                    "config": self._identity,
+                    "commit": provenance.commit(),
+                    "versions": provenance.versions(),
+                    "device": provenance.device_name(torch.device(config.device)),
+                },
+                indent=2,
+            )
+        )
+
+    @property
+    def weights(self) -> Path:
+        """The trained weights; the model card lies beside them."""
+        return self.out / "model.safetensors"
+
+    def _check_same(self, before: dict[str, Any]) -> None:
+        if before["config"] != self._identity:
+            changed = sorted(_changed(before["config"], self._identity))
+            raise UsageError(
+                f"{self.out} holds a training with another {', '.join(changed)}; resume with the same options or pass "
+                "another --out"
+            )
+        if before["commit"] != provenance.commit():
+            raise UsageError(
+                f"{self.out} was begun at commit {before['commit']}, this is {provenance.commit()}: one training must "
+                "not mix them; pass another --out"
+            )
+
+    def save(self, state: dict[str, Any], history: list[dict[str, float]]) -> None:
+        """Write checkpoint, history.csv and history.png, each whole or not at all."""
+        temporary = self.out / "state.pt.tmp"
+        torch.save({"state": state, "history": history}, temporary)
+        temporary.replace(self.out / "state.pt")
+        frame = pd.DataFrame(history)
+        frame.to_csv(self.out / "history.csv", index=False, float_format="%.6g")
+        history_figure({"": frame}, self.out / "history.png")
+
+    def load(self) -> tuple[dict[str, Any] | None, list[dict[str, float]]]:
+        """(state, history) of the last whole epoch, or (None, []) where there is none.
+
+        Raises:
+            UsageError: a checkpoint that cannot be read.
+        """
+        path = self.out / "state.pt"
+        if not path.exists():
+            return None, []
+        try:
+            kept = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file fails in many ways inside the reader
+            raise UsageError(f"{path} is no readable checkpoint ({type(error).__name__}); start again") from error
+        return kept["state"], kept["history"]
+
+
+def history_figure(histories: dict[str, pd.DataFrame], path: Path) -> None:
+    """Test accuracy (per cent) and training loss by epoch, one line a training.
+
+    Args:
+        histories: label -> columns `epoch`, `test_accuracy`, `train_loss`; an empty label gets no legend.
+        path: the .png to write; a .pdf goes beside it.
+    """
+    figure = Figure(figsize=(6.6, 2.8), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for index, (label, history) in enumerate(histories.items()):
+        look = style(index) | {"ms": 3.5, "lw": 1.3}
+        panels[0].plot(history["epoch"], 100 * history["test_accuracy"], label=label, **look)
+        panels[1].plot(history["epoch"], history["train_loss"], **look)
+    for axes, words in zip(panels, ("Test accuracy (%)", "Training loss"), strict=True):
+        axes.set_xlabel("Epoch", fontsize=NORMAL)
+        axes.set_ylabel(words, fontsize=NORMAL)
+        axes.tick_params(labelsize=SMALL)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+    if any(histories):
+        figure.legend(loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False)
+    save(figure, path)
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    found: set[str] = set()
+    for key, value in now.items():
+        if isinstance(value, dict):
+            found |= _changed(before.get(key, {}), value)
+        elif before.get(key) != value:
+            found.add(key)
+    return found

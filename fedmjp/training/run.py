@@ -1,0 +1,50 @@
+"""One training from its options to its weights: resumes, shows progress, exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fedmjp.training.card import export
+from fedmjp.training.config import TrainConfig
+from fedmjp.training.folder import TrainingFolder
+from fedmjp.training.trainer import Trainer
+
+
+def train(config: TrainConfig, console: Console) -> Path:
+    """Train, or finish a training, and export its weights; their path.
+
+    A training that is finished already is exported again.
+
+    Raises:
+        UsageError: options, data, weights, device or folder that cannot be used.
+    """
+    trainer = Trainer(config)
+    folder = TrainingFolder(config)
+    state, history = folder.load()
+    if state is not None:
+        trainer.load_state(state)
+        console.print(f"resumed after epoch {len(history)}", highlight=False)
+    for number in range(len(history) + 1, config.recipe.epochs + 1):
+        history.append(_epoch(trainer, number, console))
+        folder.save(trainer.state(), history)
+    accuracy = export(trainer, history, folder.weights)
+    console.print(f"float16 weights: accuracy {accuracy:.2%}", highlight=False)
+    return folder.weights
+
+
+def _epoch(trainer: Trainer, number: int, console: Console) -> dict[str, float]:
+    """Train one epoch under a bar and print its line."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    title = f"epoch {number}/{trainer.recipe.epochs}"
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(title, total=len(trainer.batches))
+        line = trainer.epoch(number, lambda loss: bar.update(task, advance=1, description=f"{title}, loss {loss:.3f}"))
+    console.print(
+        f"{title}  loss {line['train_loss']:.3f}  test loss {line['test_loss']:.3f}  accuracy "
+        f"{line['test_accuracy']:.2%}  {line['train_seconds']:.0f} s  {line['images_per_second']:.0f} images/s",
+        highlight=False,
+    )
+    return line

@@ -1,0 +1,157 @@
+"""AdamW steps on a client's loss, epoch by epoch.
+
+What a step computes is what a client computes (`fedmjp.client`): the defence on the input, the objective, its gradient,
+the defence on the update; in place of sending it, AdamW takes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from torch import Tensor
+
+from attacks import UsageError
+from fedmjp.client import usable_device
+from fedmjp.data import load_data
+from fedmjp.evaluation import evaluate
+from fedmjp.models import MODELS, build_model, split_name
+from fedmjp.objectives import client_loss
+from fedmjp.training.batches import Batches
+from fedmjp.training.config import TrainConfig
+
+LAST_RATE = 0.01  # where the cosine ends, in units of its peak; DeiT's 1e-5
+
+
+class Trainer:
+    """Model, data and optimiser of one training.
+
+    Args:
+        config: all options.
+
+    Raises:
+        UsageError: options, data, weights or a device that cannot be used.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        config.validate()
+        self.config, self.recipe, self.defense = config, config.recipe, config.defence()
+        self.device = usable_device(config.device)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        data = config.data
+        self.data = load_data(
+            data.data,
+            size=MODELS.get(split_name(config.model.model)[0]).image_size,
+            path=data.data_path,
+            train_limit=data.train_limit,
+            test_limit=data.test_limit,
+            seed=config.seed,
+        )
+        self.model = build_model(
+            config.model_name(),
+            num_classes=len(self.data.classes),
+            weights=config.model.weights,
+            block=config.model.block,
+            dal=getattr(self.defense, "dal", "none"),
+            seed=config.seed,
+        )
+        self.model.module.to(self.device)
+        if self.device.type == "cpu":
+            _write_attention_out(self.model.module)
+        self.batches = Batches(self.data.train, self.recipe, self.model, config.seed, config.workers)
+        rate = self.recipe.learning_rate * self.recipe.batch_size / 512
+        self.optimizer = create_optimizer_v2(
+            self.model.module, opt="adamw", lr=rate, weight_decay=self.recipe.weight_decay
+        )
+        self.schedule = CosineLRScheduler(
+            self.optimizer,
+            t_initial=self.recipe.epochs * len(self.batches),
+            lr_min=rate * LAST_RATE,
+            warmup_t=round(self.recipe.warmup_epochs * len(self.batches)),
+            warmup_lr_init=rate * LAST_RATE,
+            t_in_epochs=False,
+        )
+
+    def epoch(self, number: int, on_step: Callable[[float], None]) -> dict[str, float]:
+        """Train epoch `number` (from 1) and evaluate; the line of the history.
+
+        Args:
+            on_step: told each step's loss.
+
+        Returns:
+            epoch, steps, rate (of the last step), train_loss, test_loss, test_accuracy in [0, 1], train_seconds and
+            images_per_second (training alone).
+
+        Raises:
+            UsageError: the loss is no longer finite.
+        """
+        self.model.module.train()
+        generator = torch.Generator().manual_seed(self._entropy(number))
+        start, losses = time.perf_counter(), []
+        for index, (images, labels) in enumerate(self.batches.epoch(number, self.device)):
+            self.schedule.step_update((number - 1) * len(self.batches) + index)
+            losses.append(self._step(images, labels, generator, number))
+            on_step(losses[-1])
+        seconds = time.perf_counter() - start
+        test_loss, accuracy = evaluate(self.model, self.data.test, self.device)
+        return {
+            "epoch": number,
+            "steps": len(losses),
+            "rate": self.optimizer.param_groups[0]["lr"],
+            "train_loss": sum(losses) / len(losses),
+            "test_loss": test_loss,
+            "test_accuracy": accuracy,
+            "train_seconds": seconds,
+            "images_per_second": len(losses) * self.recipe.batch_size / seconds,
+        }
+
+    def _step(self, images: Tensor, labels: Tensor, generator: torch.Generator, epoch: int) -> float:
+        seen = self.defense.on_input(images, self.model, generator, epoch)
+        with self._autocast():
+            loss = client_loss(self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights())
+        if not torch.isfinite(loss):
+            raise UsageError(f"the loss is {float(loss.detach())} in epoch {epoch}; lower --learning-rate")
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        held = {n: p for n, p in self.model.module.named_parameters() if p.grad is not None}
+        update = self.defense.on_update({n: p.grad for n, p in held.items()}, generator)
+        for name, parameter in held.items():
+            parameter.grad = update[name]
+        if self.recipe.clip_gradient:
+            torch.nn.utils.clip_grad_norm_(held.values(), self.recipe.clip_gradient)
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def _autocast(self) -> torch.autocast:
+        wanted, kind = self.config.precision, self.device.type
+        half = wanted == "bfloat16" or (wanted == "auto" and kind == "cuda")
+        return torch.autocast(kind, torch.bfloat16, enabled=half)
+
+    def state(self) -> dict[str, Any]:
+        """All that an epoch leaves to the next one; schedule and random numbers follow from the epoch's number."""
+        return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _entropy(self, epoch: int) -> int:
+        """Seed of the defence's draws in one epoch."""
+        return int(np.random.SeedSequence([self.config.seed, 5, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _write_attention_out(module: torch.nn.Module) -> None:
+    """Let timm compute attention step by step: torch's fused kernel takes half of a CPU's training step.
+
+    Measured on 64 tokens in bfloat16: 4.9 ms an image against 8.4 ms, forward and backward.
+    """
+    for part in module.modules():
+        if hasattr(part, "fused_attn"):
+            part.fused_attn = False

@@ -1,0 +1,110 @@
+"""Consistency under jigsaws: what must hold for any weights, and the script as a user meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import consistency
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedmjp.data import load_data
+from fedmjp.evaluation import evaluate
+from fedmjp.models import BuiltModel, build_model
+
+CPU = torch.device("cpu")
+OPTIONS = consistency.Options(gammas=(0.0, 0.5))
+
+
+@pytest.fixture(scope="module")
+def images():
+    return load_data("photos", size=64, test_limit=12).test
+
+
+def with_strong_positions(name: str) -> BuiltModel:
+    """Random weights with position embeddings as large as patch embeddings, and a head that tells images apart."""
+    built = build_model(name, num_classes=8, weights="random")
+    with torch.no_grad():
+        for part in ("pos_embed", "unk_embed"):
+            if getattr(built.module, part, None) is not None:
+                getattr(built.module, part).mul_(50)
+        built.module.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    return built
+
+
+def test_without_positions_a_jigsaw_changes_nothing(images) -> None:
+    built = with_strong_positions("vit_mini_64_nope")
+    found = consistency.summarise(consistency.measure(built, images, OPTIONS, CPU))
+    assert found["consistency"].tolist() == [100, 100]
+    assert found["diff_share"].max() < 1e-8
+
+
+def test_positions_make_a_difference(images) -> None:
+    found = consistency.summarise(consistency.measure(with_strong_positions("vit_mini_64"), images, OPTIONS, CPU))
+    found = found.set_index("gamma")
+    assert found.loc[0.0, "diff_norm"] == 0
+    assert found.loc[0.0, "consistency"] == 100
+    assert found.loc[0.5, "diff_share"] > 1e-5
+
+
+def test_unknown_positions_are_seen_by_mjp_models_only(images) -> None:
+    built = with_strong_positions("vit_mini_64_mjp")
+    found = consistency.summarise(consistency.measure(built, images, OPTIONS, CPU)).set_index(["positions", "gamma"])
+    assert found.loc[("unknown", 0.5), "diff_norm"] != found.loc[("own", 0.5), "diff_norm"]
+    assert found.loc[("unknown", 0.0), "diff_norm"] == 0
+
+
+def test_numbers_by_hand(images) -> None:
+    """Accuracy without a jigsaw is the evaluation's; the spread is the mean over all pairs."""
+    built = with_strong_positions("vit_mini_64")
+    frame = consistency.measure(built, images, OPTIONS, CPU)
+    plain = frame[frame["gamma"] == 0]
+    assert plain["right"].mean() == pytest.approx(evaluate(built, images, CPU)[1])
+    embeddings = consistency.look(built, images.images(range(12)), None)[0].double()
+    pairs = [(embeddings[i] - embeddings[j]).square().sum() for i in range(12) for j in range(12) if i != j]
+    assert frame["spread"].iloc[0] == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-4)
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.safetensors"
+    save_file(with_strong_positions(name).module.state_dict(), path)
+    return path
+
+
+def test_table_and_figure(tmp_path) -> None:
+    out = tmp_path / "out"
+    entry = f"vit_mini_64_mjp={checkpoint(tmp_path, 'vit_mini_64_mjp')}"
+    options = ["--data", "photos", "--num-images", "6", "--gammas", "0", "0.5", "--out", str(out)]
+    assert consistency.main(["--model", entry, *options]) == 0
+    assert (out / "consistency.png").exists()
+    found = pd.read_csv(out / "table.csv")
+    ours = found[found["source"] == "measured"]
+    assert ours["positions"].tolist() == ["unknown", "own"] * 2
+    assert np.isfinite(ours[["accuracy", "diff_norm", "diff_share", "consistency"]].to_numpy()).all()
+    assert (found["source"] == "paper, Table 1").sum() == 6
+    other = f"vit_mini_64={checkpoint(tmp_path, 'vit_mini_64')}"
+    assert consistency.main(["--model", other, *options]) == 2
+    assert consistency.main(["--model", other, *options, "--resume"]) == 0
+    more = pd.read_csv(out / "table.csv")
+    pd.testing.assert_frame_equal(more[more["model"] == "vit_mini_64_mjp"], ours[more.columns])
+    assert len(more) == len(found) + 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "vit_b"], "no trained weights of vit_b"),
+        (["--model", "vit_mini_64=random"], "no trained weights"),
+        (["--gammas", "1.5"], "gamma must lie in"),
+        (["--model", "vit_mini_64=FILE", "--data", "photos"], "tell 5 classes apart"),
+    ],
+)
+def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:
+    path = tmp_path / "five.safetensors"
+    save_file(build_model("vit_mini_64", num_classes=5, weights="random").module.state_dict(), path)
+    options = [o.replace("FILE", str(path)) for o in options]
+    assert consistency.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""Position embeddings with known answers, and the script as a user meets it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import position_embeddings
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedmjp.models import build_model
+
+GRID = (8, 8)
+
+
+def test_explained_variance_of_embeddings_on_three_axes() -> None:
+    generator = np.random.default_rng(0)
+    axes = np.linalg.qr(generator.normal(size=(16, 3)))[0].T  # (3, 16), orthonormal
+    weights = np.linalg.qr(generator.normal(size=(64, 4)) * [0, 1, 1, 1] + [1, 0, 0, 0])[0][:, 1:]  # centred columns
+    shares = position_embeddings.explained_variance(weights * [3.0, 2.0, 1.0] @ axes + 5.0)
+    assert shares[:3] == pytest.approx([9 / 14, 13 / 14, 1.0])
+    assert len(shares) == 16
+
+
+def test_places_are_in_raster_order() -> None:
+    assert position_embeddings.places_of((2, 3)).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+
+
+def test_embeddings_linear_in_the_place_are_read_exactly() -> None:
+    places = position_embeddings.places_of(GRID)
+    values = places @ np.random.default_rng(1).normal(size=(2, 192)) + 0.3
+    error = position_embeddings.held_out_error(values, places, np.random.default_rng(0))
+    assert error == pytest.approx(0, abs=1e-9)
+
+
+def test_held_out_places_are_not_fitted() -> None:
+    """With more channels than places a map fits any places; on those left out it must then be no better than chance."""
+    places = position_embeddings.places_of(GRID)
+    values = np.random.default_rng(1).normal(size=(64, 192))
+    guess = np.abs(places - places.mean(axis=0)).mean()
+    assert position_embeddings.held_out_error(values, places, np.random.default_rng(0)) > 0.9 * guess
+
+
+def test_equals_scikit_learn() -> None:
+    sklearn = pytest.importorskip("sklearn.model_selection")
+    from sklearn.linear_model import LinearRegression
+
+    generator = np.random.default_rng(2)
+    places = position_embeddings.places_of(GRID)
+    values = places @ generator.normal(size=(2, 192)) + generator.normal(size=(64, 192))
+    order = np.random.default_rng(0).permutation(64)
+    folds = sklearn.KFold(5).split(order)
+    errors = np.empty(places.shape)
+    for fitted, held in folds:
+        line = LinearRegression().fit(values[order[fitted]], places[order[fitted]])
+        errors[order[held]] = np.abs(line.predict(values[order[held]]) - places[order[held]])
+    ours = position_embeddings.held_out_error(values, places, np.random.default_rng(0))
+    assert ours == pytest.approx(errors.mean())
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A model whose position embeddings are a plane grid."""
+    built = build_model("vit_mini_64", num_classes=5, weights="random")
+    places = torch.tensor(position_embeddings.places_of(GRID)).float()
+    with torch.no_grad():
+        built.module.pos_embed[0, 1:] = places @ torch.randn(2, 192, generator=torch.Generator().manual_seed(0))
+    save_file(built.module.state_dict(), tmp_path / "grid.safetensors")
+    return tmp_path / "grid.safetensors"
+
+
+def test_tables_and_figures(checkpoint, tmp_path) -> None:
+    out = tmp_path / "out"
+    assert position_embeddings.main(["--model", f"vit_mini_64={checkpoint}", "--out", str(out)]) == 0
+    assert {p.name for p in out.iterdir()} >= {"eigenvalues.png", "projections.png"}
+    variance = pd.read_csv(out / "explained_variance.csv")
+    grid = variance[variance["weights"] == "grid.safetensors"].set_index("dimension")["explained_variance"]
+    assert grid[2] == pytest.approx(100)
+    assert (variance["source"] == "paper, Table 7").sum() == 8
+    errors = pd.read_csv(out / "regression.csv").set_index("weights")
+    assert errors.loc["grid.safetensors", "mae_2d"] < 1e-3
+    assert errors.loc["random (seed 0), NOT TRAINED", "mae_2d"] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "vit_mini_64_nope=FILE"], "no position embeddings"),
+        (["--model", "vit_b"], "no checkpoint of vit_b ships"),
+        (["--model", "vit_x"], "unknown model"),
+        (["--shuffles", "0"], "take numbers from 1"),
+    ],
+)
+def test_mistakes_end_in_one_line(options, words, checkpoint, tmp_path, capsys) -> None:
+    options = [o.replace("FILE", str(checkpoint)) for o in options]
+    assert position_embeddings.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err

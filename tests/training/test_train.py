@@ -1,0 +1,211 @@
+"""Central training as a user meets it: resumed bit for bit, mistakes in one line, weights that load again."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from attacks import UsageError
+from fedmjp import train as command
+from fedmjp.config import DataConfig, ModelConfig
+from fedmjp.evaluation import evaluate
+from fedmjp.models import build_model
+from fedmjp.training import Recipe, TrainConfig, train
+from fedmjp.training.batches import Batches
+from fedmjp.training.folder import TrainingFolder
+from fedmjp.training.trainer import Trainer
+
+QUIET = Console(quiet=True)
+SMALL = ["--data", "photos", "--train-limit", "24", "--model", "vit_mini_32", "--batch-size", "8"]
+
+
+def config(out, **changes) -> TrainConfig:
+    """Three epochs of six steps with everything on that draws random numbers."""
+    recipe = Recipe(**({"epochs": 3, "batch_size": 8, "warmup_epochs": 1, "learning_rate": 0.03} | changes))
+    data = DataConfig(data="photos", train_limit=24, test_limit=8)
+    return TrainConfig(
+        defense="mjp", model=ModelConfig("vit_mini_32", "random"), data=data, recipe=recipe, threads=1, out=out
+    )
+
+
+def run(*options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return command.main([*SMALL, *options])
+    except SystemExit as stop:  # the parser of the command line leaves this way
+        return int(stop.code)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> TrainConfig:
+    """An unbroken training."""
+    options = config(tmp_path_factory.mktemp("train") / "whole")
+    train(options, QUIET)
+    return options
+
+
+def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path, monkeypatch) -> None:
+    options = config(tmp_path / "broken")
+    steps, count = Trainer._step, iter(range(100))
+
+    def break_off(self, *arguments):
+        if next(count) == 5:  # in the middle of the second epoch
+            raise KeyboardInterrupt
+        return steps(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            train(options, QUIET)
+    assert len(pd.read_csv(options.out / "history.csv")) == 1
+    train(TrainConfig(**(vars(options) | {"resume": True})), QUIET)
+    ended, expected = (TrainingFolder(TrainConfig(**(vars(o) | {"resume": True}))).load() for o in (options, whole))
+    for part in ("model", "optimizer"):
+        _assert_same(ended[0][part], expected[0][part])
+    timeless = [{k: v for k, v in line.items() if "second" not in k} for line in ended[1]]
+    assert timeless == [{k: v for k, v in line.items() if "second" not in k} for line in expected[1]]
+    assert (options.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
+
+
+def _assert_same(ours, theirs) -> None:
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            _assert_same(ours[key], theirs[key])
+    elif isinstance(ours, list):
+        for mine, other in zip(ours, theirs, strict=True):
+            _assert_same(mine, other)
+    else:
+        assert ours == theirs
+
+
+def test_folder_holds_what_the_help_promises(whole) -> None:
+    names = {p.name for p in whole.out.iterdir()}
+    assert names == {
+        *("run.json", "state.pt", "history.csv", "history.png", "history.pdf"),
+        *("model.safetensors", "model.md"),
+    }
+    history = pd.read_csv(whole.out / "history.csv")
+    assert history["epoch"].tolist() == [1, 2, 3]
+    assert (history["steps"] == 3).all()
+    assert all(t.dtype == torch.float16 for t in load_file(whole.out / "model.safetensors").values())
+    card = (whole.out / "model.md").read_text()
+    built = build_model("vit_mini_32_mjp", num_classes=8, weights=str(whole.out / "model.safetensors"), dal="nonlinear")
+    assert built.provenance == "model.safetensors"
+    test = Trainer(whole).data.test
+    accuracy = evaluate(built, test, torch.device("cpu"))[1]
+    assert f"{accuracy:.1%} of 8 test images" in card
+    assert "gamma 0.9" in card
+
+
+def test_step_is_a_clients_step(tmp_path) -> None:
+    """With plain labels and images, one step's loss and gradient are those that a client computes."""
+    from fedmjp.objectives import client_loss
+
+    trainer = Trainer(config(tmp_path, clip_gradient=0.0))
+    client = build_model("vit_mini_32_mjp", num_classes=8, weights="random", dal="nonlinear")
+    images, labels = trainer.data.train.images(range(8)), trainer.data.train.labels[:8]
+    seen = trainer.defense.on_input(images, client, torch.Generator().manual_seed(3), 1)
+    loss = client_loss(client, seen.images, labels, seen.position_mask, trainer.defense.loss_weights())
+    loss.backward()
+    one_hot = torch.nn.functional.one_hot(labels, 8).float()
+    ours = trainer._step(images, one_hot, torch.Generator().manual_seed(3), 1)
+    assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
+    theirs = dict(client.module.named_parameters())
+    for name, parameter in trainer.model.module.named_parameters():
+        assert torch.allclose(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-5), name
+
+
+def test_training_learns(tmp_path) -> None:
+    light = {"mixup": 0, "cutmix": 0, "erasing": 0, "rand_augment": "none", "smallest_crop": 1.0, "repeats": 1}
+    options = config(tmp_path / "out", epochs=12, **light)
+    options = TrainConfig(**(vars(options) | {"defense": "none"}))
+    train(options, QUIET)
+    losses = pd.read_csv(options.out / "history.csv")["train_loss"]
+    assert losses.iloc[-1] < 0.75 * losses.iloc[0]
+
+
+def test_schedule_warms_up_and_ends_low(tmp_path) -> None:
+    trainer = Trainer(config(tmp_path, epochs=4, warmup_epochs=1))
+    rates = []
+    for step in range(4 * len(trainer.batches)):
+        trainer.schedule.step_update(step)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    peak = 0.03 * 8 / 512
+    assert rates[0] == pytest.approx(0.01 * peak)
+    assert max(rates) <= peak
+    assert int(np.argmax(rates)) == 3  # the step after one epoch of three steps
+    assert rates[-1] < 0.2 * peak
+
+
+def test_decay_spares_position_embeddings(tmp_path) -> None:
+    trainer = Trainer(config(tmp_path))
+    spared = {id(p) for g in trainer.optimizer.param_groups if not g["weight_decay"] for p in g["params"]}
+    names = {n for n, p in trainer.model.module.named_parameters() if id(p) in spared}
+    assert {"pos_embed", "unk_embed", "cls_token", "blocks.0.norm1.weight", "head.bias"} <= names
+    assert not {"head.weight", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"} & names
+
+
+def test_labels_of_a_batch_are_distributions(tmp_path) -> None:
+    trainer = Trainer(config(tmp_path))
+    for images, labels in trainer.batches.epoch(1, torch.device("cpu")):
+        assert images.shape == (8, 3, 32, 32)
+        assert torch.allclose(labels.sum(dim=1), torch.ones(8), atol=1e-5)
+        assert labels.min() >= 0.1 / 8 - 1e-6  # smoothing alone
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_repeated_augmentation_keeps_the_epochs_length(tmp_path, repeats: int) -> None:
+    trainer = Trainer(config(tmp_path, repeats=repeats))
+    trainer.batches.sampler.set_epoch(5)
+    order = list(trainer.batches.sampler)
+    assert len(order) == 24
+    assert len(set(order)) == 24 // repeats
+
+
+def test_too_few_images_for_a_batch(tmp_path) -> None:
+    trainer = Trainer(config(tmp_path))
+    with pytest.raises(UsageError, match="more than the 24 training images"):
+        Batches(trainer.data.train, Recipe(), trainer.model, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--epochs", "0"], "--epochs must be at least 1"),
+        (["--batch-size", "7"], "--batch-size must be even"),
+        (["--warmup-epochs", "3", "--epochs", "3"], "must be fewer than --epochs"),
+        (["--erasing", "2"], "--erasing must lie in"),
+        (["--rand-augment", "auto"], "--rand-augment takes none"),
+        (["--defense", "mpj"], "choose from: none"),
+        (["--model", "vit_huge"], "unknown model"),
+        (["--block", "april"], "--block april is a block to attack"),
+        (["--learning-rate", "1e30", "--epochs", "3", "--warmup-epochs", "0"], "lower --learning-rate"),
+        (["--weights", "nowhere.pt", "--epochs", "30"], "no checkpoint at nowhere.pt"),
+        (["--out", __file__, "--epochs", "30"], "is a file"),
+    ],
+)
+def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:
+    options = options if "--out" in options else [*options, "--out", str(tmp_path / "out")]
+    assert run(*options) == 2
+    told = capsys.readouterr().err.strip()
+    assert words in told
+    assert told.count("\n") == 0
+
+
+def test_folders_are_not_mixed(whole, capsys) -> None:
+    same = ["--test-limit", "8", "--defense", "mjp", "--epochs", "3", "--warmup-epochs", "1", "--out", str(whole.out)]
+    assert run(*same, "--threads", "1", "--learning-rate", "0.03") == 2
+    assert "holds a training already" in capsys.readouterr().err
+    assert run(*same, "--threads", "1", "--learning-rate", "0.02", "--resume") == 2
+    assert "another learning_rate" in capsys.readouterr().err
+    described = json.loads((whole.out / "run.json").read_text())
+    assert described["config"]["recipe"]["epochs"] == 3
