@@ -46,7 +46,7 @@ from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import load_lpips
 from fedmjp.models import build_model, split_name
-from fedmjp.models.weights import classes_of, shipped_names
+from fedmjp.models.weights import IMAGENET_CLASSES, classes_of, shipped_names
 from fedmjp.report import Panel, Reconstructed, RowLog, load_rows, reconstructions_figure
 from fedmjp.report.leakage import leakage_table, leakage_text, write_leakage
 from fedmjp.report.record import note_run
@@ -55,7 +55,6 @@ from fedmjp.report.rows import pack_rows, unpack_rows
 HERE = Path(__file__).resolve().parent
 PAPER = HERE / "paper" / "mjp_table5.csv"
 PAPER_MODELS = ("vit_s", "deit_s", "deit_s_nope", "deit_s_mjp")
-IMAGENET_CLASSES = 1000
 SETTINGS = (
     Setting("a", defended=False, hidden=False, against="seen"),
     Setting("b", defended=True, hidden=True, against="seen"),

@@ -34,6 +34,7 @@ from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import load_lpips
 from fedmjp.models import build_model
+from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.report import Panel, Reconstructed, RowLog, load_rows, reconstructions_figure
 from fedmjp.report.adaptive import adaptive_table
 from fedmjp.report.record import note_run
@@ -100,7 +101,8 @@ class Run:
         options.validate()
         self.options, self.console, self.device = options, console, usable_device(options.device)
         lpips = load_lpips("squeeze", options.lpips_weights, self.device) if options.lpips_weights else None
-        built = build_model(options.model, num_classes=1000, weights=options.weights, seed=options.seed)
+        classes = classes_of(options.model, options.weights) or IMAGENET_CLASSES
+        built = build_model(options.model, num_classes=classes, weights=options.weights, seed=options.seed)
         built.module.to(self.device).eval()
         self.subject = Subject(built)
         self.attacks = {name: ATTACKS.get(name)() for name in ATTACKED_BY}

@@ -43,6 +43,7 @@ from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.metrics import load_lpips
 from fedmjp.metrics.pixel import LEAST_MSE
 from fedmjp.models import build_model
+from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.report import RowLog, load_rows
 from fedmjp.report.adaptive import round_by_round_figure, write_adaptive
 from fedmjp.report.record import note_run
@@ -156,7 +157,8 @@ class Run:
         """The model that clients are sent in their first update; its block may be of the server's choosing."""
         o = self.options
         name = f"{o.model}_mjp"
-        built = build_model(name, num_classes=1000, weights=o.weights, block=block, dal="nonlinear", seed=o.seed)
+        classes = classes_of(name, o.weights) or IMAGENET_CLASSES
+        built = build_model(name, num_classes=classes, weights=o.weights, block=block, dal="nonlinear", seed=o.seed)
         built.module.to(self.device).eval()
         extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
         return Subject(built, ThreatModel(ThreatModel().grants | extra))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attacks.registry import UsageError
 
 SHIPPED = Path(__file__).parent / "checkpoints"
+IMAGENET_CLASSES = 1000  # of timm's weights, and the usual head for random ones
 # What a checkpoint of a plain ViT lacks for the MJP variant, and what a checkpoint with positions has too much for
 # _nope.
 MJP_ONLY = ("unk_embed", "dal.")
