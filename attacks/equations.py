@@ -149,10 +149,13 @@ class Equations:
         along = self.targets @ vectors  # (N, P): r_p v_j
         pretended = ((self.tilts @ vectors) * vectors).sum(dim=0)  # (P,): v_j F v_j
         heard = values > torch.clamp(STANDS_OUT * pretended, min=NEGLIGIBLE * self.weight)
-        centre = torch.where(heard, along / values.clamp(min=NEGLIGIBLE * self.weight), 0.0)
+        # The best fit of all, which tells the noise; what a direction that is not trusted explains is no noise.
+        fitted = values > NEGLIGIBLE * self.weight
+        centre = torch.where(fitted, along / values.clamp(min=NEGLIGIBLE * self.weight), 0.0)
         misfit = (self.squares - (along * centre).sum(dim=1)).clamp(min=0).sum()
+        centre = torch.where(heard, centre, 0.0)
         if noise is None:
-            surplus = max(self.equations - int(heard.sum()), 1)  # equations beyond the unknowns
+            surplus = max(self.equations - int(fitted.sum()), 1)  # equations beyond the unknowns
             noise = max(float(misfit / len(centre) / surplus) ** 0.5, DEFAULT_NOISE)
         precision = torch.where(heard, values / noise**2, 0.0)  # (P,)
         open_ = precision < SETTLED**-2

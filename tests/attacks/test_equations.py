@@ -111,3 +111,17 @@ def test_refuses_what_does_not_fit() -> None:
         equations.add(torch.zeros(N, P + 1), torch.zeros(0, P + 1))
     with pytest.raises(ValueError, match="does not fit"):
         equations.merge(Equations(N, P + 1))
+
+
+def test_what_a_distrusted_direction_explains_is_no_noise() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(N, P, generator=generator, dtype=torch.float64)
+    equations = Equations(N, P)
+    for turn in (0.0, 0.05):  # the updates do tell of the first axis, but their bases are said to be less exact
+        basis = torch.zeros(1, P, dtype=torch.float64)
+        basis[0, 0], basis[0, 1] = np.cos(turn), np.sin(turn)
+        noise = 1e-4 * torch.randn(N, P, generator=generator, dtype=torch.float64)
+        equations.add(x + noise, basis, tilt=torch.tensor([0.1]))
+    estimate = equations.solve()
+    assert len(estimate.open) == 1
+    assert estimate.noise == pytest.approx(1e-4, rel=0.5)
