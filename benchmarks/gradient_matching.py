@@ -281,7 +281,7 @@ class Run:
                 panel.reconstructions[name] = Reconstructed(image, one.records[0]["psnr"], one.diagnosis)
             panels.append(panel)
         title = f"{cell.model}, batch 1, no defence, {max(o.steps)} steps"
-        reconstructions_figure(panels, o.out / "reconstructions.png", title=title, dpi=120)
+        reconstructions_figure(panels, o.out / "reconstructions.png", seen_title="input", title=title, dpi=120)
 
     def describe(self, frame) -> None:
         """run.json: commands, versions, commits, machines, weights, warnings."""
