@@ -130,26 +130,6 @@ def matching_table() -> str:
     return "\n".join(lines)
 
 
-def matching_speed() -> str:
-    """Optimisation steps against the breaching package, as Markdown."""
-    table = pd.read_csv(ROOT / "results" / "speed" / "matching.csv")
-    machine = json.loads((ROOT / "results" / "speed" / "matching_machine.json").read_text())
-    said = {
-        "peer": "`breaching`, one victim",
-        "same": "ours, the same arithmetic (every weight's gradient)",
-        "alone": "ours, one victim",
-        "together": "ours, eight victims at once, each",
-    }
-    lines = [
-        "| images in the batch | who | processor time a step (ms) | steps a second, `breaching`'s = 1 | peak MiB |"
-    ]
-    lines.append("|---|---|---|---|---|")
-    for _, row in table.iterrows():
-        ratio = f"{row.times_faster:.2f} [{row.times_faster_min:.2f}, {row.times_faster_max:.2f}]"
-        lines.append(f"| {row.batch} | {said[row.what]} | {row.ms_a_step:.0f} | {ratio} | {row.peak_mib:.0f} |")
-    return "\n".join(lines) + f"\n\n{table['model'].iloc[0]}, {machine['device']}."
-
-
 def main() -> None:
     """Rewrite README.md in place."""
     path = ROOT / "README.md"
@@ -161,7 +141,6 @@ def main() -> None:
         "adaptive": adaptive_table,
         "speed": speed_table,
         "matching": matching_table,
-        "matching_speed": matching_speed,
         "overhead": overhead_table,
     }
     for name, make in blocks.items():
