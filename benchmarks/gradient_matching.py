@@ -10,7 +10,7 @@ data, which needs no gradient, on the same images.
     python benchmarks/gradient_matching.py --batches 1 --gammas --steps 15 240 --attacks gradvit --resume
     python benchmarks/gradient_matching.py --batches 1 --attacks gradvit --init mjp_subspace --resume
 
-The number of steps decides: papers search for thousands, the default here is what a CPU does in two minutes.
+The number of steps decides: papers search for thousands, the default here is what a CPU does in minutes.
 
 Writes rows.jsonl.gz, table.csv, matching.png, reconstructions.png and run.json to --out; --resume goes on with an
 unfinished run, or adds batches, budgets and attacks to a finished one. One model a folder.
