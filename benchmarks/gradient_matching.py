@@ -10,7 +10,7 @@ data, which needs no gradient, on the same images.
     python benchmarks/gradient_matching.py --batches 1 --gammas --steps 15 240 --attacks gradvit --resume
     python benchmarks/gradient_matching.py --batches 1 --attacks gradvit --init mjp_subspace --resume
 
-The number of steps decides: papers search for thousands, the default here is what a CPU does in two minutes.
+The number of steps decides: papers search for thousands, the default here is what a CPU does in minutes.
 
 Writes rows.jsonl.gz, table.csv, matching.png, reconstructions.png and run.json to --out; --resume goes on with an
 unfinished run, or adds batches, budgets and attacks to a finished one. One model a folder.
@@ -90,8 +90,6 @@ class Options:
     """Start of the attacks that search: randn, zeros, or the name of a closed form whose answer is refined."""
     restarts: int = 1
     """Starts a victim."""
-    grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
-    """What the adversary sees beyond an update."""
     seed: int = 0
     """Fixes random weights, masks, jigsaws and starts."""
     lpips_weights: Path | None = None
@@ -109,6 +107,7 @@ class Options:
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        split_name(self.model)
         for option in ("num_images", "lanes", "restarts"):
             if getattr(self, option) < 1:
                 raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(self, option)}")
@@ -121,9 +120,8 @@ class Options:
             raise UsageError(f"--pictures must lie between 0 and 12, not {self.pictures}")
         if not self.attacks:
             raise UsageError("--attacks needs at least one name")
-        threat_model = ThreatModel.parse(self.grants)
         for name, attack in self.made(self.steps[0]).items():
-            attack.require(threat_model, name)
+            attack.require(ThreatModel(), name)
         for gamma in self.gammas:
             DEFENSES.get("mjp")(gamma=gamma).validate()
         if self.out.exists() and any(self.out.glob("rows.jsonl*")) and not self.resume:
@@ -236,7 +234,7 @@ class Run:
         classes = classes_of(cell.model, self.options.weights) or len(self.gallery(cell.model).images.classes)
         name = cell.options.model_name(cell.model)
         built = build_model(name, num_classes=classes, weights=self.options.weights, dal="none", seed=self.options.seed)
-        return Subject(built, ThreatModel.parse(self.options.grants))
+        return Subject(built)
 
     def gallery(self, model: str) -> Gallery:
         """The images, at the model's size."""
@@ -283,7 +281,7 @@ class Run:
                 panel.reconstructions[name] = Reconstructed(image, one.records[0]["psnr"], one.diagnosis)
             panels.append(panel)
         title = f"{cell.model}, batch 1, no defence, {max(o.steps)} steps"
-        reconstructions_figure(panels, o.out / "reconstructions.png", title=title, dpi=120)
+        reconstructions_figure(panels, o.out / "reconstructions.png", seen_title="input", title=title, dpi=120)
 
     def describe(self, frame) -> None:
         """run.json: commands, versions, commits, machines, weights, warnings."""

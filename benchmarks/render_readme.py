@@ -120,6 +120,28 @@ def speed_table() -> str:
     return "\n".join(lines) + f"\n\n{machine['device']}, batches of {machine['batch_size']}, {told}."
 
 
+def matching_table() -> str:
+    """Gradient matching against the original images, a line an attack and start, a column a kind of client."""
+    table = pd.read_csv(ROOT / "results" / "gradient_matching" / "vit_mini_32" / "table.csv", keep_default_na=False)
+    table = table[table["setting"] == "original"]
+    number = pd.to_numeric(table["psnr"])
+    kinds = list(dict.fromkeys(zip(table["defense"], table["gamma"], table["batch"], strict=True)))
+    heads = [f"MJP γ = {gamma}" if defense == "mjp" else f"batch of {batch}" for defense, gamma, batch in kinds]
+    lines = ["| attack | steps | " + " | ".join(heads) + " |", "|" + "---|" * (2 + len(heads))]
+    for (attack, init, steps), group in table.groupby(["attack", "init", "steps"], sort=False):
+        cells = []
+        for kind in kinds:
+            own = group[[key == kind for key in zip(group["defense"], group["gamma"], group["batch"], strict=True)]]
+            mark = "**" if len(own) and own.iloc[0]["verdict"] == "beats the mean image" else ""
+            spread = [float(own.iloc[0][k]) for k in ("psnr_low", "psnr_high")] if len(own) else []
+            cells.append(
+                f"{mark}{number[own.index[0]]:.1f}{mark} [{spread[0]:.1f}, {spread[1]:.1f}]" if len(own) else ""
+            )
+        name = f"`{attack}`" + (f" from `{init}`" if init not in ("", "randn") else "")
+        lines.append("| " + " | ".join([name, str(steps or "–"), *cells]) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Rewrite README.md in place."""
     path = ROOT / "README.md"
@@ -131,6 +153,7 @@ def main() -> None:
         "adaptive": adaptive_table,
         "batches": batches_table,
         "speed": speed_table,
+        "matching": matching_table,
         "overhead": overhead_table,
     }
     for name, make in blocks.items():

@@ -6,15 +6,16 @@ patch_embedding):
 - our path (gradients of the attacked layers, solve, every metric) against the bare batched forward and backward pass;
 - the `breaching` package's AprilAttacker, with its own gradient an image and the same scoring, against our path;
 - the linear solve by each of LAPACK's drivers, on the same gradients;
-- peak memory of each, in a process of its own.
+- peak memory of each, in a process of its own;
+- gradient matching, a step: the package's Inverting Gradients, ours with the same arithmetic (every weight's gradient,
+  one victim), and ours as it runs (`matching_speed`), for one victim and for eight together.
 
-Writes results/speed/speed.csv, drivers.csv and machine.json.
+Writes results/speed/speed.csv, drivers.csv and machine.json, and matching.csv and matching_machine.json.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ from typing import Literal
 
 import pandas as pd
 import torch
+from matching_speed import matching_table
 from rich.console import Console
-from timing import timed
+from timing import peak_memory, timed
 from torch import Tensor
 
 from attacks import ATTACKS, Attack, UsageError, find_tokenizer
+from attacks.breaching_adapter import ForBreaching
 from fedmjp import provenance
 from fedmjp.audit.campaign import answers
 from fedmjp.audit.harness import scorer
@@ -46,6 +49,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results" / "speed"
 FITTING = {"april": "april", "standard": "patch_embedding"}
 ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")
 AIM_BARE, AIM_PEER = 1.35, 2.0
+AIM_STEPS = {"same": 1.0, "together": 1.5}
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ class Options:
     """Measurements of each kind; medians of pairwise ratios are reported."""
     lpips_weights: Path | None = None
     """State dict of lpips.LPIPS(net="squeeze"); without it LPIPS is left out, and the table says so."""
+    parts: tuple[Literal["leakage", "matching"], ...] = ("leakage", "matching")
+    """What to measure: the closed forms' path (leakage), gradient matching, or both."""
+    matching_model: str = "vit_mini_32"
+    """Model of the gradient matching, random weights."""
+    matching_batches: tuple[int, ...] = (1, 4)
+    """Images in a victim's batch."""
     device: str = "cpu"
     """cpu or cuda."""
     out: Path = RESULTS
@@ -122,23 +132,12 @@ class Bench:
                 self.score((found["data"] * std + mean).clamp(0, 1), image[None])
 
 
-class _ForBreaching(torch.nn.Module):
-    """A ViT as the `breaching` package calls its models."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor, **_) -> Tensor:
-        return self.model(inputs)
-
-
 def _breaching(built: BuiltModel):
     """The package's user, its attacker with the settings of its april_analytic.yaml, and the server's message."""
     from breaching.attacks.analytic_attack import AprilAttacker
     from breaching.cases.users import UserSingleStep
 
-    model, loss = _ForBreaching(built.module), torch.nn.CrossEntropyLoss()
+    model, loss = ForBreaching(built.module), torch.nn.CrossEntropyLoss()
     setup = {"device": torch.device("cpu"), "dtype": torch.float}
     quiet = {"gradient_noise": 0.0, "input_noise": 0.0}
     shares = {"provide_labels": True, "provide_num_data_points": True, "provide_buffers": False}
@@ -173,7 +172,9 @@ def measure(options: Options, block: Literal["april", "standard"]) -> dict[str, 
         faster = [p / o for p, o in zip(taken["peer"], taken["ours"], strict=True)]
         line |= {"peer_over_ours": median(faster), "peer_over_ours_min": min(faster), "peer_over_ours_max": max(faster)}
     line |= {
-        f"{name}_peak_mib": peak_memory(options, block, name) for name in works if name in ("bare", "ours", "peer")
+        f"{name}_peak_mib": peak_memory(Bench, (options, block), name)
+        for name in works
+        if name in ("bare", "ours", "peer")
     }
     return line
 
@@ -208,56 +209,24 @@ def drivers(options: Options) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def peak_memory(options: Options, block: str, kind: str) -> float:
-    """MiB that one pass needs above what model and images take, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_peak, args=(options, block, kind, sender))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise UsageError(f"the process that measures the memory of {kind!r} ended with code {process.exitcode}")
-    return receiver.recv()
-
-
-def _peak(options: Options, block: Literal["april", "standard"], kind: str, sender) -> None:
-    bench = Bench(options, block)
-    cuda = bench.device.type == "cuda"
-    reset = Path("/proc/self/clear_refs")
-    if reset.exists():
-        reset.write_text("5")  # forget the peak of the set-up
-    held = torch.cuda.memory_allocated() / 2**20 if cuda else _resident("VmRSS")
-    getattr(bench, kind)()
-    sender.send((torch.cuda.max_memory_allocated() / 2**20 if cuda else _resident("VmHWM")) - held)
-
-
-def _resident(field: str) -> float:
-    """Memory that this process holds (VmRSS), or the most that it has held (VmHWM), MiB; NaN outside Linux."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return float("nan")
-    line = next(text for text in status.read_text().splitlines() if text.startswith(field))
-    return int(line.split()[1]) / 2**10
-
-
 def run(options: Options, console: Console) -> None:
     """Measure, print, write."""
     for option in ("images", "batch_size", "repeats"):
         if getattr(options, option) < 1:
             raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(options, option)}")
-    table, solves = pd.DataFrame([measure(options, block) for block in FITTING]), drivers(options)
     options.out.mkdir(parents=True, exist_ok=True)
+    if "leakage" in options.parts:
+        _leakage(options, console)
+    if "matching" in options.parts:
+        _matching(options, console)
+
+
+def _leakage(options: Options, console: Console) -> None:
+    table, solves = pd.DataFrame([measure(options, block) for block in FITTING]), drivers(options)
     table.to_csv(options.out / "speed.csv", index=False, float_format="%.4g")
     solves.to_csv(options.out / "drivers.csv", index=False, float_format="%.4g")
-    device = usable_device(options.device)
-    machine = provenance.columns(device) | {
-        "images": options.images,
-        "batch_size": options.batch_size,
-        "repeats": options.repeats,
-        "lpips": options.lpips_weights is not None,
-        "versions": provenance.versions(),
-    }
-    (options.out / "machine.json").write_text(json.dumps(machine, indent=2) + "\n")
+    extra = {"images": options.images, "batch_size": options.batch_size, "lpips": options.lpips_weights is not None}
+    _write_machine(options, "machine.json", extra)
     console.print(table.T.to_string(header=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
     console.print(solves.to_string(index=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
     lpips = "LPIPS included" if options.lpips_weights else "without LPIPS (pass --lpips-weights)"
@@ -265,6 +234,22 @@ def run(options: Options, console: Console) -> None:
     console.print(f"our path / bare forward and backward pass: {worst:.2f} at worst (aim {AIM_BARE}), {lpips}")
     if "peer_over_ours" in table:
         console.print(f"breaching / our path: {table['peer_over_ours'].max():.2f} (aim {AIM_PEER})")
+
+
+def _matching(options: Options, console: Console) -> None:
+    table = matching_table(options.matching_model, options.matching_batches, options.repeats, options.device)
+    table.to_csv(options.out / "matching.csv", index=False, float_format="%.4g")
+    _write_machine(options, "matching_machine.json", {})
+    console.print(table.to_string(index=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
+    for what, aim in AIM_STEPS.items():
+        worst = table[table["what"] == what]["times_faster"].min()
+        console.print(f"steps a second, breaching's = 1, {what}: {worst:.2f} at worst (aim {aim})", highlight=False)
+
+
+def _write_machine(options: Options, name: str, extra: dict[str, object]) -> None:
+    machine = provenance.columns(usable_device(options.device)) | extra
+    machine |= {"repeats": options.repeats, "versions": provenance.versions()}
+    (options.out / name).write_text(json.dumps(machine, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from attacks.base import ATTACKS, Attack, Interrupted
 from attacks.gradient_matching.distances import Distance
 from attacks.gradient_matching.engine import Candidates, OnStep, Outcome, Rules, minimise
+from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.labels import head_bias, infer_labels
 from attacks.gradient_matching.optimisers import Optimiser
 from attacks.gradient_matching.priors import Prior
@@ -45,6 +46,28 @@ class Recipe:
     priors: tuple[Prior, ...] = ()
     boxed: bool = True
     seeks_labels: bool = False
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What a recipe minimises for some victims; labels are (V, B), or None where they are sought."""
+
+    recipe: Recipe
+    simulation: Simulation
+    target: Target
+    labels: Tensor | None
+
+    def losses(self, candidates: Candidates, share: float) -> Tensor:
+        """(V, R), with the priors that have begun at that share of the run."""
+        victims, restarts = candidates.images.shape[:2]
+        if self.labels is None:
+            given = candidates.labels.softmax(dim=-1).flatten(0, 1)  # (L, B, K)
+        else:
+            given = self.labels[:, None].expand(-1, restarts, -1).flatten(0, 1)  # (L, B)
+        with math_attention():
+            parts = self.simulation.gradients(candidates.images.flatten(0, 1), given)
+            losses = self.recipe.distance(parts, self.target).unflatten(0, (victims, restarts))
+            return losses + sum(prior(candidates.images) for prior in self.recipe.priors if share >= prior.begins)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +155,8 @@ class GradientMatching(Attack):
         groups: dict[tuple, list[int]] = defaultdict(list)
         for index, case in enumerate(cases):
             o = case[-1]
-            alone = index if self.restarts > 1 or not self._separable(o) else -1
+            # Memory for one victim's restarts; an optimiser that mixes lanes; a start that may fail for one of them.
+            alone = index if self.restarts > 1 or self.init not in (RANDOM, GREY) or not self._separable(o) else -1
             alike = tuple(sorted(o.gradients)), o.labels is None
             key = id(o.model), o.image_shape, o.num_examples, o.kind, o.local_steps, o.learning_rate, alike, alone
             groups[key].append(index)
@@ -145,52 +169,26 @@ class GradientMatching(Attack):
             return True
 
     def _together(self, cases: Sequence[Sequence[Observation]]) -> tuple[list[Reconstruction], bool]:
+        """Answers to victims of one model, and whether the user stopped the search."""
         observations = [case[-1] for case in cases]
         recipe = self.recipe(observations[0])
         readings = [read(o) for o in observations]
+        # Restarts that cannot share an optimiser run one after the other.
         lanes = self.restarts if recipe.optimiser.separable else 1
         simulation, target = simulate(observations[0], readings, lanes)
         labels = None if recipe.seeks_labels else self._labels(observations, simulation)
-        outcomes = []
-        # Restarts that cannot share an optimiser run one after the other.
-        for chosen in [range(self.restarts)] if lanes == self.restarts else [[r] for r in range(self.restarts)]:
-            start = self._start(cases, simulation, recipe, list(chosen))
-
-            def objective(candidates: Candidates, share: float) -> Tensor:
-                with math_attention():
-                    return self._losses(candidates, share, recipe, simulation, target, labels)
-
-            changes = tuple({prior.begins for prior in recipe.priors})
-            rules = Rules(self.steps, self.patience, self.gain, self.seed, changes)
-            box = _box(observations[0]) if recipe.boxed else None
-            outcomes.append(minimise(objective, start, recipe.optimiser, rules, box, self.on_step))
+        search = _Search(recipe, simulation, target, labels)
+        rules = Rules(self.steps, self.patience, self.gain, self.seed, tuple({prior.begins for prior in recipe.priors}))
+        box = _box(observations[0]) if recipe.boxed else None
+        outcomes: list[Outcome] = []
+        for first in range(0, self.restarts, lanes):
+            start = self._start(cases, simulation, recipe, slice(first, first + lanes))
+            outcomes.append(minimise(search.losses, start, recipe.optimiser, rules, box, self.on_step))
             if outcomes[-1].interrupted:
                 break
         merged = _merge(outcomes)
-        answers = [
-            self._answer_of(index, merged, observations[index], readings[index], labels)
-            for index in range(len(observations))
-        ]
-        return answers, merged.interrupted
-
-    def _losses(
-        self,
-        candidates: Candidates,
-        share: float,
-        recipe: Recipe,
-        simulation: Simulation,
-        target: Any,
-        labels: Tensor | None,
-    ) -> Tensor:
-        """Losses (V, R) of candidates."""
-        victims, restarts = candidates.images.shape[:2]
-        if labels is None:
-            given = candidates.labels.softmax(dim=-1).flatten(0, 1)  # (L, B, K)
-        else:
-            given = labels[:, None].expand(-1, restarts, -1).flatten(0, 1)  # (L, B)
-        parts = simulation.gradients(candidates.images.flatten(0, 1), given)
-        losses = recipe.distance(parts, target).unflatten(0, (victims, restarts))
-        return losses + sum(prior(candidates.images) for prior in recipe.priors if share >= prior.begins)
+        pairs = enumerate(zip(observations, readings, strict=True))
+        return [self._answer_of(index, merged, o, r, labels) for index, (o, r) in pairs], merged.interrupted
 
     def _labels(self, observations: Sequence[Observation], simulation: Simulation) -> Tensor:
         """(V, B), given or inferred."""
@@ -206,7 +204,7 @@ class GradientMatching(Attack):
         return torch.stack(rows)
 
     def _start(
-        self, cases: Sequence[Sequence[Observation]], simulation: Simulation, recipe: Recipe, restarts: list[int]
+        self, cases: Sequence[Sequence[Observation]], simulation: Simulation, recipe: Recipe, restarts: slice
     ) -> Candidates:
         """The candidates of some restarts; a victim's do not depend on its company."""
         like = next(iter(simulation.weights.values()))
@@ -231,14 +229,15 @@ class GradientMatching(Attack):
     ) -> Reconstruction:
         """The best restart of one victim, in words and pixels."""
         winner = int(outcome.loss[index].nan_to_num(nan=torch.inf).argmin())
-        start, last, loss = (float(t[index, winner]) for t in (outcome.start, outcome.last, outcome.loss))
+        numbers = (outcome.start, outcome.limit, outcome.last, outcome.loss)
+        start, limit, last, loss = (float(t[index, winner]) for t in numbers)
         flags = list(reading.flags)
         if observation.labels is not None and labels is not None:
             flags.append("labels_given")
         reasons = []
-        if not last <= start:
+        if not last <= limit:
             flags.append("loss_above_start")
-            reasons.append(f"the loss ended at {last:.3g}, above its start {start:.3g}: the search diverged")
+            reasons.append(f"the loss ended at {last:.3g}, above its start {limit:.3g}: the search diverged")
         if "zero_rows_ignored" in flags:
             reasons.append("masked positions cannot be simulated: the model takes no mask")
         if outcome.interrupted:
@@ -261,9 +260,11 @@ def _merge(outcomes: Sequence[Outcome]) -> Outcome:
         return outcomes[0]
     images = torch.cat([o.best.images for o in outcomes], dim=1)
     labels = None if outcomes[0].best.labels is None else torch.cat([o.best.labels for o in outcomes], dim=1)
-    loss, start, last = (torch.cat([getattr(o, k) for o in outcomes], dim=1) for k in ("loss", "start", "last"))
+    loss, start, limit, last = (
+        torch.cat([getattr(o, name) for o in outcomes], dim=1) for name in ("loss", "start", "limit", "last")
+    )
     trace = max((o.trace for o in outcomes), key=len)
-    return Outcome(Candidates(images, labels), loss, start, last, trace, any(o.interrupted for o in outcomes))
+    return Outcome(Candidates(images, labels), loss, start, limit, last, trace, any(o.interrupted for o in outcomes))
 
 
 def _answer_to_refine(name: str, case: Sequence[Observation], count: int) -> Tensor:

@@ -65,6 +65,7 @@ class Outcome:
         best: candidates of least loss (V, R, ...).
         loss: theirs, (V, R).
         start, last: first and last loss of every lane, (V, R).
+        limit: what the last loss should not exceed: the first, or where the objective changed, the one after if larger.
         trace: (steps done, V, R) losses before each step.
         interrupted: the user stopped it.
     """
@@ -72,6 +73,7 @@ class Outcome:
     best: Candidates
     loss: Tensor
     start: Tensor
+    limit: Tensor
     last: Tensor
     trace: Tensor
     interrupted: bool
@@ -83,7 +85,7 @@ class _Memory:
     def __init__(self, candidates: Candidates, losses: Tensor) -> None:
         self.best = [t.detach().clone() for t in candidates.tensors()]
         self.loss = torch.full_like(losses, torch.inf)
-        self.start, self.last = losses.clone(), losses.clone()
+        self.start, self.limit, self.last = losses.clone(), losses.clone(), losses.clone()
         self.idle = torch.zeros_like(losses, dtype=torch.int64)
         self.open = torch.ones_like(losses, dtype=torch.bool)
 
@@ -100,8 +102,9 @@ class _Memory:
         if rules.patience:
             self.open &= self.idle < rules.patience
 
-    def forget(self) -> None:
-        """The objective has changed: what was best says nothing of the new one."""
+    def forget(self, losses: Tensor) -> None:
+        """The objective has changed, and gives these losses (V, R): what was best says nothing of the new one."""
+        self.limit = torch.maximum(self.limit, losses)
         self.loss = torch.where(self.open, torch.inf, self.loss)
         self.idle = torch.zeros_like(self.idle)
 
@@ -134,11 +137,11 @@ def minimise(
     try:
         for step in range(rules.steps + 1):
             share = min(step, rules.steps - 1) / rules.steps
-            if memory is not None and step in changes:
-                memory.forget()
             with torch.enable_grad():
                 losses = objective(candidates, share)
                 total = losses.sum()
+            if memory is not None and step in changes:
+                memory.forget(losses.detach())
             memory = _Memory(candidates, losses.detach()) if memory is None else memory
             memory.note(candidates, losses.detach(), rules)
             if step == rules.steps or not memory.open.any():
@@ -159,6 +162,7 @@ def minimise(
         Candidates(*memory.best),
         memory.loss,
         memory.start,
+        memory.limit,
         memory.last,
         torch.stack(trace) if trace else empty,
         interrupted,

@@ -18,6 +18,7 @@ from fedmjp.report.figures import (
     reconstructions_figure,
     training_figure,
 )
+from fedmjp.report.flags import footnotes, with_table_flags
 from fedmjp.report.page import write_page
 from fedmjp.report.rows import BASELINES, IDENTITY, METRICS, ROW_KEYS, RowLog, load_rows
 from fedmjp.report.tables import as_text, summarise, write_csv, write_latex
@@ -114,4 +115,4 @@ def _notes(rows: pd.DataFrame) -> list[str]:
     images = scored.groupby(["model", "block", "defense", "attack"]).size().min()
     if images < 10:
         notes.append(f"Some means rest on as few as {images} images; intervals over so few are too narrow.")
-    return notes
+    return notes + [f"Warning, {line}." for line in footnotes(with_table_flags(rows))]

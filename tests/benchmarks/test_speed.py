@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 
+import matching_speed
 import pandas as pd
 import pytest
 import speed
+
+from attacks.breaching_adapter import peer
 
 
 @pytest.mark.slow
 def test_writes_its_tables(tmp_path, capsys) -> None:
     pytest.importorskip("breaching")
-    options = ["--model", "vit_mini_64", "--images", "2", "--batch-size", "2", "--repeats", "1"]
+    options = [
+        "--model",
+        "vit_mini_64",
+        "--images",
+        "2",
+        "--batch-size",
+        "2",
+        "--repeats",
+        "1",
+        "--matching-batches",
+        "1",
+    ]
     assert speed.main([*options, "--out", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "speed.csv").set_index("block")
     assert (table["ours_over_bare"] > 0).all()
@@ -21,6 +35,10 @@ def test_writes_its_tables(tmp_path, capsys) -> None:
     assert len(drivers) == 5
     assert drivers["relative_error"].max() < 0.1
     assert json.loads((tmp_path / "machine.json").read_text())["lpips"] is False
+    matching = pd.read_csv(tmp_path / "matching.csv").set_index("what")
+    assert set(matching.index) == {"peer", "same", "alone", "together"}
+    assert matching.loc["peer", "times_faster"] == 1.0
+    assert (matching["peak_mib"] > 0).all()
     assert "without LPIPS" in capsys.readouterr().out
 
 
@@ -39,6 +57,28 @@ def test_the_peer_is_given_the_same_gradients_and_finds_the_same_image(monkeypat
     bench.peer()
     bench.ours()
     assert scored[:2] == pytest.approx(scored[2:], abs=1.0)
+
+
+def test_searches_that_are_timed_walk_the_same_way() -> None:
+    pytest.importorskip("breaching")
+    searches = matching_speed.Searches("vit_mini_32", 1, "cpu")
+    theirs = peer(searches.views[0], "invertinggradients", ["optim.max_iterations=2"]).run(searches.start[0, 0])[1]
+    seen: list[list[float]] = []
+    run = matching_speed.minimise
+
+    def noting(*arguments):
+        outcome = run(*arguments)
+        seen.append(outcome.trace[:, 0, 0].tolist())
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(matching_speed, "minimise", noting)
+        searches.same(2)
+        searches.alone(2)
+        searches.together(2)
+    for ours in seen:
+        assert ours == pytest.approx(theirs, rel=0.05)  # the package's total variation counts the image's frame
+        assert ours == pytest.approx(seen[0], rel=1e-3)
 
 
 def test_nonsense_is_refused(tmp_path, capsys) -> None:

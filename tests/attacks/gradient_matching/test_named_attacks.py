@@ -16,7 +16,8 @@ from fedmjp.audit.matching import match
 from fedmjp.objectives import client_loss
 from tests.conftest import photographs
 
-# Attack, options, and the PSNR to reach on the second photograph (the mean of the data gets 15 dB there).
+# Attack, options, and the PSNR to reach on the second photograph. dlg seeks the label too and may settle on a wrong
+# one: with seed 0 it did so here, with seeds 1 and 2 it did not.
 CASES = [
     ("dlg", {"steps": 250, "seed": 1}, 40.0),
     ("idlg", {"steps": 200}, 30.0),

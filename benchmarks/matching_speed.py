@@ -1,0 +1,120 @@
+"""Gradient matching against the `breaching` package, a step at a time, on the same model, batch and start.
+
+Part of benchmarks/speed.py. What is timed is the difference of two runs of unequal length, so that set-up counts for
+nobody; on a CPU in processor time, so that other work on the machine does not. A step is the same for all: signed Adam
+on cosine distance plus total variation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import pandas as pd
+import torch
+from timing import peak_memory, timed
+from torch import Tensor
+
+from attacks.breaching_adapter import peer
+from attacks.gradient_matching.engine import Candidates, Rules, minimise
+from attacks.gradient_matching.inverting_gradients import InvertingGradients
+from attacks.gradient_matching.reading import read
+from attacks.gradient_matching.simulation import Simulation, Unrolled, math_attention, simulate
+from fedmjp.audit.per_image import observe_groups
+from fedmjp.client import usable_device
+from fedmjp.data import load_gallery
+from fedmjp.defenses import ClientInput
+from fedmjp.models import build_model
+
+TOGETHER = 8  # victims at once
+SHORT, LONG = 2, 12  # steps
+
+
+class Searches:
+    """The same search by the package and by ours.
+
+    Args:
+        model: its name; random weights.
+        batch: images a victim.
+    """
+
+    def __init__(self, model: str, batch: int, device: str) -> None:
+        self.device = usable_device(device)
+        built = build_model(model, num_classes=100, weights="random")
+        built.module.to(self.device).eval()
+        images = load_gallery("photos", size=built.image_size, limit=TOGETHER * batch).images
+        pixels = images.images(list(range(TOGETHER * batch))).to(self.device)
+        labels = torch.arange(TOGETHER * batch, device=self.device) % 100
+        self.views = observe_groups(built, ClientInput(pixels), labels, batch)
+        self.labels = labels.unflatten(0, (TOGETHER, batch))  # (V, B)
+        shape = (1, 1, batch, 3, built.image_size, built.image_size)
+        self.start = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.device)
+        self.recipe = InvertingGradients().recipe(self.views[0])
+
+    def peer(self, steps: int = LONG) -> None:
+        """The package's own."""
+        peer(self.views[0], "invertinggradients", [f"optim.max_iterations={steps}"]).run(self.start[0, 0])
+
+    def same(self, steps: int = LONG) -> None:
+        """Ours with the package's arithmetic: autograd by every weight."""
+        _, target = simulate(self.views[0], [read(self.views[0])], 1)
+        general = Unrolled(self.views[0], None)
+        general.names = tuple(target.values)
+        self._search(general, target, 1, steps)
+
+    def alone(self, steps: int = LONG) -> None:
+        """Ours, one victim."""
+        self._search(*simulate(self.views[0], [read(self.views[0])], 1), 1, steps)
+
+    def together(self, steps: int = LONG) -> None:
+        """Ours, all victims at once."""
+        self._search(*simulate(self.views[0], [read(view) for view in self.views], 1), TOGETHER, steps)
+
+    def _search(self, simulation: Simulation, target, victims: int, steps: int) -> None:
+        def objective(candidates: Candidates, share: float) -> Tensor:
+            with math_attention():
+                parts = simulation.gradients(candidates.images.flatten(0, 1), self.labels[:victims])
+                losses = self.recipe.distance(parts, target)[:, None]
+                return losses + sum(prior(candidates.images) for prior in self.recipe.priors)
+
+        start = Candidates(self.start.expand(victims, *self.start.shape[1:]))
+        minimise(objective, start, self.recipe.optimiser, Rules(steps, 0, 0.0, 0))
+
+
+def matching_table(model: str, batches: tuple[int, ...], repeats: int, device: str) -> pd.DataFrame:
+    """Milliseconds a step and victim, ratios to the package taken in turn, and peak memory."""
+    return pd.DataFrame([line for batch in batches for line in _lines(model, batch, repeats, device)])
+
+
+def _lines(model: str, batch: int, repeats: int, device: str) -> list[dict[str, object]]:
+    searches = Searches(model, batch, device)
+    works = {name: getattr(searches, name) for name in ("peer", "same", "alone", "together")}
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for repeat in range(repeats + 1):
+        for name, work in works.items():
+            step = _step(work, searches.device) / (TOGETHER if name == "together" else 1)
+            if repeat:  # the first round warms up
+                taken[name].append(step)
+    lines = []
+    for name, seconds in taken.items():
+        ratio = [p / s for p, s in zip(taken["peer"], seconds, strict=True)]
+        line = {"model": model, "batch": batch, "what": name, "ms_a_step": 1e3 * median(seconds)}
+        line |= {"times_faster": median(ratio), "times_faster_min": min(ratio), "times_faster_max": max(ratio)}
+        lines.append(line | {"peak_mib": peak_memory(Searches, (model, batch, device), name)})
+    return lines
+
+
+def _step(work: Callable[[int], None], device: torch.device) -> float:
+    """Seconds of one step."""
+    short, long = (_seconds(partial(work, steps), device) for steps in (SHORT, LONG))
+    return (long - short) / (LONG - SHORT)
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        return timed(work, device)
+    start = time.process_time()
+    work()
+    return time.process_time() - start

@@ -1,0 +1,99 @@
+"""The benchmark of gradient matching: cells, verdicts, resumption, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gradient_matching
+import pandas as pd
+import pytest
+
+from fedmjp.report import load_rows
+from fedmjp.report.matching import matching_table
+from tests.report.report_samples import make_row
+
+SMALL = [
+    *("--num-images", "2", "--steps", "1", "--pictures", "1"),
+    *("--attacks", "patch_embedding,inverting_gradients"),
+]
+CELLS = ["--batches", "1", "2", "--gammas", "0.5"]
+
+
+def run(out: Path, *options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return gradient_matching.main([*SMALL, *options, "--out", str(out)])
+    except SystemExit as stop:  # the parser leaves this way
+        return int(stop.code)
+
+
+@pytest.mark.slow
+def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run(whole, *CELLS) == 0
+    names = {p.name for p in whole.iterdir()}
+    assert names >= {"rows.jsonl.gz", "table.csv", "matching.png", "reconstructions.png", "run.json"}
+    rows = load_rows(whole / "rows.jsonl.gz")
+    # two images by two batches: two attacks without a defence, two in two settings with it, two guesses
+    assert len(rows) == 2 * 2 * (2 + 4 + 2)
+    table = pd.read_csv(whole / "table.csv").set_index(["attack", "gamma", "batch", "setting"])
+    assert table.loc[("patch_embedding", 0.0, 1, "original"), "verdict"] == "beats the mean image"
+    assert table.loc[("patch_embedding", 0.0, 2, "original"), "psnr"] < 15
+    assert table.loc[("inverting_gradients", 0.0, 2, "original"), "label_accuracy"] == 1.0
+    assert "one_mask_assumed" in table.loc[("inverting_gradients", 0.5, 2, "original"), "flags"]
+    assert any("randomised_defence_once" in line for line in json.loads((whole / "run.json").read_text())["warnings"])
+
+    real, calls = gradient_matching.Campaign.attack, []
+
+    def stopping(*arguments):
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gradient_matching.Campaign, "attack", stopping)
+        assert run(broken, *CELLS) == 130
+    assert run(broken, *CELLS) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert run(broken, *CELLS, "--resume") == 0
+    first, second = (load_rows(o / "rows.jsonl.gz").drop(columns="seconds") for o in (whole, broken))
+    pd.testing.assert_frame_equal(first, second)
+    assert run(broken, "--model", "vit_mini_64", "--batches", "1", "--resume") == 2
+    assert "pass another --out" in capsys.readouterr().err
+
+
+def test_verdicts_are_on_the_same_images() -> None:
+    def rows(attack: str, values: list[float], **changes) -> list[dict]:
+        common = {"setting": "original", "attack": attack, "defense_parameters": {}, **changes}
+        return [make_row(image_id=f"i{i}", psnr=v, **common) for i, v in enumerate(values)]
+
+    guess = rows("mean_image", [10.0, 20.0, 12.0], attack_parameters={}, model="(no gradient)")
+    strong = rows("gradvit", [11.0, 21.5, 13.0], attack_parameters={"steps": 5, "init": "randn"})
+    weak = rows("idlg", [9.0, 19.0, 11.5], attack_parameters={"steps": 5, "init": "randn"})
+    mixed = rows("dlg", [9.0, 21.0, 12.0], attack_parameters={"steps": 5, "init": "randn"})
+    table = matching_table(pd.DataFrame(guess + strong + weak + mixed)).set_index("attack")
+    assert table.loc["gradvit", "gain"] == pytest.approx(3.5 / 3)
+    verdicts = ("beats the mean image", "below the mean image", "no better than the mean image")
+    assert tuple(table.loc[["gradvit", "idlg", "dlg"], "verdict"]) == verdicts
+    assert table.loc["mean_image", "verdict"] == ""
+
+
+MISTAKES = [
+    (["--attacks", "dgl"], "did you mean 'dlg'"),
+    (["--init", "patch"], "unknown start 'patch'"),
+    (["--init", "patch_embedding", "--restarts", "2"], "makes no sense with 2 restarts"),
+    (["--batches", "4"], "--batches 4 needs at least as many --num-images"),
+    (["--steps", "0"], "--steps takes numbers of at least 1"),
+    (["--gammas", "1.5"], "--gamma must lie in"),
+    (["--model", "vit_nano"], "unknown model"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES)
+def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], words: str) -> None:
+    assert run(tmp_path / "out", "--batches", "1", *options) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert words in error[0]
