@@ -142,6 +142,65 @@ def matching_table() -> str:
     return "\n".join(lines)
 
 
+def training_table() -> str:
+    """The checkpoints that ship, a line each."""
+    table = pd.read_csv(ROOT / "results" / "training" / "table.csv")
+    lines = ["| checkpoint | data | γ in training | epochs | images seen | top-1 |", "|" + "---|" * 6]
+    for _, row in table.iterrows():
+        gamma = "" if pd.isna(row.gamma) else f"{row.gamma:g}"
+        cells = [f"`{row.model}`", row.data, gamma, f"{row.epochs}", f"{row.images_seen:,}", f"{row.accuracy:.1f} %"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def consistency_table() -> str:
+    """Accuracy against the masking ratio, Diff. Norm. and Consistency at 0.5, ours before the paper's."""
+    table = pd.read_csv(ROOT / "results" / "consistency" / "table.csv")
+    ratios = (0.0, 0.5, 0.9)
+    heads = [*(f"γ = {g:g}" for g in ratios), "Diff. Norm.", "of another image's", "Consistency (%)"]
+    lines = ["| model | positions | " + " | ".join(heads) + " |", "|" + "---|" * (2 + len(heads))]
+    ours = table[table["source"] == "measured"]
+    for (model, way), group in ours.groupby(["model", "positions"], sort=False):
+        own = group.set_index("gamma")
+        cells = [_interval(own.loc[g], "accuracy", 1) for g in ratios]
+        cells += [_interval(own.loc[0.5], name, digits) for name, digits in (("diff_norm", 2), ("diff_share", 4))]
+        lines.append("| " + " | ".join([f"`{model}`", way, *cells, _interval(own.loc[0.5], "consistency", 1)]) + " |")
+    for _, row in table[table["source"] == "paper, Table 1"].iterrows():
+        name = f"{row.model.removesuffix('_mjp')}{' + MJP' if row.defense == 'mjp' else ''}, paper's Table 1"
+        cells = [f"{row.accuracy:g}", *[""] * (len(ratios) - 1), f"{row.diff_norm:g}", "", f"{row.consistency:g}"]
+        lines.append("| " + " | ".join([name, "", *cells]) + " |")
+    return "\n".join(lines)
+
+
+def _interval(row: pd.Series, name: str, digits: int) -> str:
+    return f"{row[name]:.{digits}f} [{row[f'{name}_low']:.{digits}f}, {row[f'{name}_high']:.{digits}f}]"
+
+
+def position_table() -> str:
+    """Explained variance and position regression, ours before the paper's."""
+    folder = ROOT / "results" / "position_embeddings"
+    variance, errors = pd.read_csv(folder / "explained_variance.csv"), pd.read_csv(folder / "regression.csv")
+    shown = (3, 4, 6, 7)
+    heads = [*(f"first {n}" for n in shown), "1-D error (guessing)", "2-D error (guessing)"]
+    lines = ["| position embeddings | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(heads))]
+    for (model, weights), group in variance[variance["source"] == "measured"].groupby(["model", "weights"], sort=False):
+        own = group.set_index("dimension")["explained_variance"]
+        row = errors[(errors["model"] == model) & (errors["weights"] == weights)].iloc[0]
+        told = [f"{row[f'mae_{k}']:.2f} ± {row[f'mae_{k}_spread']:.2f} ({row[f'guess_{k}']:.1f})" for k in ("1d", "2d")]
+        name = f"`{model}`, {'random' if 'NOT TRAINED' in weights else 'trained'}"
+        lines.append("| " + " | ".join([name, *(f"{own[n]:.1f} %" for n in shown), *told]) + " |")
+    for model, group in variance[variance["source"] != "measured"].groupby("model", sort=False):
+        own = group.set_index("dimension")["explained_variance"]
+        lines.append(
+            "| " + " | ".join([f"{model}, paper's Table 7", *(f"{own[n]:.1f} %" for n in shown), "", ""]) + " |"
+        )
+    for _, row in errors[errors["source"] != "measured"].iterrows():
+        told = [f"{row[f'mae_{k}']:.3f} ± {row[f'mae_{k}_spread']:.3f}" for k in ("1d", "2d")]
+        name = row.model if row.dal == "none" or pd.isna(row.dal) else f"{row.model} ({row.dal} DAL)"
+        lines.append("| " + " | ".join([f"{name}, paper's Table 8", *[""] * len(shown), *told]) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Rewrite README.md in place."""
     path = ROOT / "README.md"
@@ -154,6 +213,9 @@ def main() -> None:
         "batches": batches_table,
         "speed": speed_table,
         "matching": matching_table,
+        "training": training_table,
+        "consistency": consistency_table,
+        "position_embeddings": position_table,
         "overhead": overhead_table,
     }
     for name, make in blocks.items():

@@ -1,0 +1,63 @@
+"""Checkpoints that ship: what `--weights auto` finds, and that their cards tell the truth."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedmjp.data import load_data
+from fedmjp.evaluation import evaluate
+from fedmjp.models import build_model, model_names
+from fedmjp.models.weights import SHIPPED, classes_of, shipped_names
+from tests.conftest import shared_file
+
+LARGEST = 8_000_000  # bytes
+
+
+def card_of(name: str) -> str:
+    return (SHIPPED / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_the_minis_for_64_pixels_ship() -> None:
+    assert {"vit_mini_64", "vit_mini_64_mjp"} <= set(shipped_names()) <= set(model_names())
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_files(name: str) -> None:
+    path = SHIPPED / f"{name}.safetensors"
+    assert path.stat().st_size <= LARGEST
+    assert {t.dtype for t in load_file(path).values()} == {torch.float16}
+    card = card_of(name)
+    assert card.startswith(f"# {name}, ")
+    for word in ("accuracy", "images seen", "recipe", "licence", "-dirty"):
+        assert (word in card) == (word != "-dirty"), word
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_auto_finds_them(name: str) -> None:
+    dal = "nonlinear" if name.endswith("_mjp") else "none"
+    built = build_model(name, num_classes=classes_of(name, "auto"), dal=dal)
+    assert built.provenance == f"shipped {name}.safetensors"
+    stored = load_file(SHIPPED / f"{name}.safetensors")
+    for key, value in built.module.state_dict().items():
+        assert torch.equal(value, stored[key].float()), key
+
+
+def test_other_classes_leave_the_head_random() -> None:
+    assert build_model("vit_mini_64", num_classes=7).provenance == "shipped vit_mini_64.safetensors (head random)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped_names())
+def test_accuracy_is_the_cards(name: str) -> None:
+    """On all test images of the data in the card, to a tenth of a per cent (the card's digits) and two images."""
+    data = re.match(r"# \S+, (\S+)", card_of(name))[1]
+    told, count = re.search(r"of this file \| ([\d.]+)% of (\d+) test images", card_of(name)).groups()
+    built = build_model(name, num_classes=classes_of(name, "auto"))
+    test = load_data(data, size=built.image_size, path=Path(shared_file(f"data/{data}"))).test
+    assert len(test) == int(count)
+    assert 100 * evaluate(built, test, torch.device("cpu"))[1] == pytest.approx(float(told), abs=0.1)
