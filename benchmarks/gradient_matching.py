@@ -33,7 +33,7 @@ from torch import Tensor
 
 from attacks import ATTACKS, Attack, ThreatModel, UsageError
 from fedmjp import provenance
-from fedmjp.audit.campaign import NO_MODEL, Campaign, answers
+from fedmjp.audit.campaign import Campaign, answers
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.victims import Setting, Subject, Victims
 from fedmjp.cli import guarded, parse, split_commas, terminal
