@@ -25,7 +25,8 @@ from attacks.attention import find_first_attention
 from attacks.base import ATTACKS, Attack
 from attacks.gradient_matching.labels import head_bias, infer_labels
 from attacks.gradient_matching.reading import read
-from attacks.gradient_matching.simulation import math_attention, simulate
+from attacks.gradient_matching.simulation import simulate
+from attacks.gradient_matching.unrolled import math_attention
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
@@ -128,7 +129,7 @@ def peer(observation: Observation, config: str, overrides: Sequence[str] = ()) -
         raise UsageError("the breaching package is set up for updates of one step only")
     reading = read(observation)
     with torch.enable_grad():
-        simulation, target = simulate(observation, [reading], restarts=1)
+        simulation, target = simulate(observation, [reading], restarts=1, exact=True)
     grey = torch.zeros(1, *observation.image_shape).to(next(iter(simulation.weights.values())))
     expected = simulation.logits(simulation.weights, grey, None).softmax(dim=1)[0].detach()
     labels = observation.labels

@@ -21,7 +21,8 @@ from attacks.breaching_adapter import peer
 from attacks.gradient_matching.engine import Candidates, Rules, minimise
 from attacks.gradient_matching.inverting_gradients import InvertingGradients
 from attacks.gradient_matching.reading import read
-from attacks.gradient_matching.simulation import Simulation, Unrolled, math_attention, simulate
+from attacks.gradient_matching.simulation import simulate
+from attacks.gradient_matching.unrolled import Simulation, math_attention
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
@@ -59,10 +60,7 @@ class Searches:
 
     def same(self, steps: int = LONG) -> None:
         """Ours with the package's arithmetic: autograd by every weight."""
-        _, target = simulate(self.views[0], [read(self.views[0])], 1)
-        general = Unrolled(self.views[0], None)
-        general.names = tuple(target.values)
-        self._search(general, target, 1, steps)
+        self._search(*simulate(self.views[0], [read(self.views[0])], 1, exact=True), 1, steps)
 
     def alone(self, steps: int = LONG) -> None:
         """Ours, one victim."""
@@ -75,8 +73,8 @@ class Searches:
     def _search(self, simulation: Simulation, target, victims: int, steps: int) -> None:
         def objective(candidates: Candidates, share: float) -> Tensor:
             with math_attention():
-                parts = simulation.gradients(candidates.images.flatten(0, 1), self.labels[:victims])
-                losses = self.recipe.distance(parts, target)[:, None]
+                found = simulation.gradients(candidates.images.flatten(0, 1), self.labels[:victims])
+                losses = self.recipe.distance(found, target)[:, None]
                 return losses + sum(prior(candidates.images) for prior in self.recipe.priors)
 
         start = Candidates(self.start.expand(victims, *self.start.shape[1:]))

@@ -22,7 +22,8 @@ from attacks.gradient_matching.labels import head_bias, infer_labels
 from attacks.gradient_matching.optimisers import Optimiser
 from attacks.gradient_matching.priors import Prior
 from attacks.gradient_matching.reading import Reading, read
-from attacks.gradient_matching.simulation import Simulation, math_attention, simulate
+from attacks.gradient_matching.simulation import simulate
+from attacks.gradient_matching.unrolled import Simulation, math_attention
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
 
@@ -65,8 +66,8 @@ class _Search:
         else:
             given = self.labels[:, None].expand(-1, restarts, -1).flatten(0, 1)  # (L, B)
         with math_attention():
-            parts = self.simulation.gradients(candidates.images.flatten(0, 1), given)
-            losses = self.recipe.distance(parts, self.target).unflatten(0, (victims, restarts))
+            found = self.simulation.gradients(candidates.images.flatten(0, 1), given)
+            losses = self.recipe.distance(found, self.target).unflatten(0, (victims, restarts))
             return losses + sum(prior(candidates.images) for prior in self.recipe.priors if share >= prior.begins)
 
 
@@ -175,7 +176,8 @@ class GradientMatching(Attack):
         readings = [read(o) for o in observations]
         # Restarts that cannot share an optimiser run one after the other.
         lanes = self.restarts if recipe.optimiser.separable else 1
-        simulation, target = simulate(observations[0], readings, lanes)
+        exact = recipe.seeks_labels or recipe.optimiser.exact
+        simulation, target = simulate(observations[0], readings, lanes, exact=exact)
         labels = None if recipe.seeks_labels else self._labels(observations, simulation)
         search = _Search(recipe, simulation, target, labels)
         rules = Rules(self.steps, self.patience, self.gain, self.seed, tuple({prior.begins for prior in recipe.priors}))

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attacks.gradient_matching.gradients import Parts, Target
+from attacks.gradient_matching.gradients import Gradients, Target, dot, square
 from attacks.registry import UsageError
 
 # Below this squared length a square root has no usable derivative.
@@ -22,7 +22,7 @@ TINY = 1e-24
 class Distance(Protocol):
     """How far a simulated gradient is from the target."""
 
-    def __call__(self, parts: Parts, target: Target) -> Tensor:
+    def __call__(self, found: Gradients, target: Target) -> Tensor:
         """(L,), zero where they agree."""
 
 
@@ -37,9 +37,9 @@ class SquaredL2:
     scale: float = 1.0
     relative: bool = False
 
-    def __call__(self, parts: Parts, target: Target) -> Tensor:
+    def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        gap = sum(part.gap(target.values[name]) for name, part in parts.items())
+        gap = sum(square(r - target.values[name]) for name, r in found.items())
         return self.scale * (gap / target.total() if self.relative else gap)
 
 
@@ -50,11 +50,11 @@ class Cosine:
 
     scale: float = 1.0
 
-    def __call__(self, parts: Parts, target: Target) -> Tensor:
+    def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        dot = sum(part.dot(target.values[name]) for name, part in parts.items())
-        square = sum(part.square() for part in parts.values())
-        return self.scale * (1 - dot / (square * target.total()).clamp(min=TINY).sqrt())
+        along = sum(dot(r, target.values[name]) for name, r in found.items())
+        lengths = (sum(square(r) for r in found.values()) * target.total()).clamp(min=TINY).sqrt()
+        return self.scale * (1 - along / lengths)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class LayerwiseL2:
     weights: Mapping[str, float] = field(default_factory=dict)
     relative: bool = False
 
-    def __call__(self, parts: Parts, target: Target) -> Tensor:
+    def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        lengths = {name: part.gap(target.values[name]).clamp(min=TINY).sqrt() for name, part in parts.items()}
+        lengths = {name: square(r - target.values[name]).clamp(min=TINY).sqrt() for name, r in found.items()}
         total = sum(self._weight(name) * length for name, length in lengths.items())
         return self.scale * (total / target.total().sqrt() if self.relative else total)
 
@@ -92,17 +92,17 @@ class PositionCosine:
     name: str
     scale: float = 1.0
 
-    def __call__(self, parts: Parts, target: Target) -> Tensor:
+    def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`.
 
         Raises:
             UsageError: that gradient is not among those that are matched.
         """
-        if self.name not in parts:
+        if self.name not in found:
             raise UsageError(f"the update holds no usable gradient of {self.name}: there is no cosine to match")
-        part = parts[self.name]
-        lengths = (part.square() * target.squares[self.name]).clamp(min=TINY).sqrt()
-        return self.scale * (1 - part.dot(target.values[self.name]) / lengths)
+        own = found[self.name]
+        lengths = (square(own) * target.squares[self.name]).clamp(min=TINY).sqrt()
+        return self.scale * (1 - dot(own, target.values[self.name]) / lengths)
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,6 @@ class Sum:
 
     terms: tuple[Distance, ...]
 
-    def __call__(self, parts: Parts, target: Target) -> Tensor:
+    def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        return torch.stack([term(parts, target) for term in self.terms]).sum(dim=0)
+        return torch.stack([term(found, target) for term in self.terms]).sum(dim=0)

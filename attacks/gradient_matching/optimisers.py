@@ -61,11 +61,13 @@ class Optimiser(Protocol):
 
     Attributes:
         separable: whether lanes that are stacked move as they would alone.
+        exact: whether it takes derivatives apart, so that they must be right to round-off.
         schedule: of the rate.
         rate: at its height.
     """
 
     separable: bool
+    exact: bool
     schedule: Schedule
     rate: float
 
@@ -94,6 +96,7 @@ class Adam:
     signed: bool = False
     langevin: float = 0.0
     separable: Literal[True] = True
+    exact: Literal[False] = False
 
     def make(self, variables: Sequence[Tensor]) -> torch.optim.Optimizer:
         """See `Optimiser`."""
@@ -118,6 +121,7 @@ class LBFGS:
     rate: float = 1.0
     schedule: Schedule = field(default_factory=Constant)
     separable: Literal[False] = False
+    exact: Literal[True] = True
 
     def make(self, variables: Sequence[Tensor]) -> torch.optim.Optimizer:
         """See `Optimiser`. Gradients of gradients are small: only an exact zero stops it."""

@@ -10,90 +10,96 @@ import torch
 from small_vit import CLASSES, small_vit, view
 from torch.nn import functional as F
 
+from attacks.gradient_matching.differences import Differenced
 from attacks.gradient_matching.distances import Cosine, LayerwiseL2, PositionCosine, SquaredL2
-from attacks.gradient_matching.gradients import Product, Target, Value
+from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.labels import infer_labels
 from attacks.gradient_matching.optimisers import CosineDecay, StepDecay
 from attacks.gradient_matching.priors import GroupConsistency, PatchBorders, TotalVariation
 from attacks.gradient_matching.reading import Reading, read
-from attacks.gradient_matching.simulation import OnePass, Unrolled, math_attention, simulate
+from attacks.gradient_matching.simulation import simulate
+from attacks.gradient_matching.unrolled import Unrolled, math_attention
 from fedmjp.models import build_model
 from tests.conftest import observe, photographs
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_one_pass_gives_each_lane_its_own_gradient(masked: bool, batch: int) -> None:
+def test_each_lane_gets_its_own_gradient(exact: bool, masked: bool, batch: int) -> None:
     model = small_vit(masked=masked)
     observation, _ = view(model, count=batch)
     masks = torch.rand(2, 16, generator=torch.Generator().manual_seed(0)) < 0.4 if masked else torch.zeros(2, 0)
     readings = [Reading(observation.gradients, mask if masked else None, ()) for mask in masks]
-    chosen, target = simulate(observation, readings, restarts=1)
-    assert isinstance(chosen, OnePass)
+    chosen, target = simulate(observation, readings, restarts=1, exact=exact)
+    assert isinstance(chosen, Unrolled if exact else Differenced)
     images = torch.randn(2, batch, 3, 16, 16, requires_grad=True)
     labels = torch.randint(0, CLASSES, (2, batch))
     with math_attention():
-        parts = chosen.gradients(images, labels)
+        found = chosen.gradients(images, labels)
     for lane in range(2):
         mask = masks[lane : lane + 1].expand(batch, -1) if masked else None
         pixels = images[lane].detach() * 0.25 + 0.5
         expected = observe(model, pixels, labels[lane], mask).gradients
-        assert set(parts) == {n for n, g in expected.items() if g.any()}
-        for name, part in parts.items():
-            held = torch.stack([expected[name]] * 2)
-            scale = expected[name].square().sum()
-            torch.testing.assert_close(part.square()[lane], scale, rtol=1e-3, atol=1e-9)
-            torch.testing.assert_close(part.dot(held)[lane], scale, rtol=1e-3, atol=1e-9)
-            assert float(part.gap(held)[lane].detach()) < 1e-6 * float(scale) + 1e-12
-    assert set(target.values) == set(parts)
+        assert set(found) == {n for n, g in expected.items() if g.any()}
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient[lane], expected[name], rtol=1e-3, atol=1e-6)
+    assert set(target.values) == set(found)
 
 
-def test_both_engines_have_the_same_second_derivative() -> None:
-    observation, _ = view(small_vit(), count=2)
-    fast, target = simulate(observation, [read(observation)], restarts=1)
-    slow = Unrolled(observation, None)
-    slow.names = fast.names
-    images = torch.randn(1, 2, 3, 16, 16, requires_grad=True)
-    labels = torch.tensor([[1, 2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_differences_are_the_derivatives(masked: bool, dtype: torch.dtype) -> None:
+    model = small_vit(masked=masked)
+    model.module.to(dtype)
+    images = photographs(16, 4).to(dtype).unflatten(0, (2, 2))
+    masks = torch.rand(2, 16, generator=torch.Generator().manual_seed(0)) < 0.4 if masked else (None, None)
+    labels = torch.tensor([[1, 2], [3, 1]])
+    held = [None if mask is None else mask.expand(2, -1) for mask in masks]
+    views = [observe(model, *case) for case in zip(images, labels, held, strict=True)]
+    readings = [Reading(v.gradients, mask, ()) for v, mask in zip(views, masks, strict=True)]
+    engines = [simulate(views[0], readings, restarts=1, exact=exact) for exact in (False, True)]
+    assert [type(engine) for engine, _ in engines] == [Differenced, Unrolled]
+    start = torch.randn(2, 2, 3, 16, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
     for distance in (Cosine(), SquaredL2(), LayerwiseL2(weights={"blocks.1": 0.5}), PositionCosine("pos_embed")):
-        with math_attention():
-            losses = [distance(engine.gradients(images, labels), target) for engine in (fast, slow)]
+        losses, slopes = [], []
+        for engine, target in engines:
+            guess = start.clone().requires_grad_()
+            with math_attention():
+                losses.append(distance(engine.gradients(guess, labels), target))
+                slopes.append(torch.autograd.grad(losses[-1].sum(), guess)[0])
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
-        first, second = (torch.autograd.grad(loss.sum(), images)[0] for loss in losses)
-        assert float((first - second).norm() / second.norm()) < 1e-3
+        for lane in range(2):
+            error = float((slopes[0][lane] - slopes[1][lane]).norm() / slopes[1][lane].norm())
+            assert error < (5e-2 if dtype == torch.float32 else 1e-5), (distance, lane)
 
 
-def test_a_network_that_is_not_understood_falls_to_the_general_engine() -> None:
+def test_a_network_that_cannot_be_mapped_over_lanes_falls_to_autograd() -> None:
     model = build_model("vit_mini_32_nope", num_classes=8, weights="random")
     observation = observe(model, photographs(32, 1))
-    assert isinstance(simulate(observation, [read(observation)], 1)[0], OnePass)
-    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.LazyLinear(8))
+    assert isinstance(simulate(observation, [read(observation)], 1)[0], Differenced)
+
+    class Odd(torch.nn.Sequential):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            scale = float(images.detach().abs().max())  # a number that depends on the data
+            return super().forward(images / scale)
+
+    network = Odd(torch.nn.Conv2d(3, 4, 3), torch.nn.Sigmoid(), torch.nn.Flatten(), torch.nn.LazyLinear(8))
     network(photographs(32, 1))
     odd = dataclasses.replace(model, module=network)
     observation = observe(odd, photographs(32, 1))
     assert isinstance(simulate(observation, [read(observation)], 1)[0], Unrolled)
 
 
-def test_products_are_what_they_stand_for() -> None:
-    outputs, inputs = torch.randn(2, 5, 7, dtype=torch.float64), torch.randn(2, 5, 6, dtype=torch.float64)
-    target = torch.randn(2, 7, 6, dtype=torch.float64)
-    for few in (slice(None), slice(0, 5)):
-        lazy = Product(outputs[..., few], inputs)
-        plain = Value(outputs[..., few].mT @ inputs)
-        for number in ("dot", "gap"):
-            torch.testing.assert_close(getattr(lazy, number)(target[:, few]), getattr(plain, number)(target[:, few]))
-        torch.testing.assert_close(lazy.square(), plain.square())
-
-
 def test_distances_by_their_formulas() -> None:
     simulated = {"a": torch.tensor([[3.0, 0.0]]), "b.c": torch.tensor([[0.0, 4.0]])}
     received = {"a": torch.tensor([[0.0, 0.0]]), "b.c": torch.tensor([[0.0, 1.0]])}
-    parts, target = {n: Value(t) for n, t in simulated.items()}, Target.of(received)
-    assert float(SquaredL2()(parts, target)) == pytest.approx(18.0)
-    assert float(SquaredL2(scale=0.5, relative=True)(parts, target)) == pytest.approx(9.0)
-    assert float(LayerwiseL2(weights={"b": 2.0})(parts, target)) == pytest.approx(9.0)
-    assert float(Cosine()(parts, target)) == pytest.approx(1 - 4 / 5)
-    assert float(PositionCosine("b.c")(parts, target)) == pytest.approx(0.0, abs=1e-6)
+    target = Target.of(received)
+    assert float(SquaredL2()(simulated, target)) == pytest.approx(18.0)
+    assert float(SquaredL2(scale=0.5, relative=True)(simulated, target)) == pytest.approx(9.0)
+    assert float(LayerwiseL2(weights={"b": 2.0})(simulated, target)) == pytest.approx(9.0)
+    assert float(Cosine()(simulated, target)) == pytest.approx(1 - 4 / 5)
+    assert float(PositionCosine("b.c")(simulated, target)) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_priors_by_their_formulas() -> None:

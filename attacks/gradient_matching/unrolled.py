@@ -1,0 +1,101 @@
+"""Clients as the attack simulates them: candidate images and labels in, gradients out, differentiable in both.
+
+`Simulation` is the interface; `Unrolled` the engine that takes every model, and the oracle of the faster one
+(`differences`). Second derivatives need PyTorch's mathematical attention kernel, set by `math_attention`.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attacks.observation import Observation
+
+
+@contextmanager
+def math_attention():
+    """Within it attention has second derivatives, and can be mapped over lanes."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+class Simulation(ABC):
+    """Simulated clients of one model, a lane each.
+
+    Attributes:
+        model: a copy of the sent model, in evaluation mode, without gradients.
+        names: the parameters that images reach and the victims sent.
+        head: name of the module whose output are the logits, or "".
+        images: candidates a lane: the batch, or the batches of all local steps.
+    """
+
+    def __init__(self, observation: Observation, masks: Tensor | None) -> None:
+        self.model = copy.deepcopy(observation.model).eval().requires_grad_(False)
+        self.weights = dict(self.model.named_parameters())
+        self.masks = masks
+        self.batch, self.steps, self.rate = observation.num_examples, observation.local_steps, observation.learning_rate
+        self.images = self.batch * self.steps
+        self.names: tuple[str, ...] = ()
+        self.head = ""
+
+    @abstractmethod
+    def gradients(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Gradients of the mean cross-entropy, summed over local steps.
+
+        Args:
+            images: (L, B, C, H, W) normalised, B = `images`.
+            labels: (L, B) int64, or (L, B, K) probabilities.
+
+        Returns:
+            Name of each of `names` -> (L, *shape).
+        """
+
+    def logits(self, weights: Mapping[str, Tensor], images: Tensor, masks: Tensor | None) -> Tensor:
+        """(B, K) of normalised images (B, C, H, W) with masks (B, N) or None."""
+        extra = {} if masks is None else {"position_mask": masks}
+        output = functional_call(self.model, dict(weights), (images,), extra)
+        return getattr(output, "logits", output)
+
+
+class Unrolled(Simulation):
+    """Autograd by every weight, lane by lane, through all local steps: takes every model, and is exact."""
+
+    def gradients(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """See `Simulation`."""
+        lanes = [self._lane(index, x, y) for index, (x, y) in enumerate(zip(images, labels, strict=True))]
+        if len(lanes) == 1:  # a view instead of a copy of every gradient
+            return {name: gradient[None] for name, gradient in lanes[0].items()}
+        return {name: torch.stack([lane[name] for lane in lanes]) for name in self.names}
+
+    def reached(self, images: Tensor, labels: Tensor) -> list[str]:
+        """Parameters that images reach, by one lane (1, B, C, H, W)."""
+        weights = {name: w.detach().requires_grad_() for name, w in self.weights.items()}
+        found = torch.autograd.grad(
+            self._loss(weights, 0, images[0], labels[0], 0), weights.values(), allow_unused=True
+        )
+        return [name for name, gradient in zip(weights, found, strict=True) if gradient is not None]
+
+    def _lane(self, index: int, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        weights = {name: w.detach() for name, w in self.weights.items()}
+        weights |= {name: weights[name].requires_grad_() for name in self.names}
+        total: dict[str, Tensor] = {}
+        for step in range(self.steps):
+            loss = self._loss(weights, index, images, labels, step)
+            found = torch.autograd.grad(loss, [weights[name] for name in self.names], create_graph=True)
+            for name, gradient in zip(self.names, found, strict=True):
+                total[name] = total[name] + gradient if step else gradient
+                weights[name] = weights[name] - self.rate * gradient
+        return total
+
+    def _loss(self, weights: Mapping[str, Tensor], index: int, images: Tensor, labels: Tensor, step: int) -> Tensor:
+        part = slice(step * self.batch, (step + 1) * self.batch)
+        masks = None if self.masks is None else self.masks[index].expand(self.batch, -1)
+        return F.cross_entropy(self.logits(weights, images[part], masks), labels[part])
