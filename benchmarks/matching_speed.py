@@ -30,7 +30,7 @@ from fedmjp.defenses import ClientInput
 from fedmjp.models import build_model
 
 TOGETHER = 8  # victims at once
-SHORT, LONG = 2, 12  # steps
+SHORT, LONG = 2, 26  # steps
 
 
 class Searches:

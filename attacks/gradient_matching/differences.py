@@ -16,14 +16,16 @@ or a running mean of the derivative do not notice; L-BFGS, which takes differenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
+from attacks.gradient_matching.gradients import square
 from attacks.gradient_matching.unrolled import Simulation, math_attention
 
 # |t V| in units of |w| u^(1/2), u the unit round-off. Between 0.003 and 0.03 the derivative has a cosine above 0.9997
@@ -51,24 +53,34 @@ class Differenced(Simulation):
 
     def first(self, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """The loss's derivatives in the weights `names`, name -> (L, *shape), and in the images (L, B, C, H, W)."""
-        places = (None, 0, 0, None if self.masks is None else 0)
-        with math_attention():
-            return vmap(grad(self._loss, argnums=(0, 1)), in_dims=places)(self._own(), images, labels, self.masks)
+        return self._each(grad(self._loss, argnums=(0, 1)), self._own(), None, images, labels)
 
-    def moved(self, along: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        """The derivative in the images at weights that differ by `along`, name -> (L, *shape), in every lane."""
-        weights = {name: weight + along[name] for name, weight in self._own().items()}
-        places = (0, 0, 0, None if self.masks is None else 0)
-        with math_attention():
-            return vmap(grad(self._loss, argnums=1), in_dims=places)(weights, images, labels, self.masks)
+    def moved(self, along: Mapping[str, Tensor], t: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        """The derivative in the images at weights that differ by t (L,) times `along`, name -> (L, *shape)."""
+        weights = {
+            name: torch.addcmul(weight, along[name], _lanewise(t, weight)) for name, weight in self._own().items()
+        }
+        return self._each(grad(self._loss, argnums=1), weights, 0, images, labels)
 
     def step(self, along: Mapping[str, Tensor]) -> Tensor:
         """t, (L,)."""
         own = self._own()
         size = torch.stack([w.square().sum() for w in own.values()]).sum().sqrt()
-        length = torch.stack([v.flatten(1).square().sum(dim=1) for v in along.values()]).sum(dim=0).sqrt()
+        length = torch.stack([square(v) for v in along.values()]).sum(dim=0).sqrt()
         unit = torch.finfo(size.dtype).eps ** 0.5
         return STEP * unit * size / length.clamp(min=torch.finfo(size.dtype).tiny)
+
+    def _each(
+        self, slope: Callable, weights: Mapping[str, Tensor], lane: int | None, images: Tensor, labels: Tensor
+    ) -> Any:
+        """`slope` of every lane; `lane` is the dimension of lanes in the weights, None where they share them."""
+        with math_attention():
+            if len(images) > 1:
+                places = (lane, 0, 0, None if self.masks is None else 0)
+                return vmap(slope, in_dims=places)(weights, images, labels, self.masks)
+            own = weights if lane is None else {name: weight[0] for name, weight in weights.items()}
+            found = slope(own, images[0], labels[0], None if self.masks is None else self.masks[0])
+            return tree_map(lambda t: t[None], found)  # mapping over a single lane costs more than it is worth
 
     def _own(self) -> dict[str, Tensor]:
         return {name: self.weights[name] for name in self.names}
@@ -93,6 +105,10 @@ class _Gradients(torch.autograd.Function):
         labels, images, slope = ctx.saved_tensors
         along = dict(zip(ctx.simulation.names, cotangents, strict=True))
         t = ctx.simulation.step(along)  # (L,)
-        away = {name: v * t.view(-1, *[1] * (v.dim() - 1)) for name, v in along.items()}
-        rise = ctx.simulation.moved(away, images, labels) - slope
-        return None, None, rise / t.view(-1, 1, 1, 1, 1)
+        rise = ctx.simulation.moved(along, t, images, labels) - slope
+        return None, None, rise / _lanewise(t, slope[0])
+
+
+def _lanewise(numbers: Tensor, like: Tensor) -> Tensor:
+    """(L,) to (L, 1, ...), to go with tensors (L, *like.shape)."""
+    return numbers.view(-1, *[1] * like.dim())

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attacks.gradient_matching.gradients import Gradients, Target, dot, square
+from attacks.gradient_matching.gradients import Gradients, Target, compare, square
 from attacks.registry import UsageError
 
 # Below this squared length a square root has no usable derivative.
@@ -52,9 +52,9 @@ class Cosine:
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        along = sum(dot(r, target.values[name]) for name, r in found.items())
-        lengths = (sum(square(r) for r in found.values()) * target.total()).clamp(min=TINY).sqrt()
-        return self.scale * (1 - along / lengths)
+        pairs = [compare(r, target.values[name]) for name, r in found.items()]
+        dot, own = (sum(numbers) for numbers in zip(*pairs, strict=True))
+        return self.scale * (1 - dot / (own * target.total()).clamp(min=TINY).sqrt())
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,8 @@ class PositionCosine:
         """
         if self.name not in found:
             raise UsageError(f"the update holds no usable gradient of {self.name}: there is no cosine to match")
-        own = found[self.name]
-        lengths = (square(own) * target.squares[self.name]).clamp(min=TINY).sqrt()
-        return self.scale * (1 - dot(own, target.values[self.name]) / lengths)
+        dot, own = compare(found[self.name], target.values[self.name])
+        return self.scale * (1 - dot / (own * target.squares[self.name]).clamp(min=TINY).sqrt())
 
 
 @dataclass(frozen=True)

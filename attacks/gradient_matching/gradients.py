@@ -9,17 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Parameter name -> (L, *shape).
 Gradients = Mapping[str, Tensor]
 
 
-def dot(one: Tensor, other: Tensor) -> Tensor:
-    """<R, T> of every lane, (L,)."""
-    return (one * other).flatten(1).sum(dim=1)
+class _Compare(torch.autograd.Function):
+    """Both numbers with no more traffic than needed: a gradient of all weights is what a small batch's step costs."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(one, other)
+        flat = [t.flatten(1) for t in (one, other)]
+        dots = [torch.dot(r, t) for r, t in zip(*flat, strict=True)]
+        return torch.stack(dots), torch.stack([torch.dot(r, r) for r in flat[0]])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_dot: Tensor, of_square: Tensor) -> tuple[Tensor, None]:
+        one, other = ctx.saved_tensors
+        of_dot, of_square = (s.view(-1, *[1] * (one.dim() - 1)) for s in (of_dot, of_square))
+        return (2 * of_square * one).addcmul_(of_dot, other), None
+
+
+def compare(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """<R, T> and |R|^2 of every lane, (L,) each; differentiable once, in R."""
+    return _Compare.apply(one, other)
 
 
 def square(one: Tensor) -> Tensor:
