@@ -60,8 +60,9 @@ def test_victims_together_end_as_alone(name: str) -> None:
     together = ATTACKS.get(name)(steps=3).attack_many([[v] for v in views])
     for observation, found in zip(views, together, strict=True):
         alone = attack(name, observation, steps=3)
-        assert found.details["loss"] == pytest.approx(alone.details["loss"], rel=1e-3)
-        assert float((found.images - alone.images).abs().mean()) < 1e-3  # round-off moves a pixel whose slope is nil
+        # Adam moves a pixel whose slope is nil by a whole step, to the side that round-off says.
+        assert found.details["loss"] == pytest.approx(alone.details["loss"], rel=1e-2)
+        assert float((found.images - alone.images).abs().mean()) < 5e-3
 
 
 def test_the_best_of_several_starts_wins() -> None:
