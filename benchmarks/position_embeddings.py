@@ -242,6 +242,8 @@ def projection_figure(found: list[Embeddings], ways: Sequence[str], seed: int, p
         row[0].set_ylabel(PROJECTIONS[way], fontsize=NORMAL)
     for axes, one in zip(panels[0], found, strict=True):
         axes.set_title(one.label.replace(", ", ",\n"), fontsize=SMALL)
+    told = "a point a patch, coloured by its row in the grid; lines join neighbours in the grid"
+    figure.supxlabel(told, fontsize=SMALL)
     save(figure, path)
 
 
