@@ -243,7 +243,8 @@ def measures(means: np.ndarray, groups: Sequence[list[int]]) -> np.ndarray:
     for group in groups:
         own, other = ((m[..., 1:][..., group] if group else m[..., :1]) for m in (mine, theirs))
         rise, other_rise = own.mean(axis=-1) - mine[..., 0], other.mean(axis=-1) - theirs[..., 0]
-        ce = (100 * own / other).mean(axis=-1)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a reference that errs nowhere leaves CE open
+            ce = (100 * own / other).mean(axis=-1)
         found += [own.mean(axis=-1), (own - other).mean(axis=-1), ce, rise, rise - other_rise]
     return np.stack(found, axis=-1)
 
