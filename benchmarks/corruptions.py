@@ -139,7 +139,7 @@ class Run:
             "size": size,
             "seed": options.seed,
         }
-        self.states = {name: _state(model) for name, model in self.models.items()}
+        self.states = {name: fingerprint(model) for name, model in self.models.items()}
         asked = {k: str(v) for k, v in vars(options).items() if k not in ("out", "resume", "device", "threads")}
         self.columns = {"run_id": provenance.run_id(asked), **provenance.columns(self.device)}
 
@@ -332,7 +332,8 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:10]
 
 
-def _state(model: BuiltModel) -> str:
+def fingerprint(model: BuiltModel) -> str:
+    """Ten hexadecimal digits of the SHA-256 of all weights."""
     return _digest(
         b"".join(v.detach().cpu().contiguous().numpy().tobytes() for v in model.module.state_dict().values())
     )

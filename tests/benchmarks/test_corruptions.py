@@ -191,7 +191,7 @@ def test_committed_answers_come_out_again() -> None:
         if (row["corruption"], row["severity"]) not in (("none", 0), ("contrast", 3)):
             continue
         model = load_trained(row["model"], "auto", bundle)
-        if row["state"] == corruptions._state(model):
+        if row["state"] == corruptions.fingerprint(model):
             seen = corrupted.corrupt(pictures, bundle.test.ids[:100], row["corruption"], row["severity"], row["seed"])
             wrong = "".join(map(str, corruptions.mistakes(model, seen, labels).tolist()))
             assert sum(a != b for a, b in zip(wrong, row["wrong"], strict=False)) <= 1  # a tie may fall otherwise
