@@ -198,7 +198,8 @@ def consistency_table() -> str:
 
 
 def _interval(row: pd.Series, name: str, digits: int) -> str:
-    return f"{row[name]:.{digits}f} [{row[f'{name}_low']:.{digits}f}, {row[f'{name}_high']:.{digits}f}]"
+    value, low, high = (f"{row[f'{name}{part}']:z.{digits}f}" for part in ("", "_low", "_high"))
+    return f"{value} [{low}, {high}]"
 
 
 def position_table() -> str:
