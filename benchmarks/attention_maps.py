@@ -16,7 +16,8 @@ block's attention is measured on test images:
                     mutual information of image and place looked at
 
 each with its 95 % bootstrap interval over images, and the paired difference from --reference for models with the same
-grid of patches. Divergences on grids of different sizes do not compare. Every architecture also stands with random
+grid of patches. Divergences on grids of different sizes do not compare, and sharper maps (less entropy) can diverge
+further, so read the three together. Every architecture also stands with random
 weights. The figure is drawn on photographs that ship with scikit-image, never on the data set's.
 
 Writes table.csv and attention.png to --out.
