@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+from trained import load_trained, sources_of
 
 from attacks import UsageError
 from fedmjp import provenance
@@ -37,8 +38,7 @@ from fedmjp.client import usable_device
 from fedmjp.data import ImageSet, load_data
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import bootstrap_mean
-from fedmjp.models import MODELS, BuiltModel, build_model, split_name
-from fedmjp.models.weights import classes_of, shipped_names
+from fedmjp.models import MODELS, BuiltModel, split_name
 from fedmjp.report.figures import NORMAL, SMALL, save, style
 
 HERE = Path(__file__).resolve().parent
@@ -70,20 +70,8 @@ class Options:
     """Keep the lines of a table in --out for the models that are not asked for now."""
 
     def sources(self) -> dict[str, str]:
-        """Model -> source of its weights.
-
-        Raises:
-            UsageError: an unknown model, or one without a checkpoint.
-        """
-        named = dict(entry.split("=", 1) if "=" in entry else (entry, "auto") for entry in self.model)
-        named = named or {name: "auto" for name in shipped_names() if name.startswith("vit_mini_64")}
-        for name, source in named.items():
-            split_name(name)
-            if source in ("random", "timm") or (source == "auto" and name not in shipped_names()):
-                raise UsageError(f"no trained weights of {name}; write {name}=FILE, or choose from: {shipped_names()}")
-        if not named:
-            raise UsageError("no checkpoint ships; pass --model MODEL=FILE")
-        return named
+        """Model -> source of its weights (`trained.sources_of`)."""
+        return sources_of(self.model)
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
@@ -180,12 +168,7 @@ def table(options: Options, device: torch.device) -> pd.DataFrame:
         bundle = load_data(
             options.data, size=size, path=options.data_path, test_limit=options.num_images, seed=options.seed
         )
-        if classes_of(name, source) != len(bundle.classes):
-            raise UsageError(
-                f"the weights of {name} tell {classes_of(name, source)} classes apart, {bundle.name} has "
-                f"{len(bundle.classes)}; choose --data or --model to match"
-            )
-        model = build_model(name, num_classes=len(bundle.classes), weights=source, dal="none")
+        model = load_trained(name, source, bundle)
         own = summarise(measure(model, bundle.test, options, device))
         parts.append(own.assign(source="measured", model=name, weights=model.provenance, data=bundle.provenance))
     ours = pd.concat(parts, ignore_index=True).assign(commit=provenance.commit(), seed=options.seed)

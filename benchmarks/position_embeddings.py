@@ -6,11 +6,14 @@
 Table 7 and Figure 3: the share of the position embeddings' variance in their first n principal components. Table 8: how
 well a linear map reads a patch's place from its embedding, along the sequence (1-D) and in the grid (2-D), by 5-fold
 cross-validation, as mean absolute error in units of patches. Figures 1 and 7: the embeddings in the plane of their
-first two components, neighbours in the grid joined by lines (the paper projects by UMAP).
+first two components and as UMAP lays them out, neighbours in the grid joined by lines. Regressions and folds are
+scikit-learn's, UMAP is umap-learn's: pip install 'fedmjp[tables]'.
 
 Departs from the paper: each architecture also stands with random weights, which is what "learned nothing" looks like.
 The paper's +- is not explained; here it is the standard deviation over shuffles of the folds. Where an embedding has
-more channels than the folds have places (always so here, and in the paper), the map is the one of least norm.
+more channels than the folds have places (always so here, and in the paper), linear regression takes the map of least
+norm, which fits the places exactly; ridge regression, whose penalty leave-one-out errors inside the fitted folds
+choose, stands beside it. The paper shows UMAP alone and without its parameters; ours are the package's.
 
 Writes explained_variance.csv, regression.csv, eigenvalues.png and projections.png to --out.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +40,8 @@ from fedmjp.report.figures import NORMAL, SMALL, save, style
 
 HERE = Path(__file__).resolve().parent
 FOLDS = 5
+PENALTIES = np.logspace(-6, 6, 25)  # of ridge regression, in units of the embeddings' mean squared deviation
+PROJECTIONS = {"pca": "PCA", "umap": "UMAP"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,10 @@ class Options:
     """Numbers of principal components in the table of explained variance."""
     shuffles: int = 20
     """Times the folds of the regression are drawn anew."""
+    projections: tuple[str, ...] = tuple(PROJECTIONS)
+    """Of the figure: pca, and umap, which needs umap-learn."""
     seed: int = 0
-    """Fixes the folds and the random weights."""
+    """Fixes the folds, the random weights and UMAP."""
     out: Path = Path("runs/position_embeddings")
     """Folder of tables and figures (the committed ones stand in results/position_embeddings)."""
 
@@ -58,6 +66,12 @@ class Options:
         """Raise `UsageError` for options out of range."""
         if not self.dimensions or min(self.dimensions) < 1 or self.shuffles < 1 or self.seed < 0:
             raise UsageError("--dimensions and --shuffles take numbers from 1, --seed from 0")
+        if not self.projections or not set(self.projections) <= set(PROJECTIONS):
+            raise UsageError(f"--projections {' '.join(self.projections)}: choose from: {', '.join(PROJECTIONS)}")
+        if find_spec("sklearn") is None:
+            raise UsageError("position regression needs scikit-learn; pip install 'fedmjp[tables]'")
+        if "umap" in self.projections and find_spec("umap") is None:
+            raise UsageError("UMAP needs umap-learn; pip install 'fedmjp[tables]', or pass --projections pca")
 
 
 @dataclass(frozen=True)
@@ -124,36 +138,41 @@ def places_of(grid: tuple[int, int]) -> np.ndarray:
     return np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), axis=-1).reshape(-1, 2).astype(float)
 
 
-def held_out_error(values: np.ndarray, targets: np.ndarray, generator: np.random.Generator) -> float:
-    """Mean absolute error of a linear map (with intercept, of least norm) on patches that it was not fitted to.
+def held_out_error(
+    values: np.ndarray, targets: np.ndarray, generator: np.random.Generator, penalised: bool = False
+) -> float:
+    """Mean absolute error of a linear map with intercept on patches that it was not fitted to.
 
     Args:
         values: (N, D).
         targets: (N, K).
         generator: draws the folds.
+        penalised: ridge regression in place of the map of least norm.
     """
+    from sklearn.linear_model import LinearRegression, RidgeCV
+    from sklearn.model_selection import KFold, cross_val_predict
+
+    scale = ((values - values.mean(axis=0)) ** 2).sum(axis=1).mean()
+    line = RidgeCV(alphas=PENALTIES * scale) if penalised else LinearRegression()
     order = generator.permutation(len(values))
-    errors = np.empty(targets.shape)
-    for part in np.array_split(order, FOLDS):
-        rest = np.setdiff1d(order, part)
-        centre, middle = values[rest].mean(axis=0), targets[rest].mean(axis=0)
-        fitted = np.linalg.lstsq(values[rest] - centre, targets[rest] - middle, rcond=None)[0]
-        errors[part] = np.abs((values[part] - centre) @ fitted + middle - targets[part])
-    return float(errors.mean())
+    # RidgeCV answers (N,) where it was taught (N, 1).
+    read = cross_val_predict(line, values[order], targets[order], cv=KFold(FOLDS)).reshape(targets.shape)
+    return float(np.abs(read - targets[order]).mean())
 
 
 def regression(found: Embeddings, shuffles: int, seed: int) -> dict[str, float]:
-    """Table 8's two errors in patches, each mean and standard deviation over shuffles of the folds, and guessing's.
+    """Table 8's two errors in patches, each mean and standard deviation over shuffles of the folds.
 
-    Guessing answers with the mean place.
+    Beside them stand ridge regression's and those of guessing, which answers with the mean place.
     """
     places = places_of(found.grid)
     targets = {"1d": np.arange(len(places), dtype=float)[:, None], "2d": places}
     line: dict[str, float] = {"patches": len(places), "channels": found.values.shape[1]}
     for space, target in targets.items():
-        errors = [held_out_error(found.values, target, np.random.default_rng([seed, k])) for k in range(shuffles)]
-        line[f"mae_{space}"] = float(np.mean(errors))
-        line[f"mae_{space}_spread"] = float(np.std(errors))
+        for name, penalised in ((f"mae_{space}", False), (f"ridge_{space}", True)):
+            draws = [np.random.default_rng([seed, k]) for k in range(shuffles)]
+            errors = [held_out_error(found.values, target, draw, penalised) for draw in draws]
+            line |= {name: float(np.mean(errors)), f"{name}_spread": float(np.std(errors))}
         line[f"guess_{space}"] = float(np.abs(target - target.mean(axis=0)).mean())
     return line
 
@@ -196,20 +215,35 @@ def eigenvalue_figure(found: list[Embeddings], path: Path) -> None:
     save(figure, path)
 
 
-def projection_figure(found: list[Embeddings], path: Path) -> None:
-    """Figures 1 and 7: embeddings in the plane of their first two principal components."""
-    figure = Figure(figsize=(2.5 * len(found), 2.7), layout="constrained")
-    for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
-        centred = one.values - one.values.mean(axis=0)
-        plane = (centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T).reshape(*one.grid, 2)
-        for line in (*plane, *plane.transpose(1, 0, 2)):
-            axes.plot(line[:, 0], line[:, 1], color="#b5b5b5", lw=0.5, zorder=1)
-        rows = np.repeat(np.arange(one.grid[0]), one.grid[1])
-        axes.scatter(plane[..., 0], plane[..., 1], c=rows, s=9, cmap="viridis", zorder=2)
-        axes.set_title(one.label, fontsize=SMALL)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        _undress(axes)
+def project(values: np.ndarray, way: str, seed: int) -> np.ndarray:
+    """(N, 2): rows of (N, D) in the plane of their first two principal components, or as UMAP lays them out."""
+    if way == "pca":
+        centred = values - values.mean(axis=0)
+        return centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
+    from umap import UMAP  # takes seconds to import
+
+    return UMAP(random_state=seed, n_jobs=1).fit_transform(values)
+
+
+def projection_figure(found: list[Embeddings], ways: Sequence[str], seed: int, path: Path) -> None:
+    """Figures 1 and 7: a column a model, a row a way of projecting, colour and lines after rows of the grid."""
+    figure = Figure(figsize=(1.75 * len(found), 0.3 + 1.75 * len(ways)), layout="constrained")
+    panels = figure.subplots(len(ways), len(found), squeeze=False)
+    for way, row in zip(ways, panels, strict=True):
+        for axes, one in zip(row, found, strict=True):
+            plane = project(one.values, way, seed).reshape(*one.grid, 2)
+            for line in (*plane, *plane.transpose(1, 0, 2)):
+                axes.plot(line[:, 0], line[:, 1], color="#b5b5b5", lw=0.5, zorder=1)
+            rows = np.repeat(np.arange(one.grid[0]), one.grid[1])
+            axes.scatter(plane[..., 0], plane[..., 1], c=rows, s=8, cmap="viridis", zorder=2, linewidths=0)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            _undress(axes)
+        row[0].set_ylabel(PROJECTIONS[way], fontsize=NORMAL)
+    for axes, one in zip(panels[0], found, strict=True):
+        axes.set_title(one.label.replace(", ", ",\n"), fontsize=SMALL)
+    told = "a point a patch, coloured by its row in the grid; lines join neighbours in the grid"
+    figure.supxlabel(told, fontsize=SMALL)
     save(figure, path)
 
 
@@ -227,7 +261,7 @@ def run(options: Options, console: Console) -> None:
         frame.to_csv(options.out / name, index=False, float_format="%.5g")
         console.print(frame.drop(columns="commit").to_string(index=False, na_rep="", float_format="%.3f"))
     eigenvalue_figure(found, options.out / "eigenvalues.png")
-    projection_figure(found, options.out / "projections.png")
+    projection_figure(found, options.projections, options.seed, options.out / "projections.png")
     console.print(f"tables and figures: {options.out}", soft_wrap=True, highlight=False)
 
 

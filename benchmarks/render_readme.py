@@ -198,7 +198,8 @@ def consistency_table() -> str:
 
 
 def _interval(row: pd.Series, name: str, digits: int) -> str:
-    return f"{row[name]:.{digits}f} [{row[f'{name}_low']:.{digits}f}, {row[f'{name}_high']:.{digits}f}]"
+    value, low, high = (f"{row[f'{name}{part}']:z.{digits}f}" for part in ("", "_low", "_high"))
+    return f"{value} [{low}, {high}]"
 
 
 def position_table() -> str:
@@ -206,23 +207,69 @@ def position_table() -> str:
     folder = ROOT / "results" / "position_embeddings"
     variance, errors = pd.read_csv(folder / "explained_variance.csv"), pd.read_csv(folder / "regression.csv")
     shown = (3, 4, 6, 7)
-    heads = [*(f"first {n}" for n in shown), "1-D error (guessing)", "2-D error (guessing)"]
+    heads = [*(f"first {n}" for n in shown), "1-D error (guessing)", "2-D error (guessing)", "1-D, ridge", "2-D, ridge"]
     lines = ["| position embeddings | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(heads))]
     for (model, weights), group in variance[variance["source"] == "measured"].groupby(["model", "weights"], sort=False):
         own = group.set_index("dimension")["explained_variance"]
         row = errors[(errors["model"] == model) & (errors["weights"] == weights)].iloc[0]
         told = [f"{row[f'mae_{k}']:.2f} ± {row[f'mae_{k}_spread']:.2f} ({row[f'guess_{k}']:.1f})" for k in ("1d", "2d")]
+        told += [f"{row[f'ridge_{k}']:.2f} ± {row[f'ridge_{k}_spread']:.2f}" for k in ("1d", "2d")]
         name = f"`{model}`, {'random' if 'NOT TRAINED' in weights else 'trained'}"
         lines.append("| " + " | ".join([name, *(f"{own[n]:.1f} %" for n in shown), *told]) + " |")
     for model, group in variance[variance["source"] != "measured"].groupby("model", sort=False):
         own = group.set_index("dimension")["explained_variance"]
         lines.append(
-            "| " + " | ".join([f"{model}, paper's Table 7", *(f"{own[n]:.1f} %" for n in shown), "", ""]) + " |"
+            "| " + " | ".join([f"{model}, paper's Table 7", *(f"{own[n]:.1f} %" for n in shown), "", "", "", ""]) + " |"
         )
     for _, row in errors[errors["source"] != "measured"].iterrows():
         told = [f"{row[f'mae_{k}']:.3f} ± {row[f'mae_{k}_spread']:.3f}" for k in ("1d", "2d")]
         name = row.model if row.dal == "none" or pd.isna(row.dal) else f"{row.model} ({row.dal} DAL)"
-        lines.append("| " + " | ".join([f"{name}, paper's Table 8", *[""] * len(shown), *told]) + " |")
+        lines.append("| " + " | ".join([f"{name}, paper's Table 8", *[""] * len(shown), *told, "", ""]) + " |")
+    return "\n".join(lines)
+
+
+def corruption_table() -> str:
+    """Errors by corruption, a line each, a column a model, with the paired difference from the plain one."""
+    folder = ROOT / "results" / "corruptions"
+    table, means = (pd.read_csv(folder / name, keep_default_na=False) for name in ("table.csv", "summary.csv"))
+    ours, paper = (table[(table["source"] == "measured") == own] for own in (True, False))
+    models, theirs = list(dict.fromkeys(ours["model"])), list(dict.fromkeys(paper["model"]))
+    plain, *others = models
+    heads = [f"`{plain}`", *(f"`{m}` (difference)" for m in others), *(f"CE of `{m}`" for m in others)]
+    heads += [f"{model}, paper" for model in theirs]
+    lines = ["| error (%) | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(heads))]
+    own, whole = ours.set_index(["corruption", "model"]), means.set_index(["corruptions", "model"])
+    printed = paper.set_index(["corruption", "model"])["error"]
+    rows = [("untouched", whole.loc["none"], "mce", ["", ""])]
+    for name in dict.fromkeys(ours["corruption"]):
+        rows.append((name.replace("_", " "), own.loc[name], "ce", [printed.get((name, m), "") for m in theirs]))
+    ten = whole.loc["table 9"]
+    told = [f"{float(ten.loc[m, 'error']):.1f}, printed {float(ten.loc[m, 'printed_mce']):.1f}" for m in theirs]
+    rows += [("mean of the paper's ten", ten, "mce", told), ("mean of all", whole.loc["all"], "mce", ["", ""])]
+    for name, found, ce, beside in rows:
+        found = found.loc[models].apply(pd.to_numeric, errors="coerce")
+        cells = [_interval(found.loc[plain], "error", 1)]
+        cells += [f"{found.loc[m, 'error']:.1f} ({_interval(found.loc[m], 'difference', 1)})" for m in others]
+        cells += [_interval(found.loc[m], ce, 1) for m in others]
+        lines.append("| " + " | ".join([name, *cells, *map(str, beside)]) + " |")
+    return "\n".join(lines)
+
+
+def attention_table() -> str:
+    """Measures of the last block's attention, a line a model, differences from the plain one below its variants."""
+    table = pd.read_csv(ROOT / "results" / "attention_maps" / "table.csv")
+    digits = {"entropy": 3, "distance": 3, "head_diversity": 3, "content": 2}
+    heads = ["entropy / uniform", "distance / image side", "head diversity", "content (bits)"]
+    lines = ["| model | patches | " + " | ".join(heads) + " |", "|" + "---|" * (2 + len(heads))]
+    for place, row in table.iterrows():
+        random = "NOT TRAINED" in row.weights
+        cells = [_interval(row, name, count) for name, count in digits.items()]
+        lines.append(
+            "| " + " | ".join([f"`{row.model}`, {'random' if random else 'trained'}", str(row.patches), *cells]) + " |"
+        )
+        if place and not random and not pd.isna(row.entropy_difference):
+            cells = [_interval(row, f"{name}_difference", count) for name, count in digits.items()]
+            lines.append("| " + " | ".join([f"… minus `{table.model[0]}`", "", *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -243,6 +290,8 @@ def main() -> None:
         "training": training_table,
         "consistency": consistency_table,
         "position_embeddings": position_table,
+        "corruptions": corruption_table,
+        "attention": attention_table,
         "overhead": overhead_table,
     }
     for name, make in blocks.items():

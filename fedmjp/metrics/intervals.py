@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,3 +48,33 @@ def bootstrap_mean(
     means = finite[draws].mean(axis=1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(finite.mean()), float(low), float(high), len(finite))
+
+
+def bootstrap_statistic(
+    table: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Percentile bootstrap intervals of functions of means, such as ratios and paired differences.
+
+    Args:
+        table: (n, K), one row an image; rows are drawn whole, so what is measured on one image stays together.
+        statistic: takes (..., K) means to (..., M) values.
+
+    Returns:
+        value, low and high, (M,) each.
+
+    Raises:
+        UsageError: `confidence` outside (0, 1), `resamples` below 1, or no rows.
+    """
+    if not 0 < confidence < 1:
+        raise UsageError(f"confidence {confidence} lies outside (0, 1)")
+    if resamples < 1 or len(table) == 0:
+        raise UsageError(f"{resamples} resamples of {len(table)} images; both must be at least 1")
+    generator, count = np.random.default_rng(seed), len(table)
+    drawn = (np.bincount(generator.integers(0, count, count), minlength=count) for _ in range(resamples))
+    means = np.stack([times @ table / count for times in drawn])  # (resamples, K)
+    low, high = np.quantile(statistic(means), [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+    return statistic(table.mean(axis=0)), low, high

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,11 +84,30 @@ IDENTITY = (*CASE, "image", "image_id")
 BASELINES = ("mean_image", "other_image")
 
 
+@dataclass(frozen=True)
+class Schema:
+    """What the rows of a log hold.
+
+    Attributes:
+        keys: every key, in the order of the file.
+        identity: keys that tell rows apart.
+        optional: what a row may leave out, and what it then counts for.
+    """
+
+    keys: tuple[str, ...]
+    identity: tuple[str, ...]
+    optional: Mapping[str, Any] = field(default_factory=dict)
+
+
+RESULTS = Schema(ROW_KEYS, IDENTITY, OPTIONAL)
+
+
 class RowLog:
     """An append-only log of result rows that survives being killed.
 
     Args:
         path: a .jsonl file; made with its folders if it does not exist, read and continued if it does.
+        schema: of the rows; those of attacks on images by default.
 
     Attributes:
         repaired: the file ended in a line without its line end. A half-written row was cut off; a whole row that
@@ -97,19 +117,19 @@ class RowLog:
         UsageError: a line other than a half-written last one is no row; the message names the file and the line.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], schema: Schema = RESULTS) -> None:
+        self.path, self.schema = Path(path), schema
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = self.path.read_bytes() if self.path.exists() else b""
-        self._rows, self.repaired = _parse(content, self.path)
+        self._rows, self.repaired = _parse(content, self.path, schema)
         if self.repaired:
             _rewrite(self.path, self._rows)
-        self._read = {_key(row, IDENTITY) for row in self._rows}
+        self._read = {_key(row, schema.identity) for row in self._rows}
         self._appended: set[str] = set()
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any]) -> bool:
-        """Write one row and flush it; NaN and infinities become null. `flags` may be left out where none were raised.
+        """Write one row and flush it; NaN and infinities become null. What the schema has as optional may be left out.
 
         A resumed run repeats a batch that was only partly written: images already in the file when it was opened are
         then left as they are.
@@ -120,13 +140,13 @@ class RowLog:
         Raises:
             ValueError: keys missing or unknown, or the row was already appended through this log.
         """
-        row = OPTIONAL | dict(row)
-        missing = [key for key in ROW_KEYS if key not in row]
-        unknown = [key for key in row if key not in ROW_KEYS]
+        row = {**self.schema.optional, **row}
+        missing = [key for key in self.schema.keys if key not in row]
+        unknown = [key for key in row if key not in self.schema.keys]
         if missing or unknown:
             raise ValueError(f"not a results row: missing keys {missing}, unknown keys {unknown}")
-        clean = {key: _jsonable(row[key]) for key in ROW_KEYS}
-        identity = _key(clean, IDENTITY)
+        clean = {key: _jsonable(row[key]) for key in self.schema.keys}
+        identity = _key(clean, self.schema.identity)
         if identity in self._appended:
             raise ValueError(f"row appended twice: {identity}")
         if identity in self._read:
@@ -137,6 +157,11 @@ class RowLog:
         self._rows.append(clean)
         return True
 
+    def has(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row with this identity is in the log; keys outside the identity are ignored."""
+        key = _key(row, self.schema.identity)
+        return key in self._read or key in self._appended
+
     def done(self, case: Mapping[str, Any], image_ids: Sequence[str]) -> bool:
         """Whether every image of a batch has its row.
 
@@ -144,8 +169,7 @@ class RowLog:
             case: the values of `CASE`; other keys are ignored.
             image_ids: of the batch, in its order.
         """
-        keys = (_key({**case, "image": i, "image_id": name}, IDENTITY) for i, name in enumerate(image_ids))
-        return all(key in self._read or key in self._appended for key in keys)
+        return all(self.has({**case, "image": i, "image_id": name}) for i, name in enumerate(image_ids))
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows, those read at the opening first; a new list of the log's own dictionaries."""
@@ -197,7 +221,7 @@ def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
     content = path.read_bytes()
-    rows, _ = _parse(gzip.decompress(content) if path.suffix == ".gz" else content, path)
+    rows, _ = _parse(gzip.decompress(content) if path.suffix == ".gz" else content, path, RESULTS)
     frame = pd.DataFrame(rows, columns=list(ROW_KEYS))
     numbers = [*METRICS, "seconds", "gradient_norm"]
     return frame.astype(dict.fromkeys(numbers, "float64"))
@@ -207,25 +231,25 @@ def _key(row: Mapping[str, Any], names: Sequence[str]) -> str:
     return json.dumps([_jsonable(row[name]) for name in names], sort_keys=True)
 
 
-def _parse(content: bytes, path: Path) -> tuple[list[dict[str, Any]], bool]:
+def _parse(content: bytes, path: Path, schema: Schema) -> tuple[list[dict[str, Any]], bool]:
     *lines, tail = content.split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
-        row = _row(line)
+        row = _row(line, schema)
         if row is None:
             raise UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
         rows.append(row)
-    last = _row(tail)
+    last = _row(tail, schema)
     return rows + ([last] if last is not None else []), bool(tail)
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _row(line: bytes, schema: Schema) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except ValueError:  # JSONDecodeError and UnicodeDecodeError both are
         return None
-    row = OPTIONAL | row if isinstance(row, dict) else {}
-    return {key: row[key] for key in ROW_KEYS} if set(row) == set(ROW_KEYS) else None
+    row = {**schema.optional, **row} if isinstance(row, dict) else {}
+    return {key: row[key] for key in schema.keys} if set(row) == set(schema.keys) else None
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:

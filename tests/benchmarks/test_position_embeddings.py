@@ -42,21 +42,66 @@ def test_held_out_places_are_not_fitted() -> None:
     assert position_embeddings.held_out_error(values, places, np.random.default_rng(0)) > 0.9 * guess
 
 
-def test_equals_scikit_learn() -> None:
-    sklearn = pytest.importorskip("sklearn.model_selection")
-    from sklearn.linear_model import LinearRegression
-
+@pytest.mark.parametrize("columns", [[0], [0, 1]], ids=["one target", "two targets"])
+def test_equals_normal_equations(columns) -> None:
+    """Held-out errors against a solve by NumPy alone: the pseudo-inverse of the centred rows of the other folds."""
     generator = np.random.default_rng(2)
-    places = position_embeddings.places_of(GRID)
-    values = places @ generator.normal(size=(2, 192)) + generator.normal(size=(64, 192))
+    places = position_embeddings.places_of(GRID)[:, columns]
+    values = generator.normal(size=(64, 192))
+    values[:, 0] = 20 * places[:, 0]  # so strong that a map of least norm finds it
+    errors = []
     order = np.random.default_rng(0).permutation(64)
-    folds = sklearn.KFold(5).split(order)
-    errors = np.empty(places.shape)
-    for fitted, held in folds:
-        line = LinearRegression().fit(values[order[fitted]], places[order[fitted]])
-        errors[order[held]] = np.abs(line.predict(values[order[held]]) - places[order[held]])
+    for part in np.array_split(order, 5):
+        rest = np.setdiff1d(order, part)
+        centre, middle = values[rest].mean(axis=0), places[rest].mean(axis=0)
+        fitted = np.linalg.pinv(values[rest] - centre) @ (places[rest] - middle)
+        errors.append(np.abs((values[part] - centre) @ fitted + middle - places[part]))
     ours = position_embeddings.held_out_error(values, places, np.random.default_rng(0))
-    assert ours == pytest.approx(errors.mean())
+    assert ours == pytest.approx(np.concatenate(errors).mean(), rel=1e-9)
+
+
+def test_ridge_equals_leaving_places_out_by_hand() -> None:
+    """The penalty with the least leave-one-out error, residual / (1 - leverage), then the ridge map; one target."""
+    generator = np.random.default_rng(3)
+    target = np.arange(64.0)[:, None]
+    values = generator.normal(size=(64, 192))
+    values[:, :1] += 0.3 * target
+    scale = ((values - values.mean(axis=0)) ** 2).sum(axis=1).mean()
+    errors = []
+    order = np.random.default_rng(0).permutation(64)
+    for part in np.array_split(order, 5):
+        rest = np.setdiff1d(order, part)
+        centre, middle = values[rest].mean(axis=0), target[rest].mean(axis=0)
+        inner, wanted = values[rest] - centre, target[rest] - middle
+        best = (np.inf, None)
+        for penalty in position_embeddings.PENALTIES * scale:
+            fitted = inner.T @ np.linalg.solve(inner @ inner.T + penalty * np.eye(len(rest)), wanted)
+            hat = inner @ np.linalg.solve(inner.T @ inner + penalty * np.eye(192), inner.T)
+            left_out = (wanted - inner @ fitted) / (1 - 1 / len(rest) - np.diag(hat))[:, None]
+            best = min(best, ((left_out**2).mean(), fitted), key=lambda pair: pair[0])
+        errors.append(np.abs((values[part] - centre) @ best[1] + middle - target[part]))
+    ours = position_embeddings.held_out_error(values, target, np.random.default_rng(0), penalised=True)
+    assert ours == pytest.approx(np.concatenate(errors).mean(), rel=1e-6)
+
+
+def test_umap_needs_its_package(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(position_embeddings, "find_spec", lambda name: None if name == "umap" else name)
+    assert position_embeddings.main(["--out", str(tmp_path / "out")]) == 2
+    complaint = capsys.readouterr().err
+    assert "needs umap-learn; pip install" in complaint
+    assert complaint.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_umap_keeps_neighbours_and_is_fixed_by_its_seed() -> None:
+    places = position_embeddings.places_of(GRID)
+    values = places @ np.random.default_rng(1).normal(size=(2, 192))
+    plane = position_embeddings.project(values, "umap", 0)  # (64, 2)
+    assert np.array_equal(plane, position_embeddings.project(values, "umap", 0))
+    apart = np.linalg.norm(plane[:, None] - plane[None], axis=-1)
+    near = np.linalg.norm(places[:, None] - places[None], axis=-1) == 1
+    assert apart[near].mean() < 0.5 * apart[~near].mean()
 
 
 @pytest.fixture
@@ -72,7 +117,8 @@ def checkpoint(tmp_path):
 
 def test_tables_and_figures(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"
-    assert position_embeddings.main(["--model", f"vit_mini_64={checkpoint}", "--out", str(out)]) == 0
+    options = ["--projections", "pca", "--shuffles", "3", "--out", str(out)]
+    assert position_embeddings.main(["--model", f"vit_mini_64={checkpoint}", *options]) == 0
     assert {p.name for p in out.iterdir()} >= {"eigenvalues.png", "projections.png"}
     variance = pd.read_csv(out / "explained_variance.csv")
     grid = variance[variance["weights"] == "grid.safetensors"].set_index("dimension")["explained_variance"]
@@ -90,6 +136,7 @@ def test_tables_and_figures(checkpoint, tmp_path) -> None:
         (["--model", "vit_b"], "no checkpoint of vit_b ships"),
         (["--model", "vit_x"], "unknown model"),
         (["--shuffles", "0"], "take numbers from 1"),
+        (["--projections", "tsne"], "choose from: pca, umap"),
     ],
 )
 def test_mistakes_end_in_one_line(options, words, checkpoint, tmp_path, capsys) -> None:

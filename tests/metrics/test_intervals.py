@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from attacks.registry import UsageError
-from fedmjp.metrics import Interval, bootstrap_mean
+from fedmjp.metrics import Interval, bootstrap_mean, bootstrap_statistic
 
 SKEWED = np.random.default_rng(5).exponential(scale=10.0, size=60)
 
@@ -61,3 +61,24 @@ def test_takes_tensors_and_lists():
 def test_refuses_what_makes_no_interval(options):
     with pytest.raises(UsageError, match="confidence|resamples"):
         bootstrap_mean(SKEWED, **options)
+
+
+def test_ratio_of_paired_means_agrees_with_scipy():
+    generator = np.random.default_rng(0)
+    first = generator.exponential(size=80)
+    pairs = np.stack([first, 2 * first + 0.1 * generator.normal(size=80)], axis=1)
+    value, low, high = bootstrap_statistic(pairs, lambda means: means[..., 1:] / means[..., :1], resamples=10_000)
+    theirs = stats.bootstrap(
+        (pairs[:, 0], pairs[:, 1]),
+        lambda a, b, axis: b.mean(axis=axis) / a.mean(axis=axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=10_000,
+        rng=1,
+    )
+    assert value == pytest.approx([pairs[:, 1].mean() / pairs[:, 0].mean()])
+    assert low == pytest.approx([theirs.confidence_interval.low], abs=0.1 * theirs.standard_error)
+    assert high == pytest.approx([theirs.confidence_interval.high], abs=0.1 * theirs.standard_error)
+    with pytest.raises(UsageError, match="0 images"):
+        bootstrap_statistic(pairs[:0], lambda means: means)

@@ -10,7 +10,7 @@ from report_samples import make_row
 
 from attacks.registry import UsageError
 from fedmjp.report import ROW_KEYS, RowLog, load_rows
-from fedmjp.report.rows import CASE
+from fedmjp.report.rows import CASE, Schema
 
 
 def test_round_trip_keeps_values_and_key_order(tmp_path):
@@ -136,3 +136,19 @@ def test_rows_written_before_flags_were_known_have_none(tmp_path):
         assert log.done(make_row(), ["face_0001"])
         log.append({key: value for key, value in make_row(client=3).items() if key != "flags"})
     assert load_rows(path)["flags"].tolist() == [[], []]
+
+
+def test_rows_of_another_kind_have_keys_and_identity_of_their_own(tmp_path):
+    schema = Schema(("cell", "value", "note"), ("cell",), {"note": ""})
+    path = tmp_path / "cells.jsonl"
+    with RowLog(path, schema) as log:
+        assert log.append({"value": 1.0, "cell": "a"})
+        assert log.has({"cell": "a"})
+        assert not log.has({"cell": "b"})
+        with pytest.raises(ValueError, match=r"unknown keys \['psnr'\]"):
+            log.append({"cell": "b", "value": 1.0, "psnr": 3.0})
+    with RowLog(path, schema) as log:
+        assert log.rows() == [{"cell": "a", "value": 1.0, "note": ""}]
+        assert not log.append({"cell": "a", "value": 2.0})
+    with pytest.raises(UsageError, match="line 1: not a results row"):
+        RowLog(path)

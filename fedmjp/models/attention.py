@@ -1,0 +1,39 @@
+"""The attention weights of a ViT's last block, as its own forward pass computes them.
+
+timm's fused attention never writes the weights down, so the block is switched to the plain computation for one pass
+and a hook takes what its softmax gives: any norm, scale or bias of the layer is in it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attacks.registry import UsageError
+from fedmjp.models.registry import BuiltModel
+
+
+@torch.no_grad()
+def last_attention(model: BuiltModel, images: Tensor) -> Tensor:
+    """Attention weights (B, heads, T, T) of the last block; each row (what one token looks at) sums to 1.
+
+    Tokens are in the model's order: prefix tokens, [CLS] first, then patches in raster order.
+
+    Args:
+        images: (B, C, H, W) in [0, 1].
+
+    Raises:
+        UsageError: the model is no plain ViT with a [CLS] token.
+    """
+    module = model.module
+    if getattr(module, "cls_token", None) is None or not hasattr(module, "blocks"):
+        raise UsageError(f"{model.name} has no [CLS] token whose attention could be looked at; name a ViT")
+    layer, kept = module.blocks[-1].attn, []
+    hook = layer.attn_drop.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    fused, layer.fused_attn = layer.fused_attn, False
+    try:
+        module.eval()(model.normalise(images))
+    finally:
+        hook.remove()
+        layer.fused_attn = fused
+    return kept[0]
