@@ -11,11 +11,14 @@ STAMP := $(VENV)/.installed
 simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense mjp $(ARGS)
 
+# A process a core with one thread each: small tensors gain nothing from a second thread.
+TEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile
+
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest $(ARGS)
+	$(TEST) $(ARGS)
 
 test-fast: $(STAMP)
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest -m "not slow" $(ARGS)
+	$(TEST) -m "not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
