@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -90,6 +90,8 @@ class RowLog:
         path: a .jsonl file; made with its folders if it does not exist, read and continued if it does.
 
     Attributes:
+        keys, optional, identity: what a row holds, what it may leave out, and which of it tells rows apart; a log of
+            other rows overrides them.
         repaired: the file ended in a line without its line end. A half-written row was cut off; a whole row that
             lacked only its line end was kept.
 
@@ -97,14 +99,18 @@ class RowLog:
         UsageError: a line other than a half-written last one is no row; the message names the file and the line.
     """
 
+    keys: ClassVar[tuple[str, ...]] = ROW_KEYS
+    optional: ClassVar[Mapping[str, Any]] = OPTIONAL
+    identity: ClassVar[tuple[str, ...]] = IDENTITY
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = self.path.read_bytes() if self.path.exists() else b""
-        self._rows, self.repaired = _parse(content, self.path)
+        self._rows, self.repaired = _parse(content, self.path, self.keys, self.optional)
         if self.repaired:
             _rewrite(self.path, self._rows)
-        self._read = {_key(row, IDENTITY) for row in self._rows}
+        self._read = {_key(row, self.identity) for row in self._rows}
         self._appended: set[str] = set()
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -120,13 +126,13 @@ class RowLog:
         Raises:
             ValueError: keys missing or unknown, or the row was already appended through this log.
         """
-        row = OPTIONAL | dict(row)
-        missing = [key for key in ROW_KEYS if key not in row]
-        unknown = [key for key in row if key not in ROW_KEYS]
+        row = {**self.optional, **row}
+        missing = [key for key in self.keys if key not in row]
+        unknown = [key for key in row if key not in self.keys]
         if missing or unknown:
             raise ValueError(f"not a results row: missing keys {missing}, unknown keys {unknown}")
-        clean = {key: _jsonable(row[key]) for key in ROW_KEYS}
-        identity = _key(clean, IDENTITY)
+        clean = {key: _jsonable(row[key]) for key in self.keys}
+        identity = _key(clean, self.identity)
         if identity in self._appended:
             raise ValueError(f"row appended twice: {identity}")
         if identity in self._read:
@@ -197,7 +203,8 @@ def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
     content = path.read_bytes()
-    rows, _ = _parse(gzip.decompress(content) if path.suffix == ".gz" else content, path)
+    content = gzip.decompress(content) if path.suffix == ".gz" else content
+    rows, _ = _parse(content, path, ROW_KEYS, OPTIONAL)
     frame = pd.DataFrame(rows, columns=list(ROW_KEYS))
     numbers = [*METRICS, "seconds", "gradient_norm"]
     return frame.astype(dict.fromkeys(numbers, "float64"))
@@ -207,25 +214,27 @@ def _key(row: Mapping[str, Any], names: Sequence[str]) -> str:
     return json.dumps([_jsonable(row[name]) for name in names], sort_keys=True)
 
 
-def _parse(content: bytes, path: Path) -> tuple[list[dict[str, Any]], bool]:
+def _parse(
+    content: bytes, path: Path, keys: Sequence[str], optional: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], bool]:
     *lines, tail = content.split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
-        row = _row(line)
+        row = _row(line, keys, optional)
         if row is None:
             raise UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
         rows.append(row)
-    last = _row(tail)
+    last = _row(tail, keys, optional)
     return rows + ([last] if last is not None else []), bool(tail)
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _row(line: bytes, keys: Sequence[str], optional: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except ValueError:  # JSONDecodeError and UnicodeDecodeError both are
         return None
-    row = OPTIONAL | row if isinstance(row, dict) else {}
-    return {key: row[key] for key in ROW_KEYS} if set(row) == set(ROW_KEYS) else None
+    row = {**optional, **row} if isinstance(row, dict) else {}
+    return {key: row[key] for key in keys} if set(row) == set(keys) else None
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -114,7 +114,8 @@ class Trainer:
     def _step(self, images: Tensor, labels: Tensor, generator: torch.Generator, epoch: int) -> float:
         seen = self.defense.on_input(images, self.model, generator, epoch)
         with self._autocast():
-            loss = client_loss(self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights())
+            weights = self.defense.loss_weights()
+            loss = client_loss(self.model, seen.images, labels, seen.position_mask, weights, seen.origins)
         if not torch.isfinite(loss):
             raise UsageError(f"the loss is {float(loss.detach())} in epoch {epoch}; lower --learning-rate")
         self.optimizer.zero_grad(set_to_none=True)
