@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedmjp.metrics.baselines import MEAN_IMAGE, OTHER_IMAGE, mean_image, other_image
-from fedmjp.metrics.intervals import Interval, bootstrap_mean
+from fedmjp.metrics.intervals import Interval, bootstrap_mean, t_interval
 from fedmjp.metrics.perceptual import Lpips, load_lpips
 from fedmjp.metrics.pixel import mse, patch_recovery, psnr
 from fedmjp.metrics.spectrum import fft2d, fft2d_official
@@ -70,6 +70,7 @@ __all__ = [
     "Interval",
     "Lpips",
     "bootstrap_mean",
+    "t_interval",
     "fft2d",
     "fft2d_official",
     "load_lpips",

@@ -150,8 +150,12 @@ class RowLog:
             case: the values of `CASE`; other keys are ignored.
             image_ids: of the batch, in its order.
         """
-        keys = (_key({**case, "image": i, "image_id": name}, IDENTITY) for i, name in enumerate(image_ids))
-        return all(key in self._read or key in self._appended for key in keys)
+        return all(self.holds({**case, "image": i, "image_id": name}) for i, name in enumerate(image_ids))
+
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of that identity is there; other keys are ignored."""
+        key = _key(row, self.identity)
+        return key in self._read or key in self._appended
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows, those read at the opening first; a new list of the log's own dictionaries."""
