@@ -35,7 +35,7 @@ from attacks import ATTACKS, Attack, ThreatModel, UsageError
 from fedmjp import provenance
 from fedmjp.audit.campaign import Campaign, answers
 from fedmjp.audit.harness import scorer
-from fedmjp.audit.victims import Setting, Subject, Victims
+from fedmjp.audit.victims import NO_MODEL, Setting, Subject, Victims
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import Gallery, load_gallery

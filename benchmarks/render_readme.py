@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from math import nan
 from pathlib import Path
 
@@ -70,9 +71,9 @@ def position_claim() -> str:
     return (ROOT / "results" / "april_attack" / "position_claim.md").read_text().strip()
 
 
-def adaptive_table() -> str:
-    """MJP under attacks that know it: against gamma, and against the number of updates."""
-    folder = ROOT / "results" / "mjp_adaptive"
+def adaptive_table(name: str) -> str:
+    """MJP under attacks that know it, from results/`name`: against gamma, and against the number of updates."""
+    folder = ROOT / "results" / name
     one, updates = pd.read_csv(folder / "one_update.csv"), pd.read_csv(folder / "updates.csv")
     lines = ["| one update, γ | attack | whole image (dB) | visible patches (dB) | images |", "|---|---|---|---|---|"]
     for _, row in one.sort_values(["gamma", "attack"], ascending=[True, False]).iterrows():
@@ -142,6 +143,30 @@ def matching_table() -> str:
     return "\n".join(lines)
 
 
+def matching_speed_table() -> str:
+    """Steps of gradient matching against breaching's, as Markdown."""
+    folder = ROOT / "results" / "speed"
+    table = pd.read_csv(folder / "matching.csv")
+    machine = json.loads((folder / "matching_machine.json").read_text())
+    words = {
+        "peer": "`breaching`",
+        "same": "ours, same arithmetic",
+        "alone": "ours, one case at a time",
+        "together": "ours, eight cases at once, each",
+    }
+    lines = [
+        "| model, batch | what | ms a step | times faster [min, max] | peak memory (MiB) |",
+        "|---|---|---|---|---|",
+    ]
+    for _, row in table.iterrows():
+        ratio = f"{row.times_faster:.2f} [{row.times_faster_min:.2f}, {row.times_faster_max:.2f}]"
+        cells = [f"{row.model}, {row.batch}", words[row.what], f"{row.ms_a_step:.0f}", ratio, f"{row.peak_mib:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return (
+        "\n".join(lines) + f"\n\n{machine['device']}, median of {machine['repeats']} rounds that interleave all four."
+    )
+
+
 def training_table() -> str:
     """The checkpoints that ship, a line each."""
     table = pd.read_csv(ROOT / "results" / "training" / "table.csv")
@@ -209,10 +234,12 @@ def main() -> None:
         "simulate": simulate_table,
         "april_attack": leakage_table,
         "position_claim": position_claim,
-        "adaptive": adaptive_table,
+        "adaptive": partial(adaptive_table, "mjp_adaptive"),
+        "adaptive_trained": partial(adaptive_table, "mjp_adaptive_trained"),
         "batches": batches_table,
         "speed": speed_table,
         "matching": matching_table,
+        "matching_speed": matching_speed_table,
         "training": training_table,
         "consistency": consistency_table,
         "position_embeddings": position_table,

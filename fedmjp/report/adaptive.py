@@ -62,7 +62,7 @@ def write_adaptive(rows: pd.DataFrame, out: Path) -> None:
 
 
 def _by_gamma(axes: Axes, table: pd.DataFrame) -> None:
-    for index, (attack, group) in enumerate(table.groupby("attack", sort=False)):
+    for index, (attack, group) in enumerate(table.groupby("attack")):
         _line(axes, group["gamma"], group, attack, index)
     axes.set_xlabel("Masking ratio γ, one update", fontsize=NORMAL)
     _dress(axes)
