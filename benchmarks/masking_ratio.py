@@ -23,6 +23,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from attacks import UsageError
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.report.record import note_run
 from fedmjp.report.seeds import markdown, ratio_curves, save_with_legend, seeds_table, write_table
@@ -45,7 +46,13 @@ class Options(TrainingOptions):
 
 
 def table_lines(options: Options) -> list[Line]:
-    """A line a masking ratio in training."""
+    """A line a masking ratio in training.
+
+    Raises:
+        UsageError: no ratio, or one twice.
+    """
+    if not options.training_gammas or len(set(options.training_gammas)) < len(options.training_gammas):
+        raise UsageError("--training-gammas takes different numbers, at least one")
     first = f"{options.training_gammas[0]:g}"
     lines = []
     for gamma in options.training_gammas:
