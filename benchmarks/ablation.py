@@ -113,6 +113,15 @@ def latency(options: Options) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+def timed_steps(path: Path) -> dict[str, dict[str, str]]:
+    """The column of step times for the table, from a latency.csv; none where there is no such file."""
+    if not path.exists():
+        return {}
+    rows = pd.read_csv(path, dtype={"line": str}).set_index("line")
+    told = {name: f"{r.ratio:.2f} ({r.ratio_q25:.2f} to {r.ratio_q75:.2f})" for name, r in rows.iterrows()}
+    return {"step / A's (quartiles)": told}
+
+
 def figure(table: pd.DataFrame, path: Path) -> None:
     """Each line's difference to A, ours and the paper's."""
     methods = paper()["method"]
@@ -131,11 +140,16 @@ def run(options: Options, console: Console) -> None:
     lines = table_lines(options.model, options.training_gamma)
     rows = train_lines(lines, options, console)
     table = seeds_table(rows, {line.name: line.against for line in lines}, paper()[list(METRICS)].to_dict("index"))
-    write_table(options.out, table, markdown(table, METRICS, paper()["method"].to_dict()))
+    if options.timing_rounds:
+        options.out.mkdir(parents=True, exist_ok=True)
+        latency(options).to_csv(options.out / "latency.csv", index=False, float_format="%.5g")
+    write_table(
+        options.out,
+        table,
+        markdown(table, METRICS, paper()["method"].to_dict(), timed_steps(options.out / "latency.csv")),
+    )
     figure(table, options.out / "figure.png")
     note_run(options.out, "python benchmarks/ablation.py", rows, data=sorted(set(rows["provenance"])))
-    if options.timing_rounds:
-        latency(options).to_csv(options.out / "latency.csv", index=False, float_format="%.5g")
     console.print((options.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)
     console.print(f"tables and figure: {options.out}", soft_wrap=True, highlight=False)
 

@@ -77,7 +77,7 @@ def run(options: Options, console: Console) -> None:
     lines = table_lines(options)
     rows = train_lines(lines, options, console)
     table = seeds_table(rows, {line.name: line.against for line in lines}, paper(lines))
-    write_table(options.out, table, markdown(table, METRICS, {}))
+    write_table(options.out, table, markdown(table, METRICS))
     figure(rows, lines, options.out / "figure.png")
     note_run(options.out, "python benchmarks/backbones.py", rows, data=sorted(set(rows["provenance"])))
     console.print((options.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)

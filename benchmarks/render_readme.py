@@ -226,6 +226,21 @@ def position_table() -> str:
     return "\n".join(lines)
 
 
+def backbones_table() -> str:
+    """Table 1, as backbones.py wrote it."""
+    return (ROOT / "results" / "backbones" / "table.md").read_text().strip()
+
+
+def ablation_table() -> str:
+    """Table 2, as ablation.py wrote it."""
+    return (ROOT / "results" / "ablation" / "table.md").read_text().strip()
+
+
+def masking_table() -> str:
+    """Table 3, as masking_ratio.py wrote it."""
+    return (ROOT / "results" / "masking_ratio" / "table.md").read_text().strip()
+
+
 def main() -> None:
     """Rewrite README.md in place."""
     path = ROOT / "README.md"
@@ -243,6 +258,9 @@ def main() -> None:
         "training": training_table,
         "consistency": consistency_table,
         "position_embeddings": position_table,
+        "backbones": backbones_table,
+        "ablation": ablation_table,
+        "masking_ratio": masking_table,
         "overhead": overhead_table,
     }
     for name, make in blocks.items():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -102,39 +103,41 @@ def _difference(own: pd.Series, other: pd.Series, paper: float) -> dict[str, obj
     }
 
 
-def markdown(table: pd.DataFrame, metrics: Sequence[str], notes: Mapping[str, str]) -> str:
-    """A line of the table a row; of each metric our mean with its interval over seeds, the paper's figure, and the
-    difference with the verdict.
+def markdown(
+    table: pd.DataFrame,
+    metrics: Sequence[str],
+    notes: Mapping[str, str] = MappingProxyType({}),
+    more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> str:
+    """A line of the table a row; of each metric our mean with its interval over seeds and the paper's figure in
+    parentheses, and the difference with the verdict.
 
     Args:
         notes: line -> what it is, in words.
+        more: further columns, head -> line -> cell.
     """
     heads = ["line"]
     for metric in metrics:
         label = METRICS[metric][0]
-        heads += [label, *(["paper"] if _told(table, metric) else []), f"difference, {label}"]
+        heads += [label, f"difference, {label}"]
+    heads += more
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, group in table.groupby("line", sort=False):
         own = group.set_index("metric")
-        cells = [f"{name}: {notes[name]}" if notes.get(name) else name]
+        cells = [f"{name}: {notes[name]}" if name in notes else name]
         for metric in metrics:
             row, digits = own.loc[metric], METRICS[metric][1]
-            cells.append(f"{row['mean']:.{digits}f} [{row['low']:.{digits}f}, {row['high']:.{digits}f}]")
-            if _told(table, metric):
-                cells.append("" if pd.isna(row["paper"]) else f"{row['paper']:g}")
-            cells.append(_difference_cell(row, digits))
-        lines.append("| " + " | ".join(cells) + " |")
+            mean = f"{row['mean']:.{digits}f} [{row['low']:.{digits}f}, {row['high']:.{digits}f}]"
+            cells += [mean if pd.isna(row["paper"]) else f"{mean} ({row['paper']:g})", _difference_cell(row, digits)]
+        lines.append("| " + " | ".join([*cells, *(column.get(name, "") for column in more.values())]) + " |")
     seeds = sorted(set(table["seeds"]))
     count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     images = table[table["metric"] == "accuracy"]["images"].mean()
     return "\n".join(lines) + (
-        f"\n\nMeans over {count} seeds with Student's 95 % interval over seeds, differences paired by seed. The test "
-        f"images of one training alone leave its accuracy uncertain by ± {images:.1f} points."
+        f"\n\nMeans over {count} seeds with Student's 95 % interval over seeds, the paper's figures in parentheses; "
+        "differences are paired by seed. The test images of one training alone leave its accuracy uncertain by "
+        f"± {images:.1f} points."
     )
-
-
-def _told(table: pd.DataFrame, metric: str) -> bool:
-    return bool(table[table["metric"] == metric]["paper"].notna().any())
 
 
 def _difference_cell(row: pd.Series, digits: int) -> str:

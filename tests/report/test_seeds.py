@@ -81,10 +81,12 @@ def test_verdicts(paper: float, low: float, high: float, expected: str) -> None:
 def test_markdown_and_figures() -> None:
     found = rows({"A": [40.0, 41.0, 42.0], "E": [41.0, 42.1, 43.0]})
     table = seeds_table(found, {"E": "A"}, {"A": {"accuracy": 79.8}, "E": {"accuracy": 79.2}})
-    text = markdown(table, ("accuracy", "diff_norm"), {"E": "A + JP"})
+    text = markdown(table, ("accuracy", "diff_norm"), {"E": "A + JP"}, {"step": {"E": "1.02"}})
     last = text.splitlines()[3]
     assert last.startswith("| E: A + JP | 42.0 [")
+    assert "] (79.2) |" in last
     assert "(paper -0.6: contradicts)" in last
+    assert last.endswith("| 1.02 |")
     assert "Means over 3 seeds" in text
     assert "± 3.0 points" in text
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
