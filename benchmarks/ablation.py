@@ -31,7 +31,7 @@ from fedmjp import provenance
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.report.record import note_run
 from fedmjp.report.seeds import difference_points, markdown, save_with_legend, seeds_table, write_table
-from fedmjp.training.lines import Line, TrainingOptions, train_lines
+from fedmjp.training.lines import Line, TrainingOptions, limits, train_lines
 from fedmjp.training.trainer import Trainer
 
 PAPER = Path(__file__).resolve().parent / "paper" / "mjp_table2.csv"
@@ -143,11 +143,8 @@ def run(options: Options, console: Console) -> None:
     if options.timing_rounds:
         options.out.mkdir(parents=True, exist_ok=True)
         latency(options).to_csv(options.out / "latency.csv", index=False, float_format="%.5g")
-    write_table(
-        options.out,
-        table,
-        markdown(table, METRICS, paper()["method"].to_dict(), timed_steps(options.out / "latency.csv")),
-    )
+    text = markdown(table, METRICS, paper()["method"].to_dict(), timed_steps(options.out / "latency.csv"))
+    write_table(options.out, table, f"{text} {limits(rows)}")
     figure(table, options.out / "figure.png")
     note_run(options.out, "python benchmarks/ablation.py", rows, data=sorted(set(rows["provenance"])))
     console.print((options.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)

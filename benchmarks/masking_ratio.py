@@ -27,7 +27,7 @@ from attacks import UsageError
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.report.record import note_run
 from fedmjp.report.seeds import markdown, ratio_curves, save_with_legend, seeds_table, write_table
-from fedmjp.training.lines import Line, TrainingOptions, train_lines
+from fedmjp.training.lines import Line, TrainingOptions, limits, train_lines
 
 PAPER = Path(__file__).resolve().parent / "paper"
 METRICS = ("accuracy", "diff_norm", "diff_share", "consistency")
@@ -86,7 +86,7 @@ def run(options: Options, console: Console) -> None:
     lines = table_lines(options)
     rows = train_lines(lines, options, console)
     table = seeds_table(rows, {line.name: line.against for line in lines}, paper())
-    write_table(options.out, table, markdown(table, METRICS))
+    write_table(options.out, table, f"{markdown(table, METRICS)} {limits(rows)}")
     figure(rows, lines, options.out / "figure.png")
     note_run(options.out, "python benchmarks/masking_ratio.py", rows, data=sorted(set(rows["provenance"])))
     console.print((options.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)

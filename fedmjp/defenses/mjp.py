@@ -43,8 +43,8 @@ class MaskedJigsawPuzzle(Defense):
     jigsaw_per: Literal["image", "batch"] = "image"
     """Draw mask and permutation for each image, or once for the batch (released code: batch)."""
     positions: Literal["unknown", "own", "index"] = "unknown"
-    """Position embedding of a shuffled patch: the shared unknown one (trains NAME_mjp), the one of the place where it
-    is shown, or that one plus the index of the place it came from (trains NAME_idx)."""
+    """Position embedding at shuffled places: unknown (trains NAME_mjp), the place's own, or index: the place's own and
+    one of where the patch came from (trains NAME_idx)."""
     dal: Literal["none", "pca", "linear", "nonlinear"] = "nonlinear"
     """Map of the dense absolute localisation loss (the paper's best: nonlinear)."""
     dal_weight: Annotated[float, tyro.conf.arg(metavar="LAMBDA")] = 0.01

@@ -26,7 +26,7 @@ from fedmjp.data import DataBundle
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import MODELS, split_name
 from fedmjp.report.rows import RowLog, pack_rows, unpack_rows
-from fedmjp.training.config import Recipe, TrainConfig
+from fedmjp.training.config import PAPER_IMAGES, Recipe, TrainConfig
 from fedmjp.training.trainer import Trainer, load
 
 # One pass over a part of CIFAR-10 on a CPU core: rate and batch were chosen on one seed of a plain ViT of four blocks,
@@ -69,7 +69,9 @@ class TrainingOptions:
     """What all lines of a table share."""
 
     data: DataConfig = field(default_factory=lambda: DataConfig("cifar10", None, 20_000, 2_000))
+    """What is trained on; the same images for all lines of a seed."""
     recipe: Recipe = field(default_factory=lambda: SHORT)
+    """How to train, all lines alike. The defaults are one short pass."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each fixes weights, order, masks, and the subsets of images, for all lines alike."""
     gammas: tuple[float, ...] = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
@@ -188,6 +190,23 @@ def train_lines(lines: Sequence[Line], options: TrainingOptions, console: Consol
         own = rows[rows["training"].isin(wanted) & rows["gamma"].isin(options.gammas)]
         parts.append(own.assign(line=line.name))
     return pd.concat(parts, ignore_index=True)
+
+
+def limits(rows: pd.DataFrame) -> str:
+    """What a table of such rows cannot tell, in words made from them."""
+    seen = " or ".join(f"{images:,}" for images in sorted(set(rows["images_seen"])))
+    data = "; ".join(sorted(set(rows["provenance"])))
+    plain = rows[(rows["gamma"] == 0.5) & (rows["defense"] == "none") & ~rows["model"].str.endswith("_nope")]
+    told = (
+        f"Every training saw {seen} images ({data}); the paper's see {PAPER_IMAGES:,}. Whether a difference found here "
+        "lasts, or one not found here comes, when training goes on, this cannot tell."
+    )
+    for model, own in plain.groupby("model", sort=False)["consistency"]:
+        told += (
+            f" A plain {model} keeps {own.mean():.1f} % of its answers under a jigsaw of half its patches: no defence "
+            f"can add more than {100 - own.mean():.1f} points of Consistency to it."
+        )
+    return told
 
 
 def _train_missing(log: TrainingLog, lines: Sequence[Line], options: TrainingOptions, console: Console) -> None:

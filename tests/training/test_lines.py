@@ -12,7 +12,7 @@ from rich.console import Console
 from attacks import UsageError
 from fedmjp.config import DataConfig
 from fedmjp.training import lines as engine
-from fedmjp.training.lines import SHORT, Line, TrainingLog, TrainingOptions, train_lines, training_id
+from fedmjp.training.lines import SHORT, Line, TrainingLog, TrainingOptions, limits, train_lines, training_id
 
 QUIET = Console(quiet=True)
 PLAIN = Line("A", "vit_micro_32")
@@ -49,6 +49,13 @@ def test_rows_say_what_was_trained(whole) -> None:
     assert (whole[whole["gamma"] == 0]["consistency"] == 100).all()
     assert whole["defense_parameters"].iloc[-1]["gamma"] == 0.5
     assert not whole[["commit", "provenance", "weights", "accuracy", "train_loss"]].isna().any().any()
+
+
+def test_limits_are_told_in_the_rows_own_figures(whole) -> None:
+    told = limits(whole)
+    assert "saw 16 images" in told
+    kept = whole[(whole["line"] == "A") & (whole["gamma"] == 0.5)]["consistency"].mean()
+    assert f"A plain vit_micro_32 keeps {kept:.1f} %" in told
 
 
 def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path, monkeypatch) -> None:
