@@ -103,7 +103,7 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
     if second is not None:
         raise SecondTable(
             f"{type(model).__name__} adds a second table of embeddings to its tokens ({second}): they are not "
-            "projection + position, and no attack here knows which of its rows stands at which patch"
+            "projection + position, and no attack here is written for that; it does not make the update any safer"
         )
     bias = f"{name}.bias" if conv.bias is not None else None
     return Tokenizer(f"{name}.weight", bias, positions, prefix, p, grid, channels, conv.out_channels)
