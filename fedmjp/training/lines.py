@@ -84,6 +84,8 @@ class TrainingOptions:
     """Torch threads (0: torch's own choice)."""
     trainings: Path = Path("runs/trainings")
     """Folder of the trainings' rows, which tables share (the committed ones stand in results/trainings)."""
+    train: bool = True
+    """Train what is not in --trainings; without, the tables are written from what is there."""
     out: Path = Path("runs/trainings_table")
     """Folder of tables and figure (the committed ones stand in results/)."""
     resume: bool = False
@@ -121,7 +123,10 @@ class TrainingOptions:
                 config = self.config(line, seed)
                 config.validate()
                 config.model_name()
-        if any(self.trainings.glob("rows.jsonl*")) and not self.resume:
+        begun = any(self.trainings.glob("rows.jsonl*"))
+        if not self.train and not begun:
+            raise UsageError(f"{self.trainings} holds no trainings; leave out --no-train")
+        if self.train and begun and not self.resume:
             raise UsageError(f"{self.trainings} holds trainings already; pass --resume to add to them")
         if (self.out / "table.csv").exists() and not self.resume:
             raise UsageError(f"{self.out} holds a table already; pass --resume to write it anew, or another --out")
@@ -175,19 +180,23 @@ def train_lines(lines: Sequence[Line], options: TrainingOptions, console: Consol
         the rows of `lines` and `options.seeds`, one a line, seed and masking ratio, with the line's name in `line`.
 
     Raises:
-        UsageError: see `TrainingOptions.validate`, and data that is not there.
+        UsageError: see `TrainingOptions.validate`, data that is not there, and a line without any training where none
+            is to be made.
     """
     options.validate(lines)
     path = options.trainings / "rows.jsonl"
     unpack_rows(path)
     with TrainingLog(path) as log:
-        _train_missing(log, lines, options, console)
-        rows = pd.DataFrame(log.rows())
+        if options.train:
+            _train_missing(log, lines, options, console)
+        rows = pd.DataFrame(log.rows(), columns=list(TrainingLog.keys))
     pack_rows(path)
     parts = []
     for line in lines:
         wanted = [training_id(options.config(line, seed)) for seed in options.seeds]
         own = rows[rows["training"].isin(wanted) & rows["gamma"].isin(options.gammas)]
+        if own.empty:
+            raise UsageError(f"{options.trainings} holds no training of line {line.name}; leave out --no-train")
         parts.append(own.assign(line=line.name))
     return pd.concat(parts, ignore_index=True)
 

@@ -93,6 +93,20 @@ def test_a_shared_line_is_trained_once(tmp_path, monkeypatch) -> None:
     assert len(trained) == len(set(trained)) == 2
 
 
+def test_tables_without_training(whole, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "train_and_measure", lambda *_: pytest.fail("trained"))
+    with pytest.raises(UsageError, match="holds no trainings; leave out --no-train"):
+        train_lines([PLAIN], options(tmp_path, train=False), QUIET)
+    assert not (tmp_path / "trainings").exists()
+    with TrainingLog(tmp_path / "trainings" / "rows.jsonl") as log:
+        for row in whole[whole["seed"] == 1].drop(columns="line").to_dict("records"):
+            log.append(row)
+    rows = train_lines([PLAIN, JIGSAWED], options(tmp_path, train=False), QUIET)
+    assert rows["seed"].tolist() == [1] * 4
+    with pytest.raises(UsageError, match="holds no training of line another"):
+        train_lines([Line("another", "resnet_micro_32")], options(tmp_path, train=False), QUIET)
+
+
 def test_identity_is_what_decides_about_numbers(tmp_path) -> None:
     base = training_id(options(tmp_path).config(JIGSAWED, 0))
     elsewhere = options(tmp_path / "other", threads=2)
