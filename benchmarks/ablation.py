@@ -143,7 +143,8 @@ def run(options: Options, console: Console) -> None:
     if options.timing_rounds:
         options.out.mkdir(parents=True, exist_ok=True)
         latency(options).to_csv(options.out / "latency.csv", index=False, float_format="%.5g")
-    text = markdown(table, METRICS, paper()["method"].to_dict(), timed_steps(options.out / "latency.csv"))
+    notes = paper()["method"].to_dict() | {PLAIN: f"plain {options.model} (paper: DeiT-S)"}
+    text = markdown(table, METRICS, notes, timed_steps(options.out / "latency.csv"))
     write_table(options.out, table, f"{text} {limits(rows)}")
     figure(table, options.out / "figure.png")
     note_run(options.out, "python benchmarks/ablation.py", rows, data=sorted(set(rows["provenance"])))

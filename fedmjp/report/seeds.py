@@ -6,8 +6,8 @@ over seeds: what other test images would give of the very same weights. Differen
 that share weights at the start, order of images and test images, so that what a seed does to both cancels.
 
 A verdict compares the sign of a difference with the paper's: "agrees" or "contradicts" where the interval over seeds
-excludes 0, "cannot tell" where it holds 0. A paper's difference of 0 can only be contradicted. Verdicts are not
-corrected for their number: of twenty true zeros one is expected to be excluded.
+excludes 0, "cannot tell" where it holds 0 or stands on fewer than three seeds. A paper's difference of 0 can only be
+contradicted. Verdicts are not corrected for their number: of twenty true zeros one is expected to be excluded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedmjp.metrics import t_interval
+from fedmjp.metrics import Interval, t_interval
 from fedmjp.report.figures import NORMAL, SMALL, save, style
 
 # How a metric is called, its digits in a table, and where it is measured (gamma at inference).
@@ -32,14 +32,17 @@ METRICS = {
     "diff_share": ("of another image's", 4, 0.5),
     "consistency": ("Consistency (%)", 1, 0.5),
 }
+LEAST_SEEDS = 3
 AGREES, CONTRADICTS, UNDECIDED = "agrees", "contradicts", "cannot tell"
 
 
-def verdict(paper: float, low: float, high: float) -> str:
-    """What an interval of a difference says of the paper's difference; "" where the paper gives none."""
+def verdict(paper: float, difference: Interval) -> str:
+    """What our difference says of the paper's difference; "" where the paper gives none."""
+    low, high = difference.low, difference.high
     if math.isnan(paper):
         return ""
-    if math.isnan(low) or low <= 0 <= high:
+    # Two shares of the same images are often equal to the last digit: their interval has no width.
+    if difference.count < LEAST_SEEDS or low <= 0 <= high:
         return UNDECIDED
     return AGREES if paper * low > 0 else CONTRADICTS
 
@@ -99,7 +102,7 @@ def _difference(own: pd.Series, other: pd.Series, paper: float) -> dict[str, obj
         "difference_low": found.low,
         "difference_high": found.high,
         "paper_difference": round(paper, 6),
-        "verdict": verdict(round(paper, 6), found.low, found.high),
+        "verdict": verdict(round(paper, 6), found),
     }
 
 
@@ -159,11 +162,13 @@ def ratio_curves(panel: Axes, rows: pd.DataFrame, metric: str, labels: Mapping[s
     for index, (name, label) in enumerate(labels.items()):
         group = rows[rows["line"] == name].groupby("gamma")[metric]
         found = [t_interval(values.to_numpy()) for _, values in group]
-        x = np.array(sorted(group.groups)) + 0.004 * (index - (len(labels) - 1) / 2)
+        x = np.array(sorted(group.groups)) + 0.01 * (index - (len(labels) - 1) / 2)
         mean = np.array([i.mean for i in found])
         error = np.nan_to_num(np.array([[i.mean - i.low for i in found], [i.high - i.mean for i in found]]), posinf=0)
         look = style(index) | {"ms": 4, "lw": 1.2, "elinewidth": 0.7, "capsize": 2}
         panel.errorbar(x, mean, yerr=error, label=label, **look)
+    if metric == "consistency":  # an interval may reach beyond what there is
+        panel.set_ylim(top=101)
     panel.set_xlabel("Masking ratio at inference", fontsize=NORMAL)
     panel.set_ylabel(METRICS[metric][0], fontsize=NORMAL)
     dress(panel)

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 
+from fedmjp.metrics import Interval
 from fedmjp.report.seeds import difference_points, markdown, ratio_curves, seeds_table, verdict
 
 NAN = math.nan
@@ -70,12 +71,21 @@ def test_consistency_stands_at_one_half_and_accuracy_at_none() -> None:
         (0.5, 0.0, 0.0, "cannot tell"),
         (0.0, -1.0, 1.0, "cannot tell"),
         (0.5, -math.inf, math.inf, "cannot tell"),
-        (0.5, NAN, NAN, "cannot tell"),
         (NAN, 0.1, 2.0, ""),
     ],
 )
 def test_verdicts(paper: float, low: float, high: float, expected: str) -> None:
-    assert verdict(paper, low, high) == expected
+    assert verdict(paper, Interval((low + high) / 2, low, high, 3)) == expected
+
+
+def test_no_verdict_on_two_seeds() -> None:
+    """Two equal differences make an interval without width."""
+    table = seeds_table(
+        rows({"A": [40.0, 41.0], "E": [41.0, 42.0]}), {"E": "A"}, {"A": {"accuracy": 70.0}, "E": {"accuracy": 71.0}}
+    )
+    own = table.set_index(["line", "metric"]).loc[("E", "accuracy")]
+    assert own["difference_low"] == own["difference_high"] == 1
+    assert own["verdict"] == "cannot tell"
 
 
 def test_markdown_and_figures() -> None:
