@@ -32,7 +32,7 @@ from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.report.record import note_run
 from fedmjp.report.seeds import difference_points, markdown, save_with_legend, seeds_table, write_table
 from fedmjp.training.lines import Line, TrainingOptions, limits, train_lines
-from fedmjp.training.trainer import Trainer
+from fedmjp.training.trainer import Trainer, load
 
 PAPER = Path(__file__).resolve().parent / "paper" / "mjp_table2.csv"
 METRICS = ("accuracy", "consistency")
@@ -84,7 +84,9 @@ def paper() -> pd.DataFrame:
 def latency(options: Options) -> pd.DataFrame:
     """Seconds of a training step of each line, and its ratio to line A's: median and quartiles over rounds."""
     lines = table_lines(options.timing_model or options.model, options.training_gamma)
-    trainers = {line.name: Trainer(options.config(line, options.seeds[0])) for line in lines}
+    configs = {line.name: options.config(line, options.seeds[0]) for line in lines}
+    data = load(configs[PLAIN])
+    trainers = {name: Trainer(config, data) for name, config in configs.items()}
     images, labels = next(trainers[PLAIN].batches.epoch(1, trainers[PLAIN].device))
     draws = torch.Generator().manual_seed(options.seeds[0])
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
