@@ -17,6 +17,7 @@ from torch import nn
 
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import Registry, UsageError
+from attacks.tokenizer import SecondTable, find_tokenizer
 
 # A gradient below this norm holds nothing but round-off of a float32 loss.
 NEGLIGIBLE_NORM = 1e-10
@@ -127,6 +128,12 @@ def _refusal(observations: Sequence[Observation]) -> str:
     for name, gradient in target.gradients.items():
         if not torch.isfinite(gradient).all():
             raise ValueError(f"the gradient of {name} (client {target.client}, round {target.round}) is not finite")
+    try:
+        find_tokenizer(target.model, target.image_shape)
+    except SecondTable as error:
+        return str(error)
+    except UsageError:  # no ViT; the attack says whether it minds
+        pass
     norm = target.gradient_norm()
     if norm < NEGLIGIBLE_NORM:
         return f"the gradient norm is {norm:.1e}: the update says nothing about the batch (a saturated model)"

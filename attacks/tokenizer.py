@@ -18,6 +18,10 @@ from attacks.registry import UsageError
 MAX_PREFIX_TOKENS = 8
 
 
+class SecondTable(UsageError):
+    """The model adds a second table of embeddings to its tokens, so that they are not projection + position."""
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """The linear map z_i = E x_i + b + e_i of a ViT, by parameter name.
@@ -76,6 +80,7 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
 
     Raises:
         UsageError: the model has no patch projection, or the image does not divide into its patches.
+        SecondTable: see there.
     """
     channels, height, width = image_shape
     found = [
@@ -93,7 +98,13 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
     if height % p or width % p:
         raise UsageError(f"images of {height} x {width} pixels do not divide into patches of {p}")
     grid = (height // p, width // p)
-    positions, prefix = _find_positions(model, grid[0] * grid[1], conv.out_channels)
+    positions, prefix = _find_table(model, "pos", grid[0] * grid[1], conv.out_channels)
+    second, _ = _find_table(model, "idx", grid[0] * grid[1], conv.out_channels)
+    if second is not None:
+        raise SecondTable(
+            f"{type(model).__name__} adds a second table of embeddings to its tokens ({second}): they are not "
+            "projection + position, and no attack here is written for that; it does not make the update any safer"
+        )
     bias = f"{name}.bias" if conv.bias is not None else None
     return Tokenizer(f"{name}.weight", bias, positions, prefix, p, grid, channels, conv.out_channels)
 
@@ -112,10 +123,11 @@ def _cuts_patches(conv: nn.Conv2d) -> bool:
     return square and conv.kernel_size == conv.stride and conv.padding in ((0, 0), "valid") and conv.groups == 1
 
 
-def _find_positions(model: nn.Module, num_patches: int, width: int) -> tuple[str | None, int]:
-    """Name of the learnable position embedding and the number of its prefix rows; (None, 0) without one."""
+def _find_table(model: nn.Module, word: str, num_patches: int, width: int) -> tuple[str | None, int]:
+    """Name of the learnable table with a row a patch and `word` in its name, and the number of its prefix rows; (None,
+    0) without one."""
     for name, parameter in model.named_parameters():
-        if "pos" not in name.lower() or not parameter.requires_grad or parameter.shape[-1] != width:
+        if word not in name.lower() or not parameter.requires_grad or parameter.shape[-1] != width:
             continue
         rows = parameter.numel() // width
         if parameter.dim() in (2, 3) and 0 <= rows - num_patches <= MAX_PREFIX_TOKENS:

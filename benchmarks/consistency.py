@@ -3,13 +3,8 @@
     python benchmarks/consistency.py --data tiny-imagenet --data-path DIR           every shipped 64-pixel checkpoint
     python benchmarks/consistency.py --model vit_mini_64 vit_ti=FILE.safetensors --data tiny-imagenet --data-path DIR
 
-Each test image x has a counterpart x~: a share gamma of its patches, chosen in blocks, shuffled among itself. Against
-gamma stand the accuracy on x~, the Diff. Norm. |F(x) - F(x~)|^2 of the [CLS] embeddings that the head reads, and the
-Consistency, how often x and x~ get the same answer. An _mjp model sees the unknown position embedding at the shuffled
-places, as in training, and once more its own positions there.
-
-Departs from the paper: an embedding's scale is a matter of weights, so Diff. Norm. also stands in units of the mean
-squared distance between the embeddings of two different images (1: a jigsaw moves an image as far as another image is).
+What is measured, and how, stands in fedmjp/consistency.py. An _mjp model sees the unknown position embedding at the
+shuffled places, as in training, and once more its own positions there; an _idx model is told where patches come from.
 
 Intervals are 95 % bootstrap intervals over images; they say nothing of another training of the same model. Writes
 table.csv and consistency.png to --out.
@@ -18,7 +13,7 @@ table.csv and consistency.png to --out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,22 +22,19 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
-from torch import Tensor
 from trained import load_trained, sources_of
 
 from attacks import UsageError
 from fedmjp import provenance
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
-from fedmjp.data import ImageSet, load_data
+from fedmjp.consistency import measure, summarise
+from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES
-from fedmjp.metrics import bootstrap_mean
-from fedmjp.models import MODELS, BuiltModel, split_name
+from fedmjp.models import MODELS, split_name
 from fedmjp.report.figures import NORMAL, SMALL, save, style
 
 HERE = Path(__file__).resolve().parent
-BATCH = 100
 SHOWN = ("model", "positions", "gamma", "accuracy", "diff_norm", "diff_share", "consistency", "images")
 
 
@@ -91,71 +83,6 @@ class Options:
         return [before[(before["source"] == "measured") & ~before["model"].isin(self.sources())]]
 
 
-@torch.no_grad()
-def look(model: BuiltModel, images: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """([CLS] embeddings (B, D) that the head reads, answers (B,)) for images (B, C, H, W) in [0, 1]."""
-    module, inputs = model.module, model.normalise(images)
-    tokens = module.forward_features(inputs) if mask is None else module.forward_features(inputs, mask)
-    return module.forward_head(tokens, pre_logits=True), module.forward_head(tokens).argmax(dim=1)
-
-
-def batches(images: ImageSet, device: torch.device, title: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, labels) in order, under a bar."""
-    for start in track(range(0, len(images), BATCH), description=title, transient=True):
-        indices = range(start, min(start + BATCH, len(images)))
-        yield images.images(indices).to(device), images.labels[start : start + BATCH].to(device)
-
-
-def measure(model: BuiltModel, images: ImageSet, options: Options, device: torch.device) -> pd.DataFrame:
-    """One line an image, a masking ratio and a treatment of positions: right, same, squared distance.
-
-    The frame's `spread` is the mean squared distance between the embeddings of two different images.
-    """
-    generator = torch.Generator().manual_seed(options.seed)
-    ways = ("unknown", "own") if model.hides_positions else ("own",)
-    lines, embeddings = [], []
-    model.module.to(device).eval()
-    for pictures, labels in batches(images, device, model.name):
-        before, answer = look(model, pictures, None)
-        embeddings.append(before.cpu().double())
-        for gamma in options.gammas:
-            seen = DEFENSES.get("mjp")(gamma=gamma).on_input(pictures, model, generator, 1)
-            for way in ways:
-                after, second = look(model, seen.images, seen.position_mask if way == "unknown" else None)
-                lines.append(
-                    pd.DataFrame(
-                        {
-                            "positions": way,
-                            "gamma": gamma,
-                            "right": (second == labels).cpu().numpy(),
-                            "same": (second == answer).cpu().numpy(),
-                            "distance": (after - before).square().sum(dim=1).cpu().numpy(),
-                        }
-                    )
-                )
-    frame = pd.concat(lines, ignore_index=True)
-    all_embeddings = torch.cat(embeddings)
-    return frame.assign(spread=2 * float(all_embeddings.var(dim=0).sum()))
-
-
-def summarise(frame: pd.DataFrame) -> pd.DataFrame:
-    """A line a treatment of positions and masking ratio: means with 95 % intervals, accuracies in per cent."""
-    lines = []
-    for (way, gamma), group in frame.groupby(["positions", "gamma"], sort=False):
-        line: dict[str, object] = {"positions": way, "gamma": gamma, "images": len(group)}
-        scores = {
-            "accuracy": 100 * group["right"].astype(float),
-            "diff_norm": group["distance"],
-            "diff_share": group["distance"] / group["spread"],
-            "consistency": 100 * group["same"].astype(float),
-        }
-        for name, values in scores.items():
-            interval = bootstrap_mean(values.to_numpy())
-            line |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
-        lines.append(line)
-    return pd.DataFrame(lines)
-
-
 def table(options: Options, device: torch.device) -> pd.DataFrame:
     """Our lines, then the paper's of Tables 1 and 3, which stand at gamma 0.5.
 
@@ -169,7 +96,7 @@ def table(options: Options, device: torch.device) -> pd.DataFrame:
             options.data, size=size, path=options.data_path, test_limit=options.num_images, seed=options.seed
         )
         model = load_trained(name, source, bundle)
-        own = summarise(measure(model, bundle.test, options, device))
+        own = summarise(measure(model, bundle.test, options.gammas, seed=options.seed, device=device))
         parts.append(own.assign(source="measured", model=name, weights=model.provenance, data=bundle.provenance))
     ours = pd.concat(parts, ignore_index=True).assign(commit=provenance.commit(), seed=options.seed)
     return pd.concat([*options.kept(), ours, paper_lines()], ignore_index=True)

@@ -273,6 +273,21 @@ def attention_table() -> str:
     return "\n".join(lines)
 
 
+def backbones_table() -> str:
+    """Table 1, as backbones.py wrote it."""
+    return (ROOT / "results" / "backbones" / "table.md").read_text().strip()
+
+
+def ablation_table() -> str:
+    """Table 2, as ablation.py wrote it."""
+    return (ROOT / "results" / "ablation" / "table.md").read_text().strip()
+
+
+def masking_table() -> str:
+    """Table 3, as masking_ratio.py wrote it."""
+    return (ROOT / "results" / "masking_ratio" / "table.md").read_text().strip()
+
+
 def main() -> None:
     """Rewrite README.md in place."""
     path = ROOT / "README.md"
@@ -292,6 +307,9 @@ def main() -> None:
         "position_embeddings": position_table,
         "corruptions": corruption_table,
         "attention": attention_table,
+        "backbones": backbones_table,
+        "ablation": ablation_table,
+        "masking_ratio": masking_table,
         "overhead": overhead_table,
     }
     for name, make in blocks.items():

@@ -142,7 +142,9 @@ class ClientTask:
             batch = self.batch(client, round, step)
             seen = self.seen(batch, client, round, step)
             labels = batch.labels.to(self.device)
-            loss = client_loss(self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights())
+            loss = client_loss(
+                self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights(), seen.origins
+            )
             gradients = self._gradients(loss)
             losses.append(float(loss.detach()))
             if self.config.federation.update == "weights":

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attacks import Capability, Observation, ThreatModel
 from fedmjp.client import ClientTask
+from fedmjp.models import POSITION_TABLES
 
 
 def observe_update(
@@ -33,7 +34,7 @@ def observe_update(
     if f.update == "weights":
         gradients = {n: (sent[n].to(t) - t) / f.learning_rate for n, t in gradients.items()}
     if Capability.POSITION_GRADIENT not in threat_model.grants:
-        gradients = {n: g for n, g in gradients.items() if n not in ("pos_embed", "unk_embed")}
+        gradients = {n: g for n, g in gradients.items() if n not in POSITION_TABLES}
     return Observation(
         gradients=gradients,
         model=model_as_sent(built.module, sent),

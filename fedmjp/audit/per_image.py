@@ -108,9 +108,9 @@ def observe_groups(
     views = []
     for client, start in enumerate(range(0, len(labels), group)):
         own = slice(start, start + group)
-        mask = None if seen.position_mask is None else seen.position_mask[own]
+        mask, origins = (None if t is None else t[own] for t in (seen.position_mask, seen.origins))
         with torch.enable_grad():
-            loss = client_loss(built, seen.images[own], labels[own], mask, loss_weights)
+            loss = client_loss(built, seen.images[own], labels[own], mask, loss_weights, origins)
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
         sent = zip(names, parameters, found, strict=True)
         gradients = {name: torch.zeros_like(p) if g is None else g for name, p, g in sent}

@@ -163,7 +163,12 @@ class Victims:
             for client, images in pairs
         ]
         images = torch.cat([i.images for i in inputs])
-        if not setting.hidden or all(i.position_mask is None for i in inputs):
+        if not setting.hidden:
+            return ClientInput(images)
+        if built.tells_origins:
+            ordered = torch.arange(built.grid[0] * built.grid[1], device=images.device).expand(self.group, -1)
+            return ClientInput(images, None, torch.cat([ordered if i.origins is None else i.origins for i in inputs]))
+        if all(i.position_mask is None for i in inputs):
             return ClientInput(images)
         # A step that the schedule spares hides nothing.
         nothing = torch.zeros(self.group, built.grid[0] * built.grid[1], dtype=torch.bool, device=images.device)
@@ -273,8 +278,7 @@ class Victims:
         for batch in self.batches(batch_size):
             clients, originals = self.decode(batch, subject.dtype)
             seen = self.seen(subject.built, setting, clients, originals)
-            extra = () if seen.position_mask is None else (seen.position_mask,)
-            logits = module(subject.built.normalise(seen.images), *extra)
+            logits = module(subject.built.normalise(seen.images), **seen.told())
             right += int((logits.argmax(dim=1) == self.labels(subject.built, clients)).sum())
             count += len(originals)
         return right / count

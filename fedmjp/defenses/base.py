@@ -25,10 +25,17 @@ class ClientInput:
     Attributes:
         images: (B, C, H, W) in [0, 1], after the defence.
         position_mask: (B, N) bool, positions hidden behind the unknown embedding, or None.
+        origins: (B, N) int64, where each patch stood before the jigsaw, for models that are told (IDX), or None.
     """
 
     images: Tensor
     position_mask: Tensor | None = None
+    origins: Tensor | None = None
+
+    def told(self) -> dict[str, Tensor]:
+        """What the model is told beside the images: keyword arguments of its forward pass."""
+        known = {"position_mask": self.position_mask, "origins": self.origins}
+        return {name: value for name, value in known.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from fedmjp.defenses.base import DEFENSES, Defense
+from fedmjp.models import POSITION_TABLES
 
 
 @DEFENSES.register("frozen_positions")
 @dataclass(frozen=True)
 class FrozenPositions(Defense):
-    """Drop the position embedding (and MJP's unknown one) from the update: the server sees zeros and keeps its own."""
+    """Drop the position embedding (MJP's unknown one and IDX's too) from the update: the server sees zeros."""
 
     def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Zero the entries of `pos_embed` and `unk_embed`."""
-        return {n: torch.zeros_like(t) if n in ("pos_embed", "unk_embed") else t for n, t in update.items()}
+        """Zero the entries of every table that is added to tokens."""
+        return {n: torch.zeros_like(t) if n in POSITION_TABLES else t for n, t in update.items()}

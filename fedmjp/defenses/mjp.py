@@ -5,6 +5,10 @@ A share gamma of the patches, chosen in blocks, is shuffled among itself; the mo
 embedding at those places (equations 6-7), and a dense absolute localisation loss (equation 4) teaches the visible
 position embeddings their place. On models without position embeddings (Swin, ResNet, _nope) only the jigsaw acts.
 
+The paper's ablation (its Table 2) is in the options: `positions` own is JP, index JP+IDX, unknown JP+UNK; `dal` is DAL.
+Only unknown hides anything: with own every visible place sends its gradient, and with index the two tables' gradients
+hold the same rows in two orders, so that a batch of one tells the server its permutation.
+
 The released code jigsaws each step with probability 0.5, not at all before epoch 20, draws one mask and one permutation
 for the whole batch, and takes the floor of gamma N. The defaults here are the paper's: every step, every image its own.
 """
@@ -40,6 +44,9 @@ class MaskedJigsawPuzzle(Defense):
     """Rounds at the start without jigsaw (released code: 20 epochs)."""
     jigsaw_per: Literal["image", "batch"] = "image"
     """Draw mask and permutation for each image, or once for the batch (released code: batch)."""
+    positions: Literal["unknown", "own", "index"] = "unknown"
+    """Position embedding at shuffled places: unknown (trains NAME_mjp), the place's own, or index: the place's own and
+    one of where the patch came from (trains NAME_idx)."""
     dal: Literal["none", "pca", "linear", "nonlinear"] = "nonlinear"
     """Map of the dense absolute localisation loss (the paper's best: nonlinear)."""
     dal_weight: Annotated[float, tyro.conf.arg(metavar="LAMBDA")] = 0.01
@@ -54,9 +61,16 @@ class MaskedJigsawPuzzle(Defense):
             raise UsageError("--jigsaw-warmup and --dal-weight must not be negative")
 
     def model_name(self, name: str) -> str:
-        """The _mjp variant of a plain ViT; any other name as it is."""
+        """The variant of a plain ViT that has what the options speak of; any other name as it is.
+
+        Raises:
+            UsageError: a variant that cannot be told what --positions tells.
+        """
         base, variant = split_name(name)
-        return f"{base}_mjp" if variant == "" and MODELS.get(base).vit is not None else name
+        fitting = {"unknown": "_mjp", "index": "_idx", "own": "_mjp" if self.dal != "none" else ""}[self.positions]
+        if (variant, self.positions) in (("_mjp", "index"), ("_idx", "unknown")):
+            raise UsageError(f"--positions {self.positions} trains {base}{fitting}; pass --model {base}, not {name}")
+        return base + fitting if variant == "" and MODELS.get(base).vit is not None else name
 
     def on_input(self, images: Tensor, model: BuiltModel, generator: torch.Generator, round: int) -> ClientInput:
         """Mask and jigsaw (equation 7). The generator's device only draws; the images stay on theirs."""
@@ -68,7 +82,9 @@ class MaskedJigsawPuzzle(Defense):
         order = jigsaw_order(mask, generator)
         mask, order = (t.to(images.device).expand(len(images), -1) for t in (mask, order))
         moved = move_patches(images, order, model.patch_size)
-        return ClientInput(moved, mask if model.hides_positions else None)
+        hides = self.positions == "unknown" and model.hides_positions
+        tells = self.positions == "index" and model.tells_origins
+        return ClientInput(moved, mask if hides else None, order if tells else None)
 
     def loss_weights(self) -> Mapping[str, float]:
         """The localisation loss."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedmjp.metrics.baselines import MEAN_IMAGE, OTHER_IMAGE, mean_image, other_image
-from fedmjp.metrics.intervals import Interval, bootstrap_mean, bootstrap_statistic
+from fedmjp.metrics.intervals import Interval, bootstrap_mean, bootstrap_statistic, t_interval
 from fedmjp.metrics.perceptual import Lpips, load_lpips
 from fedmjp.metrics.pixel import mse, patch_recovery, psnr
 from fedmjp.metrics.spectrum import fft2d, fft2d_official
@@ -71,6 +71,7 @@ __all__ = [
     "Lpips",
     "bootstrap_mean",
     "bootstrap_statistic",
+    "t_interval",
     "fft2d",
     "fft2d_official",
     "load_lpips",

@@ -1,6 +1,7 @@
 """Models by name, over timm.
 
-NAME is as timm builds it, NAME_nope has no position embedding, NAME_mjp has MJP's unknown one and its DAL map:
+NAME is as timm builds it, NAME_nope has no position embedding, NAME_mjp has MJP's unknown one and its DAL map, NAME_idx
+a second table that tells where a moved patch came from:
 
     built = build_model("deit_s_mjp", num_classes=10, weights="random", seed=0)
     logits = built.module(built.normalise(images), position_mask=mask)
@@ -20,7 +21,7 @@ from attacks.registry import Registry, UsageError
 from fedmjp.models.vit import AprilBlock, BlockKind, ViT
 from fedmjp.models.weights import load_weights
 
-VARIANTS = ("", "_nope", "_mjp")
+VARIANTS = ("", "_nope", "_mjp", "_idx")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ModelSpec:
         image_size, patch_size: pixels. For Swin and ResNet `patch_size` is the tile that jigsawing moves.
         mean, std: normalisation of inputs in [0, 1].
         vit: keyword arguments of `ViT`; None for models that are not plain ViTs.
+        changes: what a small Swin or ResNet changes of timm's architecture; no published weights fit it.
     """
 
     timm_name: str | None
@@ -40,6 +42,12 @@ class ModelSpec:
     mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
     std: tuple[float, ...] = IMAGENET_DEFAULT_STD
     vit: dict[str, Any] | None = field(default=None)
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def published(self) -> str | None:
+        """Where timm's weights of this very architecture come from, or None."""
+        return None if self.changes else self.timm_name
 
 
 MODELS: Registry[ModelSpec] = Registry("model")
@@ -55,6 +63,12 @@ for _pixels, _patch in ((32, 4), (64, 8)):
     MODELS.register(f"vit_mini_{_pixels}")(
         ModelSpec(None, _pixels, _patch, vit={"embed_dim": 192, "depth": 6, "num_heads": 3})
     )
+# Three families of about the same cost a step, for comparisons on CPUs: an 8 x 8 grid of 4-pixel patches each.
+MODELS.register("vit_micro_32")(ModelSpec(None, 32, 4, vit={"embed_dim": 64, "depth": 3, "num_heads": 2}))
+_swin = {"img_size": 32, "window_size": 4, "embed_dim": 64, "depths": (2, 2), "num_heads": (2, 4)}
+MODELS.register("swin_micro_32")(ModelSpec("swin_tiny_patch4_window7_224", 32, 4, changes=_swin))
+_resnet = {"channels": (32, 64, 128, 256)}
+MODELS.register("resnet_micro_32")(ModelSpec("resnet18", 32, 4, changes=_resnet))
 MODELS.register("swin_t")(ModelSpec("swin_tiny_patch4_window7_224", 224, 16))
 MODELS.register("resnet50")(ModelSpec("resnet50", 224, 16))
 
@@ -64,7 +78,7 @@ class BuiltModel:
     """A model with all that its users must know about it.
 
     Attributes:
-        module: takes normalised images and, for ViTs, `position_mask`.
+        module: takes normalised images and, for ViTs, `position_mask` and `origins`.
         name: as given, with its variant.
         provenance: where the weights come from, in words for a table.
     """
@@ -88,6 +102,11 @@ class BuiltModel:
         """Whether `position_mask` means anything to the module."""
         return getattr(self.module, "unk_embed", None) is not None
 
+    @property
+    def tells_origins(self) -> bool:
+        """Whether `origins` means anything to the module."""
+        return getattr(self.module, "idx_embed", None) is not None
+
     def normalise(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) in [0, 1] -> the model's input."""
         mean = torch.tensor(self.mean, device=images.device, dtype=images.dtype).view(1, -1, 1, 1)
@@ -101,7 +120,7 @@ def model_names() -> list[str]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split NAME[_nope|_mjp] into (NAME, variant).
+    """Split NAME[_nope|_mjp|_idx] into (NAME, variant).
 
     Raises:
         UsageError: unknown model; the message lists the names.
@@ -127,7 +146,7 @@ def build_model(
         weights: "random", "timm" (timm's published weights), a checkpoint's path, or "auto" (shipped weights of that
             name, else random).
         block: "april" swaps the first block for the one of APRIL's papers.
-        dal: DAL map of the _mjp variants.
+        dal: DAL map of the _mjp and _idx variants.
         seed: of the random initialisation; NAME and its variants share every weight that they have in common.
 
     Raises:
@@ -140,7 +159,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = _initialise(spec, variant, num_classes, dal)
-    provenance = load_weights(module, name=name, source=weights, timm_name=spec.timm_name, seed=seed)
+    provenance = load_weights(module, name=name, source=weights, timm_name=spec.published, seed=seed)
     if block == "april":
         module.blocks[0] = AprilBlock(module.blocks[0])
     return BuiltModel(module, name, block, spec.image_size, spec.patch_size, spec.mean, spec.std, provenance)
@@ -148,13 +167,14 @@ def build_model(
 
 def _initialise(spec: ModelSpec, variant: str, num_classes: int, dal: str) -> nn.Module:
     if spec.vit is None:
-        return timm.create_model(spec.timm_name, num_classes=num_classes)
+        return timm.create_model(spec.timm_name, num_classes=num_classes, **spec.changes)
     return ViT(
         img_size=spec.image_size,
         patch_size=spec.patch_size,
         num_classes=num_classes,
         pos_embed="none" if variant == "_nope" else "learn",
         unknown_position=variant == "_mjp",
-        dal=dal if variant == "_mjp" else "none",
+        origin_table=variant == "_idx",
+        dal=dal if variant in ("_mjp", "_idx") else "none",
         **spec.vit,
     )

@@ -13,9 +13,8 @@ from attacks.registry import UsageError
 
 SHIPPED = Path(__file__).parent / "checkpoints"
 IMAGENET_CLASSES = 1000  # of timm's weights, and the usual head for random ones
-# What a checkpoint of a plain ViT lacks for the MJP variant, and what a checkpoint with positions has too much for
-# _nope.
-MJP_ONLY = ("unk_embed", "dal.")
+# What a checkpoint of a plain ViT lacks for the _mjp and _idx variants; others have it too much.
+MJP_ONLY = ("unk_embed", "idx_embed", "dal.")
 
 
 def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | None, seed: int) -> str:
@@ -107,5 +106,6 @@ def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
     module.load_state_dict({k: state[k] for k in own if k in state}, strict=False)
     notes = ["head random"] if head else []
     notes += ["unknown position random"] if "unk_embed" in fresh else []
+    notes += ["table of origins random"] if "idx_embed" in fresh else []
     notes += ["DAL map random"] if any(k.startswith("dal.") for k in fresh) else []
     return label + (f" ({', '.join(notes)})" if notes else "")

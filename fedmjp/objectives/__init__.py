@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attacks.registry import Registry
+from fedmjp.defenses import ClientInput
 from fedmjp.models import BuiltModel
 
 TERMS: Registry[Callable[[BuiltModel, Tensor | None], Tensor]] = Registry("objective term")
@@ -26,7 +27,12 @@ def dense_absolute_localisation(model: BuiltModel, position_mask: Tensor | None)
 
 
 def client_loss(
-    model: BuiltModel, images: Tensor, labels: Tensor, position_mask: Tensor | None, weights: Mapping[str, float]
+    model: BuiltModel,
+    images: Tensor,
+    labels: Tensor,
+    position_mask: Tensor | None,
+    weights: Mapping[str, float],
+    origins: Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy plus the weighted terms, a scalar.
 
@@ -35,9 +41,10 @@ def client_loss(
         labels: (B,) int64, or (B, classes) probabilities (smoothed or mixed labels).
         position_mask: (B, N) bool or None.
         weights: term name -> weight (`Defense.loss_weights`).
+        origins: (B, N) int64 or None, for models that are told where moved patches come from.
     """
-    inputs = model.normalise(images)
-    logits = model.module(inputs) if position_mask is None else model.module(inputs, position_mask)
+    told = ClientInput(images, position_mask, origins).told()
+    logits = model.module(model.normalise(images), **told)
     loss = F.cross_entropy(logits, labels)
     for name, weight in weights.items():
         loss = loss + weight * TERMS.get(name)(model, position_mask)

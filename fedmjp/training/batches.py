@@ -11,6 +11,7 @@ square and not from the file's full resolution.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class Augmented(Dataset):
     def __init__(self, images: ImageSet, recipe: Recipe) -> None:
         self.images = images
         pixels = len(images) * 3 * images.size**2
-        self.kept = _decode(images, range(len(images))) if pixels <= KEPT_BYTES else None
+        self.kept = _decoded(images) if pixels <= KEPT_BYTES else None
         self.transform = create_transform(
             images.size,
             is_training=True,
@@ -113,6 +114,12 @@ class Batches:
         if self.mixup is not None:
             return self.mixup(images, labels)
         return images, mixup_target(labels, self.classes, smoothing=self.recipe.label_smoothing)
+
+
+@lru_cache(maxsize=1)
+def _decoded(images: ImageSet) -> np.ndarray:
+    """All of a set, for trainings in a row on the same one; nothing writes to it."""
+    return _decode(images, range(len(images)))
 
 
 def _decode(images: ImageSet, indices: range | list[int]) -> np.ndarray:

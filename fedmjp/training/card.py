@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from fedmjp import provenance
 from fedmjp.evaluation import evaluate
 from fedmjp.models import BuiltModel, build_model
-from fedmjp.training.config import TrainConfig
+from fedmjp.training.config import PAPER_IMAGES, TrainConfig
 from fedmjp.training.trainer import Trainer
 
 CARD = """# {name}, {data}
@@ -94,11 +94,10 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
 
 
 def _summary(config: TrainConfig, seen: int) -> str:
-    full = 300 * 1_281_167  # the paper's 300 epochs of ImageNet-1k
     start = "From random weights" if config.model.weights == "random" else f"From {config.model.weights} weights"
     return (
-        f"{start}, {seen:,} images seen in training; the papers' recipe sees {full:,}. For audits of trained weights, "
-        "not for accuracy."
+        f"{start}, {seen:,} images seen in training; the papers' recipe sees {PAPER_IMAGES:,}. For audits of trained "
+        "weights, not for accuracy."
     )
 
 

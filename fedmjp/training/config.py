@@ -20,6 +20,9 @@ from fedmjp.config import DEFENSE_HELP, DataConfig, DefenseOptions, ModelConfig
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.models import split_name
 
+# Images that the paper's recipe sees: 300 epochs of ImageNet-1k.
+PAPER_IMAGES = 300 * 1_281_167
+
 
 @dataclass(frozen=True)
 class Recipe:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attacks import UsageError
 from fedmjp.client import usable_device
-from fedmjp.data import load_data
+from fedmjp.data import DataBundle, load_data
 from fedmjp.evaluation import evaluate
 from fedmjp.models import MODELS, build_model, split_name
 from fedmjp.objectives import client_loss
@@ -33,26 +33,19 @@ class Trainer:
 
     Args:
         config: all options.
+        data: what `config` names, if it is loaded already.
 
     Raises:
         UsageError: options, data, weights or a device that cannot be used.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, data: DataBundle | None = None) -> None:
         config.validate()
         self.config, self.recipe, self.defense = config, config.recipe, config.defence()
         self.device = usable_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
-        data = config.data
-        self.data = load_data(
-            data.data,
-            size=MODELS.get(split_name(config.model.model)[0]).image_size,
-            path=data.data_path,
-            train_limit=data.train_limit,
-            test_limit=data.test_limit,
-            seed=config.seed,
-        )
+        self.data = load(config) if data is None else data
         self.model = build_model(
             config.model_name(),
             num_classes=len(self.data.classes),
@@ -96,7 +89,7 @@ class Trainer:
         start, losses = time.perf_counter(), []
         for index, (images, labels) in enumerate(self.batches.epoch(number, self.device)):
             self.schedule.step_update((number - 1) * len(self.batches) + index)
-            losses.append(self._step(images, labels, generator, number))
+            losses.append(self.step(images, labels, generator, number))
             on_step(losses[-1])
         seconds = time.perf_counter() - start
         test_loss, accuracy = evaluate(self.model, self.data.test, self.device)
@@ -111,10 +104,11 @@ class Trainer:
             "images_per_second": len(losses) * self.recipe.batch_size / seconds,
         }
 
-    def _step(self, images: Tensor, labels: Tensor, generator: torch.Generator, epoch: int) -> float:
+    def step(self, images: Tensor, labels: Tensor, generator: torch.Generator, epoch: int) -> float:
         seen = self.defense.on_input(images, self.model, generator, epoch)
         with self._autocast():
-            loss = client_loss(self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights())
+            weights = self.defense.loss_weights()
+            loss = client_loss(self.model, seen.images, labels, seen.position_mask, weights, seen.origins)
         if not torch.isfinite(loss):
             raise UsageError(f"the loss is {float(loss.detach())} in epoch {epoch}; lower --learning-rate")
         self.optimizer.zero_grad(set_to_none=True)
@@ -145,6 +139,19 @@ class Trainer:
     def _entropy(self, epoch: int) -> int:
         """Seed of the defence's draws in one epoch."""
         return int(np.random.SeedSequence([self.config.seed, 5, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def load(config: TrainConfig) -> DataBundle:
+    """The images that a training names, at its model's size."""
+    data = config.data
+    return load_data(
+        data.data,
+        size=MODELS.get(split_name(config.model.model)[0]).image_size,
+        path=data.data_path,
+        train_limit=data.train_limit,
+        test_limit=data.test_limit,
+        seed=config.seed,
+    )
 
 
 def _write_attention_out(module: torch.nn.Module) -> None:

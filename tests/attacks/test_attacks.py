@@ -192,3 +192,12 @@ def test_many_at_once_is_one_by_one(name: str, mini) -> None:
         assert (found.images is None) == (alone.images is None)
         if alone.images is not None:
             torch.testing.assert_close(found.images, alone.images, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", list(ATTACKS))
+def test_a_second_table_is_refused(name: str) -> None:
+    """What a table of origins adds to a token is in no message, and nobody here works it out."""
+    model = build_model("vit_micro_32_idx", num_classes=8, weights="random")
+    found = ATTACKS.get(name)()([observe(model, photographs(32, 1))])
+    assert found.images is None
+    assert "second table of embeddings to its tokens (idx_embed)" in found.diagnosis

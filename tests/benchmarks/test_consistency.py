@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import consistency
+import consistency as script
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from fedmjp.consistency import look, measure, summarise
 from fedmjp.data import load_data
+from fedmjp.defenses import ClientInput
 from fedmjp.evaluation import evaluate
 from fedmjp.models import BuiltModel, build_model
 
 CPU = torch.device("cpu")
-OPTIONS = consistency.Options(gammas=(0.0, 0.5))
+
+
+def found_by(built: BuiltModel, images) -> pd.DataFrame:
+    return summarise(measured(built, images))
+
+
+def measured(built: BuiltModel, images) -> pd.DataFrame:
+    return measure(built, images, (0.0, 0.5), seed=0, device=CPU)
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +46,13 @@ def with_strong_positions(name: str) -> BuiltModel:
 
 def test_without_positions_a_jigsaw_changes_nothing(images) -> None:
     built = with_strong_positions("vit_mini_64_nope")
-    found = consistency.summarise(consistency.measure(built, images, OPTIONS, CPU))
+    found = found_by(built, images)
     assert found["consistency"].tolist() == [100, 100]
     assert found["diff_share"].max() < 1e-8
 
 
 def test_positions_make_a_difference(images) -> None:
-    found = consistency.summarise(consistency.measure(with_strong_positions("vit_mini_64"), images, OPTIONS, CPU))
+    found = found_by(with_strong_positions("vit_mini_64"), images)
     found = found.set_index("gamma")
     assert found.loc[0.0, "diff_norm"] == 0
     assert found.loc[0.0, "consistency"] == 100
@@ -52,7 +61,7 @@ def test_positions_make_a_difference(images) -> None:
 
 def test_unknown_positions_are_seen_by_mjp_models_only(images) -> None:
     built = with_strong_positions("vit_mini_64_mjp")
-    found = consistency.summarise(consistency.measure(built, images, OPTIONS, CPU)).set_index(["positions", "gamma"])
+    found = found_by(built, images).set_index(["positions", "gamma"])
     assert found.loc[("unknown", 0.5), "diff_norm"] != found.loc[("own", 0.5), "diff_norm"]
     assert found.loc[("unknown", 0.0), "diff_norm"] == 0
 
@@ -60,10 +69,10 @@ def test_unknown_positions_are_seen_by_mjp_models_only(images) -> None:
 def test_numbers_by_hand(images) -> None:
     """Accuracy without a jigsaw is the evaluation's; the spread is the mean over all pairs."""
     built = with_strong_positions("vit_mini_64")
-    frame = consistency.measure(built, images, OPTIONS, CPU)
+    frame = measured(built, images)
     plain = frame[frame["gamma"] == 0]
     assert plain["right"].mean() == pytest.approx(evaluate(built, images, CPU)[1])
-    embeddings = consistency.look(built, images.images(range(12)), None)[0].double()
+    embeddings = look(built, ClientInput(images.images(range(12))))[0].double()
     pairs = [(embeddings[i] - embeddings[j]).square().sum() for i in range(12) for j in range(12) if i != j]
     assert frame["spread"].iloc[0] == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-4)
 
@@ -78,7 +87,7 @@ def test_table_and_figure(tmp_path) -> None:
     out = tmp_path / "out"
     entry = f"vit_mini_64_mjp={checkpoint(tmp_path, 'vit_mini_64_mjp')}"
     options = ["--data", "photos", "--num-images", "6", "--gammas", "0", "0.5", "--out", str(out)]
-    assert consistency.main(["--model", entry, *options]) == 0
+    assert script.main(["--model", entry, *options]) == 0
     assert (out / "consistency.png").exists()
     found = pd.read_csv(out / "table.csv")
     ours = found[found["source"] == "measured"]
@@ -86,8 +95,8 @@ def test_table_and_figure(tmp_path) -> None:
     assert np.isfinite(ours[["accuracy", "diff_norm", "diff_share", "consistency"]].to_numpy()).all()
     assert (found["source"] == "paper, Table 1").sum() == 6
     other = f"vit_mini_64={checkpoint(tmp_path, 'vit_mini_64')}"
-    assert consistency.main(["--model", other, *options]) == 2
-    assert consistency.main(["--model", other, *options, "--resume"]) == 0
+    assert script.main(["--model", other, *options]) == 2
+    assert script.main(["--model", other, *options, "--resume"]) == 0
     more = pd.read_csv(out / "table.csv")
     pd.testing.assert_frame_equal(more[more["model"] == "vit_mini_64_mjp"], ours[more.columns])
     assert len(more) == len(found) + 2
@@ -106,5 +115,5 @@ def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:
     path = tmp_path / "five.safetensors"
     save_file(build_model("vit_mini_64", num_classes=5, weights="random").module.state_dict(), path)
     options = [o.replace("FILE", str(path)) for o in options]
-    assert consistency.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert script.main([*options, "--out", str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err

@@ -84,6 +84,93 @@ def test_mjp_picks_the_model(given: str, trained: str) -> None:
     assert DEFENSES.get("mjp")().model_name(given) == trained
 
 
+@pytest.mark.parametrize(
+    ("options", "given", "trained"),
+    [
+        ({"positions": "own", "dal": "none"}, "deit_s", "deit_s"),
+        ({"positions": "own"}, "deit_s", "deit_s_mjp"),
+        ({"positions": "own", "dal": "none"}, "swin_t", "swin_t"),
+        ({"positions": "index"}, "deit_s", "deit_s_idx"),
+        ({"positions": "index"}, "deit_s_idx", "deit_s_idx"),
+        ({"positions": "index"}, "deit_s_nope", "deit_s_nope"),
+        ({"positions": "index"}, "deit_s_mjp", "--positions index trains deit_s_idx; pass --model deit_s"),
+        ({"positions": "unknown"}, "deit_s_idx", "--positions unknown trains deit_s_mjp; pass --model deit_s"),
+    ],
+)
+def test_mjp_positions_pick_the_model(options: dict, given: str, trained: str) -> None:
+    mjp = DEFENSES.get("mjp")(**options)
+    if trained.startswith("--"):
+        with pytest.raises(UsageError, match=trained):
+            mjp.model_name(given)
+    else:
+        assert mjp.model_name(given) == trained
+
+
+@pytest.mark.parametrize(
+    ("positions", "name", "told"),
+    [
+        ("unknown", "vit_micro_32_mjp", {"position_mask"}),
+        ("own", "vit_micro_32_mjp", set()),
+        ("own", "vit_micro_32", set()),
+        ("index", "vit_micro_32_idx", {"origins"}),
+        ("index", "resnet_micro_32", set()),
+    ],
+)
+def test_mjp_tells_the_model_what_it_can_use(positions: str, name: str, told: set) -> None:
+    """The jigsaw is the same one whatever the positions; only what is told of it differs."""
+    model = build_model(name, num_classes=8, weights="random")
+    images = photographs(32, 2)
+    seen = DEFENSES.get("mjp")(gamma=0.5, positions=positions).on_input(images, model, draw(), 1)
+    plain = DEFENSES.get("mjp")(gamma=0.5).on_input(images, model, draw(), 1)
+    assert set(seen.told()) == told
+    assert torch.equal(seen.images, plain.images)
+
+
+def test_mjp_origins_say_where_each_patch_came_from() -> None:
+    model = build_model("vit_micro_32_idx", num_classes=8, weights="random")
+    images = torch.rand(3, 3, 32, 32)
+    seen = DEFENSES.get("mjp")(gamma=0.5, positions="index").on_input(images, model, draw(), 1)
+    before, after = (F.unfold(x, 4, stride=4) for x in (images, seen.images))
+    for b in range(3):
+        for place in range(64):
+            assert torch.equal(after[b, :, place], before[b, :, seen.origins[b, place]])
+    assert (seen.origins != torch.arange(64)).any()
+
+
+def test_spp_shuffles_patches_and_the_pixels_in_them() -> None:
+    """Against a search: some patch of the image holds each shuffled patch's pixels, in one order an image."""
+    model = build_model("vit_micro_32", num_classes=8, weights="random")
+    images = torch.rand(2, 3, 32, 32)  # no two pixels are alike
+    seen = DEFENSES.get("spp")(spp_probability=1.0).on_input(images, model, draw(), 1)
+    assert seen.told() == {}
+    orders, sources = [], []
+    for b in range(2):
+        before, after = (F.unfold(x[b : b + 1], 4, stride=4)[0].view(3, 16, 64) for x in (images, seen.images))
+        found = set()
+        for place in range(64):
+            first = after[:, 0, place]
+            pixel, patch = next(
+                divmod(int(i), 64) for i in (before - first[:, None, None]).abs().sum(0).flatten().argsort()
+            )
+            order = [int((before[:, :, patch] - after[:, [j], place]).abs().sum(0).argmin()) for j in range(16)]
+            assert torch.equal(before[:, order, patch], after[:, :, place])
+            assert order[0] == pixel
+            found.add(tuple(order))
+            sources.append((b, patch))
+        assert len(found) == 1
+        orders += found
+    assert len(set(sources)) == 128
+    assert orders[0] != orders[1]
+
+
+def test_spp_spares_steps() -> None:
+    model = build_model("vit_micro_32", num_classes=8, weights="random")
+    images = torch.rand(1, 3, 32, 32)
+    spp = DEFENSES.get("spp")()
+    shuffled = [not torch.equal(spp.on_input(images, model, draw(s), 1).images, images) for s in range(200)]
+    assert 70 < sum(shuffled) < 130
+
+
 def test_noise_clips_then_adds() -> None:
     noise = DEFENSES.get("noise")
     update = {"a": torch.full((3, 4), 2.0), "b": torch.full((5,), -1.0)}
@@ -95,8 +182,9 @@ def test_noise_clips_then_adds() -> None:
 
 
 def test_frozen_positions_sends_zeros() -> None:
-    sent = DEFENSES.get("frozen_positions")().on_update({"pos_embed": torch.ones(2), "w": torch.ones(2)}, draw())
-    assert not sent["pos_embed"].any()
+    update = {name: torch.ones(2) for name in ("pos_embed", "unk_embed", "idx_embed", "w")}
+    sent = DEFENSES.get("frozen_positions")().on_update(update, draw())
+    assert not any(sent[name].any() for name in ("pos_embed", "unk_embed", "idx_embed"))
     assert sent["w"].all()
 
 
@@ -107,6 +195,7 @@ BAD = [
     ("mjp", {"jigsaw_probability": 2.0}, "--jigsaw-probability"),
     ("mjp", {"dal_weight": -1.0}, "--dal-weight"),
     ("noise", {"clip_norm": 0.0}, "--clip-norm"),
+    ("spp", {"spp_probability": 1.5}, "--spp-probability"),
 ]
 
 

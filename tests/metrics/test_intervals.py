@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from attacks.registry import UsageError
-from fedmjp.metrics import Interval, bootstrap_mean, bootstrap_statistic
+from fedmjp.metrics import Interval, bootstrap_mean, bootstrap_statistic, t_interval
 
 SKEWED = np.random.default_rng(5).exponential(scale=10.0, size=60)
 
@@ -82,3 +82,18 @@ def test_ratio_of_paired_means_agrees_with_scipy():
     assert high == pytest.approx([theirs.confidence_interval.high], abs=0.1 * theirs.standard_error)
     with pytest.raises(UsageError, match="0 images"):
         bootstrap_statistic(pairs[:0], lambda means: means)
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_students_interval_agrees_with_scipy(confidence):
+    values = SKEWED[:3]
+    ours = t_interval([*values, math.nan], confidence)
+    scipys = stats.ttest_1samp(values, 0).confidence_interval(confidence)
+    assert ours == pytest.approx((values.mean(), scipys.low, scipys.high, 3))
+
+
+def test_students_interval_of_too_few():
+    assert t_interval([2.0]) == Interval(2.0, -math.inf, math.inf, 1)
+    assert t_interval([math.nan]).count == 0
+    with pytest.raises(UsageError, match="outside"):
+        t_interval([1.0, 2.0], 1.0)

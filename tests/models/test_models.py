@@ -11,7 +11,8 @@ from fedmjp.models import build_model, model_names
 from fedmjp.models.localisation import DenseAbsoluteLocalisation
 from tests.conftest import photographs, shared_file
 
-SMALL = ["vit_mini_32", "vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp"]
+SMALL = ["vit_mini_32", "vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp", "vit_micro_32_idx"]
+SMALL += ["swin_micro_32", "resnet_micro_32"]
 LARGE = ["vit_s", "deit_s_nope", "deit_s_mjp", "vit_ti", "deit_ti", "vit_b", "deit_b_mjp", "swin_t", "resnet50"]
 
 
@@ -73,6 +74,46 @@ def test_masked_rows_get_no_gradient() -> None:
     zero = module.pos_embed.grad[0, 1:].abs().amax(dim=1) == 0
     assert torch.equal(zero, mask[0])
     assert module.unk_embed.grad.abs().sum() > 0
+
+
+def test_origins_by_hand() -> None:
+    """IDX: place i's token is its patch's projection, place i's position, and the row of where the patch came from."""
+    module = build_model("vit_micro_32_idx", num_classes=7, weights="random").module
+    images = torch.randn(2, 3, 32, 32)
+    origins = torch.stack([torch.randperm(64) for _ in range(2)])
+    seen = []
+    module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    module(images, origins=origins)
+    weight, bias = module.patch_embed.proj.weight, module.patch_embed.proj.bias
+    for b in range(2):
+        torch.testing.assert_close(seen[0][b, 0], (module.cls_token + module.pos_embed[:, :1])[0, 0])
+        for i in range(64):
+            y, x = divmod(i, 8)
+            patch = (weight * images[b, :, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4]).sum(dim=(1, 2, 3)) + bias
+            expected = patch + module.pos_embed[0, i + 1] + module.idx_embed[0, origins[b, i]]
+            torch.testing.assert_close(seen[0][b, i + 1], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(module(images), module(images, origins=torch.arange(64).expand(2, -1)))
+
+
+def test_rows_of_origins_get_the_gradient_of_their_patch() -> None:
+    """Row j of the second table is sent what the position row of the place that shows patch j is sent."""
+    module = build_model("vit_micro_32_idx", num_classes=7, weights="random").module
+    origins = torch.randperm(64)[None]
+    module(torch.randn(1, 3, 32, 32), origins=origins)[0, 0].backward()
+    assert module.pos_embed.grad[0, 1:].abs().amax(dim=1).min() > 0
+    torch.testing.assert_close(module.idx_embed.grad[0, origins[0]], module.pos_embed.grad[0, 1:])
+
+
+def test_origins_without_their_table() -> None:
+    module = build_model("vit_micro_32_mjp", num_classes=7, weights="random").module
+    with pytest.raises(ValueError, match="_idx variant"):
+        module(torch.randn(1, 3, 32, 32), origins=torch.arange(64)[None])
+
+
+def test_small_backbones_have_no_published_weights() -> None:
+    for name in ("swin_micro_32", "resnet_micro_32"):
+        with pytest.raises(UsageError, match="timm publishes no weights"):
+            build_model(name, num_classes=7, weights="timm")
 
 
 def test_mask_without_unknown_embedding() -> None:

@@ -52,7 +52,7 @@ def whole(tmp_path_factory) -> TrainConfig:
 
 def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path, monkeypatch) -> None:
     options = config(tmp_path / "broken")
-    steps, count = Trainer._step, iter(range(100))
+    steps, count = Trainer.step, iter(range(100))
 
     def break_off(self, *arguments):
         if next(count) == 5:  # in the middle of the second epoch
@@ -60,7 +60,7 @@ def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path, monkeypatch) -
         return steps(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", break_off)
+        patch.setattr(Trainer, "step", break_off)
         with pytest.raises(KeyboardInterrupt):
             train(options, QUIET)
     assert len(pd.read_csv(options.out / "history.csv")) == 1
@@ -117,7 +117,7 @@ def test_step_is_a_clients_step(tmp_path) -> None:
     loss = client_loss(client, seen.images, labels, seen.position_mask, trainer.defense.loss_weights())
     loss.backward()
     one_hot = torch.nn.functional.one_hot(labels, 8).float()
-    ours = trainer._step(images, one_hot, torch.Generator().manual_seed(3), 1)
+    ours = trainer.step(images, one_hot, torch.Generator().manual_seed(3), 1)
     assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
     theirs = dict(client.module.named_parameters())
     for name, parameter in trainer.model.module.named_parameters():

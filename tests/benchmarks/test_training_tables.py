@@ -1,0 +1,101 @@
+"""Backbones, ablation and masking ratio as a user meets them: lines, files, mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import ablation
+import backbones
+import masking_ratio
+import pandas as pd
+import pytest
+
+SMALL = ["--data", "photos", "--train-limit", "16", "--test-limit", "8", "--batch-size", "8", "--gammas", "0", "0.5"]
+
+
+def run(script, folder, *more: str) -> int:
+    """Exit code of a script on two steps of photographs."""
+    try:
+        return script.main([*SMALL, "--trainings", str(folder / "rows"), "--out", str(folder / "out"), *more])
+    except SystemExit as stop:  # the parser of the command line leaves this way
+        return int(stop.code)
+
+
+def test_papers_figures_reach_their_lines() -> None:
+    first = backbones.paper(backbones.table_lines(backbones.Options()))
+    assert first["resnet_micro_32 + MJP"] == {"accuracy": 79.4, "diff_norm": 7.11, "consistency": 69.3}
+    assert first["vit_micro_32"]["diff_norm"] == 16.21
+    assert len(first) == 6
+    third = masking_ratio.paper()
+    assert third["0.1"]["diff_norm"] == 8.96
+    assert third["0"]["accuracy"] == 80.0
+    second = ablation.paper()
+    assert second.loc["F", "consistency"] == 79.6
+    assert second.index.tolist() == [line.name for line in ablation.table_lines("vit_micro_32", 0.1)]
+
+
+def test_lines_of_different_tables_share_their_trainings() -> None:
+    """A stands in Tables 1 and 2, J in all three, D in Tables 2 and 3."""
+    from fedmjp.training.lines import training_id
+
+    tables = [
+        (backbones.Options(), backbones.table_lines(backbones.Options())),
+        (ablation.Options(), ablation.table_lines("vit_micro_32", 0.1)),
+        (masking_ratio.Options(), masking_ratio.table_lines(masking_ratio.Options())),
+    ]
+    found = [[training_id(o.config(line, 0)) for line in lines] for o, lines in tables]
+    assert len({i for ids in found for i in ids}) == 6 + 10 + 6 - 4
+    assert found[0][2] == found[1][0]
+    assert found[0][3] == found[1][9] == found[2][1]
+    assert found[1][3] == found[2][0]
+
+
+def test_a_table_and_its_files(tmp_path, capsys) -> None:
+    options = ["--training-gammas", "0", "0.9", "--seeds", "0", "1"]
+    assert run(masking_ratio, tmp_path, *options) == 0
+    out = tmp_path / "out"
+    assert {p.name for p in out.iterdir()} == {"table.csv", "table.md", "figure.png", "figure.pdf", "run.json"}
+    table = pd.read_csv(out / "table.csv", dtype={"line": str})
+    assert table["line"].tolist() == ["0"] * 4 + ["0.9"] * 4
+    assert (table["seeds"] == 2).all()
+    assert set(table["verdict"].dropna()) <= {"agrees", "contradicts", "cannot tell"}
+    assert json.loads((out / "run.json").read_text())["rows"] == 8
+    assert (tmp_path / "rows" / "rows.jsonl.gz").exists()
+    before = (tmp_path / "rows" / "rows.jsonl.gz").read_bytes()
+    assert run(masking_ratio, tmp_path, *options) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert run(masking_ratio, tmp_path, *options, "--resume") == 0
+    assert (tmp_path / "rows" / "rows.jsonl.gz").read_bytes() == before
+
+
+def test_backbones_write_their_table(tmp_path) -> None:
+    assert run(backbones, tmp_path, "--models", "vit_micro_32", "--seeds", "0") == 0
+    assert "vit_micro_32 + MJP" in (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_every_variant_trains_and_is_timed(tmp_path) -> None:
+    assert run(ablation, tmp_path, "--seeds", "0", "--timing-rounds", "2") == 0
+    timed = pd.read_csv(tmp_path / "out" / "latency.csv").set_index("line")
+    assert timed.index.tolist() == list("ABCDEFGHIJ")
+    assert timed.loc["A", "ratio"] == 1
+    assert (timed["ratio"] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        (backbones, ["--models", "vit_huge"], "unknown model"),
+        (backbones, ["--training-gamma", "2"], "--gamma must lie in"),
+        (ablation, ["--model", "resnet_micro_32"], "unknown model"),
+        (ablation, ["--timing-rounds", "-1"], "--timing-rounds"),
+        (masking_ratio, ["--training-gammas"], "--training-gammas"),
+        (masking_ratio, ["--training-gammas", "0.1", "0.1"], "--training-gammas"),
+        (masking_ratio, ["--epochs", "many"], "epochs"),
+    ],
+)
+def test_mistakes_end_in_one_line(script, options, words, tmp_path, capsys) -> None:
+    assert run(script, tmp_path, *options) == 2
+    told = capsys.readouterr().err.strip()
+    assert words in told
+    assert told.count("\n") == 0
