@@ -1,0 +1,303 @@
+"""What does a defence cost in accuracy, and what does it buy in privacy?  python benchmarks/federated_tradeoff.py
+
+Trains a federation for every partition of the data and every defence (none; `nope`, the model without position
+embeddings; mjp at each gamma; noise where asked for) and lets the server run every registered attack on the updates
+that train it. Ends in the accuracy-privacy plane: final accuracy against the strongest attack's PSNR.
+
+    python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR
+    python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR --noise-multipliers 1e-4 1e-3 --resume
+    python benchmarks/federated_tradeoff.py --data photos --rounds 2 --clients 4 --gammas 0.5      # a minute
+
+*One federation, not two.* Learning wants large batches, closed forms invert batches of one. Both hold at once where
+many clients send the gradient of one image each (FedSGD): every update that moves the model is one that is attacked, at
+the weights at which it was made, and `--clients` is the batch of a step. Plain descent and its rate were chosen on
+undefended runs of 150 rounds with 32 clients (500 test images, one seed): 28 % at rate 0.03, 19 % at 0.1, 27 % with
+momentum 0.9, 26 to 29 % with Adam. All defences train at that one rate, none is tuned.
+
+*What the plane can tell.* What each defence costs over the first rounds of training, from the same weights, images and
+order of clients; and what an honest-but-curious server with these attacks sees of those rounds. Attacks over several
+rounds get every earlier update of their client, in which no image comes twice.
+
+*What it cannot tell.* The models are barely trained: what a defence costs at 90 % accuracy, and how late rounds leak, is
+not shown. The interval of the accuracy is over test images; another seed may move it by as much. At 32 pixels in patches
+of 4 a patch has 48 values and there are 64 patches; attacks that need it the other way round say so. Searches run for
+few steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
+
+Every federation has a folder of its own in OUT/federations and is taken up where it stopped (--resume); iid comes
+before other partitions, so that a run cut short compares all defences. Writes rows.jsonl.gz, rounds.csv, table.csv,
+table.md, tradeoff.png and run.json to --out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import tyro
+from rich.console import Console
+
+from attacks import ATTACKS, ThreatModel, UsageError
+from fedmjp.budgets import searches
+from fedmjp.cli import EXIT_FAILURE, guarded, parse, split_commas, terminal
+from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
+from fedmjp.experiment import check_before_start, run_experiment
+from fedmjp.federation import ClientFailure
+from fedmjp.models import MODELS, split_name
+from fedmjp.models.weights import SHIPPED
+from fedmjp.progress import RunProgress
+from fedmjp.report import load_rows
+from fedmjp.report.record import note_run
+from fedmjp.report.rows import pack_rows
+from fedmjp.report.tradeoff import tradeoff_table, write_tradeoff
+from fedmjp.workspace import Workspace, holds_finished, test_images_of
+
+NOTES = "\n\n".join(part for part in __doc__.split("\n\n") if part.startswith("*"))  # stand under the table
+PROGRAM = "python benchmarks/federated_tradeoff.py"
+SHOWN = ["partition", "point", "attack", "psnr_mean", "psnr_low", "psnr_high", "gain", "accuracy", "strongest"]
+# Every attack that searches gets as many updates as `SEARCHES` says, unless named here.
+AT_MOST = ("unmix=6", "unmix_rounds=8", "batch_rounds=8", "breaching_april=8", "breaching_dlg=1")
+SEARCHES = 2
+SEARCHING = tuple(f"{n}={SEARCHES}" for n in ATTACKS if searches(n) and f"{n}=" not in " ".join(AT_MOST))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Accuracy and leakage of federations under several defences."""
+
+    model: str = "vit_mini_32"
+    """A plain ViT, without _nope or _mjp."""
+    weights: str = "random"
+    """Where every federation starts: random, a checkpoint's path, or auto (the shipped checkpoint of --model for all
+    defences alike, else random)."""
+    data: str = "cifar10"
+    """cifar10, cifar100, tiny-imagenet, imagenet, photos (embedded), or folder:PATH."""
+    data_path: Path | None = None
+    """Local copy of the data set."""
+    test_images: int = 1000
+    """Most test images behind an accuracy."""
+    clients: int = 32
+    """Clients; each sends the gradient of one image a round."""
+    rounds: int = 80
+    """Rounds of training."""
+    looks: int = 4
+    """Evenly spaced rounds, the last among them, after which the model is evaluated and at which updates are attacked;
+    the first round is attacked too."""
+    audit_clients: int = 8
+    """Clients whose updates are attacked at each look."""
+    learning_rate: float = 0.03
+    """Of the server's step on the mean gradient."""
+    partitions: tuple[str, ...] = ("iid", "dirichlet:0.3")
+    """iid, or dirichlet:ALPHA."""
+    gammas: tuple[float, ...] = (0.1, 0.5, 0.9)
+    """Masking ratios of MJP."""
+    noise_multipliers: tuple[float, ...] = ()
+    """Clipping with Gaussian noise as a yardstick, in units of --clip-norm (none given: left out)."""
+    clip_norm: float = 30.0
+    """Largest norm of an update under noise; gradients of a fresh vit_mini_32 have about 29."""
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Attacks, from: {', '.join(ATTACKS)}.")] = tuple(ATTACKS)
+    steps: tuple[str, ...] = ("20", "breaching_dlg=2")
+    """Steps of the attacks that search, as NUMBER for all or ATTACK=NUMBER."""
+    at_most: tuple[str, ...] = AT_MOST + SEARCHING
+    """Audited updates a federation that slow attacks get, as ATTACK=NUMBER: spread evenly over rounds and clients."""
+    grants: tuple[str, ...] = AuditConfig().grants
+    """What the server sees beyond an update; attacks that need more are left out and told."""
+    seeds: tuple[int, ...] = (0,)
+    """One federation of each kind for every seed."""
+    lpips_weights: Path | None = None
+    """State dict of lpips.LPIPS(net="squeeze"); without it the column stays empty."""
+    device: str = "cpu"
+    """cpu, cuda, or cuda:INDEX."""
+    threads: int = 0
+    """Torch threads (0: torch's own choice)."""
+    out: Path = Path("runs/federated_tradeoff")
+    """Folder of federations, table and figure (the committed ones stand in results/federated_tradeoff)."""
+    resume: bool = False
+    """Go on in a folder that holds federations already; finished ones and finished rows are not repeated."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is written."""
+        base, variant = split_name(self.model)
+        if variant or MODELS.get(base).vit is None:
+            raise UsageError(f"--model takes a plain ViT without suffix, not {self.model!r}: its variants are compared")
+        for option in ("looks", "audit_clients", "test_images"):
+            if getattr(self, option) < 1:
+                raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(self, option)}")
+        if self.looks > self.rounds:
+            raise UsageError(f"--looks {self.looks} needs as many --rounds")
+        for option in ("partitions", "seeds", "attacks"):
+            given = getattr(self, option)
+            if not given or len(set(given)) < len(given):
+                raise UsageError(f"--{option} takes one or more different entries")
+        for name in self.attacks:
+            ATTACKS.get(name)
+        if not self.runnable():
+            raise UsageError("none of --attacks can run: " + "; ".join(self.reasons().values()))
+        if self.out.exists() and any(self.out.iterdir()) and not self.resume:
+            raise UsageError(f"{self.out} holds federations already; pass --resume to go on, or another --out")
+        # What differs between federations can be wrong in each; the data are loaded once.
+        for one in federations(self):
+            one.config.validate()
+        for one in {one.partition: one for one in federations(self)}.values():
+            check_before_start(one.config)
+
+    def reasons(self) -> dict[str, str]:
+        """Every registered attack that is not run, and why."""
+        threat, found = ThreatModel.parse(self.grants), {}
+        for name in ATTACKS:
+            try:
+                ATTACKS.get(name)().require(threat, name)
+            except UsageError as error:
+                found[name] = f"not run: {error}"
+            if name not in self.attacks:
+                found[name] = "not run: not among --attacks"
+        return found
+
+    def runnable(self) -> tuple[str, ...]:
+        """The attacks that are asked for and can be run under this threat model."""
+        return tuple(name for name in self.attacks if name not in self.reasons())
+
+
+@dataclass(frozen=True)
+class Federation:
+    """One federation of the plane.
+
+    Attributes:
+        point: its defence with its strength, in words.
+    """
+
+    partition: str
+    point: str
+    seed: int
+    config: RunConfig
+
+
+def federations(options: Options) -> Iterator[Federation]:
+    """Every federation in the order in which they run: all defences on one partition before the next."""
+    o = options
+    for seed in o.seeds:
+        for partition in o.partitions:
+            base = _base(o, partition, seed)
+            points = {"none": base, "nope": replace(base, model=replace(base.model, model=f"{o.model}_nope"))}
+            points |= {f"mjp, γ = {gamma:g}": _defended(base, "mjp", gamma=gamma) for gamma in o.gammas}
+            points |= {
+                f"noise, σ = {s:g}": _defended(base, "noise", noise_multiplier=s, clip_norm=o.clip_norm)
+                for s in o.noise_multipliers
+            }
+            for point, config in points.items():
+                words = (
+                    f"{partition} {point} seed {seed}".replace(" = ", "").replace("γ", "gamma").replace("σ", "sigma")
+                )
+                folder = words.replace(",", "").replace(":", "").replace(" ", "_")
+                yield Federation(partition, point, seed, replace(config, out=o.out / "federations" / folder))
+
+
+def _base(o: Options, partition: str, seed: int) -> RunConfig:
+    shipped = SHIPPED / f"{o.model}.safetensors"
+    weights = (str(shipped) if shipped.exists() else "random") if o.weights == "auto" else o.weights
+    looks = sorted({1, *(round(o.rounds * (look + 1) / o.looks) for look in range(o.looks))})
+    attacks = o.runnable()
+    return RunConfig(
+        federation=FederationConfig(
+            clients=o.clients,
+            rounds=o.rounds,
+            partition=partition,
+            learning_rate=o.learning_rate,
+            evaluate_every=max(1, o.rounds // o.looks),
+        ),
+        model=ModelConfig(model=o.model, weights=weights),
+        data=DataConfig(data=o.data, data_path=o.data_path, test_limit=o.test_images),
+        audit=AuditConfig(
+            attacks=attacks,
+            audit_clients=tuple(range(min(o.audit_clients, o.clients))),
+            audit_rounds=tuple(looks),
+            at_most=o.at_most,
+            steps=o.steps,
+            grants=o.grants,
+            lpips_weights=o.lpips_weights,
+        ),
+        device=o.device,
+        threads=o.threads,
+        seed=seed,
+        resume=True,  # whether the whole folder may be gone on with is decided before
+    )
+
+
+def _defended(config: RunConfig, name: str, **parameters: float) -> RunConfig:
+    defence = replace(config.defence(name), **parameters)
+    return replace(config, defense=(name,), options=replace(config.options, **{name: defence}))
+
+
+class Run:
+    """One call of the benchmark."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        options.validate()
+        self.options, self.console = options, console
+
+    def __call__(self) -> None:
+        """Train and attack what is missing; table and figure grow with every finished federation."""
+        every = list(federations(self.options))
+        for number, one in enumerate(every, start=1):
+            title = f"federation {number} of {len(every)}: {one.partition}, {one.point}, seed {one.seed}"
+            if holds_finished(one.config):
+                self.console.print(f"{title}: finished before", highlight=False)
+                continue
+            self.console.print(title, style="bold", highlight=False)
+            workspace = Workspace(one.config)
+            run_experiment(one.config, workspace, RunProgress(self.console))
+            workspace.finish()
+            self.report(every[:number])
+        table = self.report(every, final=True)
+        columns = [name for name in SHOWN if name in table]
+        self.console.print(table[columns].round(3).to_string(index=False), highlight=False)
+        self.console.print(f"table and figure: {self.options.out}", soft_wrap=True, highlight=False)
+
+    def report(self, done: Sequence[Federation], final: bool = False) -> pd.DataFrame:
+        """Table and figure of the finished federations; the packed rows and run.json with the last."""
+        out = self.options.out
+        rows, rounds = self.rows(done), self.rounds(done)
+        table = tradeoff_table(rows, rounds, self.options.reasons())
+        write_tradeoff(table, rows, rounds, NOTES, out)
+        rounds.to_csv(out / "rounds.csv", index=False)
+        if final:
+            with (out / "rows.jsonl").open("wb") as file:
+                for one in done:
+                    file.write((one.config.out / "rows.jsonl").read_bytes())
+            pack_rows(out / "rows.jsonl")
+            note_run(out, PROGRAM, rows, federations=[f"{o.partition}, {o.point}, seed {o.seed}" for o in done])
+        return table
+
+    def rows(self, done: Sequence[Federation]) -> pd.DataFrame:
+        """The rows of these federations, with their partition and point."""
+        frames = [load_rows(o.config.out / "rows.jsonl").assign(partition=o.partition, point=o.point) for o in done]
+        return pd.concat(frames, ignore_index=True)
+
+    def rounds(self, done: Sequence[Federation]) -> pd.DataFrame:
+        """Accuracy by round: partition, point, seed, round, loss, accuracy, test_images."""
+        frames = []
+        for one in done:
+            own = pd.read_csv(one.config.out / "rounds.csv")[["round", "loss", "accuracy"]]
+            own.insert(0, "seed", one.seed)
+            own.insert(0, "point", one.point)
+            own.insert(0, "partition", one.partition)
+            frames.append(own.assign(test_images=test_images_of(one.config)))
+        return pd.concat(frames, ignore_index=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code: 0, 1 for a failed client, 2 for a mistake of usage, 130 for an interrupt."""
+    options = split_commas(parse(Options, PROGRAM, __doc__, arguments))
+    hint = f"finished rows are in {options.out}; go on with --resume --out {options.out}"
+    try:
+        return guarded(lambda: Run(options, terminal())(), lambda: hint)
+    except ClientFailure as error:
+        print(f"error: {error}\n{hint}", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
