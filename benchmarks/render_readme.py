@@ -201,6 +201,12 @@ def position_table() -> str:
     return "\n".join(lines)
 
 
+def tradeoff_table() -> str:
+    """Accuracy and the strongest attack of each federation, as federated_tradeoff.py wrote it."""
+    text = (ROOT / "results" / "federated_tradeoff" / "table.md").read_text(encoding="utf-8")
+    return text.split("\n\n")[0]
+
+
 def main() -> None:
     """Rewrite README.md in place."""
     path = ROOT / "README.md"
@@ -213,6 +219,7 @@ def main() -> None:
         "batches": batches_table,
         "speed": speed_table,
         "matching": matching_table,
+        "tradeoff": tradeoff_table,
         "training": training_table,
         "consistency": consistency_table,
         "position_embeddings": position_table,

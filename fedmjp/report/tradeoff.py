@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.report.figures import NORMAL, SMALL, save, style
@@ -181,32 +182,23 @@ def _gain(rows: pd.DataFrame, guesses: pd.Series) -> dict[str, float]:
 
 def tradeoff_figure(table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path) -> None:
     """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence."""
-    points = list(dict.fromkeys(table["point"]))
-    across = max(len(points), 2)
-    figure = Figure(figsize=(max(8.6, 2.05 * across), 7.6), layout="constrained")
-    grid = figure.add_gridspec(2, 2 * across, height_ratios=(1.15, 1))
-    over_rounds, plane = figure.add_subplot(grid[0, :across]), figure.add_subplot(grid[0, across:])
+    points, names = list(dict.fromkeys(table["point"])), list(dict.fromkeys(rows["attack"]))
+    figure = Figure(figsize=(max(9.2, 2.1 * len(points)), 7.4), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.05))
+    over_rounds, plane = upper.subplots(1, 2)
     _draw_accuracy(over_rounds, rounds, points)
     _draw_plane(plane, table, points)
-    panels = []
-    for index, point in enumerate(points):
-        place = grid[1, 2 * index : 2 * index + 2]
-        axes = figure.add_subplot(place, sharey=panels[0] if panels else None)
-        _draw_leakage(axes, rows[rows["point"] == point], list(dict.fromkeys(rows["attack"])))
+    handles, labels = plane.get_legend_handles_labels()
+    upper.legend(handles, labels, loc="outside right center", fontsize=SMALL, frameon=False)
+    panels = lower.subplots(1, len(points), sharey=True, squeeze=False)[0]
+    for axes, point in zip(panels, points, strict=True):
+        _draw_leakage(axes, rows[rows["point"] == point], names)
         axes.set_title(point, fontsize=NORMAL)
-        axes.tick_params(labelleft=not panels)
-        panels.append(axes)
     panels[0].set_ylabel("PSNR (dB), higher = more leakage", fontsize=NORMAL)
-    handles = {label: h for a in panels for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
-    names = sorted(handles, key=list(dict.fromkeys(rows["attack"])).index)
-    figure.legend(
-        [handles[name] for name in names],
-        names,
-        loc="outside lower center",
-        ncols=5,
-        fontsize=SMALL - 1,
-        frameon=False,
-    )
+    drawn = {label: h for a in panels for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
+    shown = sorted(drawn, key=names.index)
+    handles = [drawn[name] for name in shown]
+    lower.legend(handles, shown, loc="outside lower center", ncols=5, fontsize=SMALL, frameon=False)
     save(figure, path)
 
 
@@ -245,19 +237,24 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
         )
     guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
     axes.axhline(guess, color="#404040", ls=":", lw=1)
-    axes.annotate("mean image", (0.01, guess), xycoords=("axes fraction", "data"), fontsize=SMALL - 1, va="bottom")
+    axes.annotate("mean image", (0.99, guess), xycoords=("axes fraction", "data"), fontsize=SMALL, ha="right", va="top")
     axes.set_xlabel("Test accuracy after the last round (%)", fontsize=NORMAL)
     axes.set_ylabel("PSNR of the strongest attack (dB)", fontsize=NORMAL)
     named = {point: list(dict.fromkeys(best.loc[best["point"] == point, "attack"])) for point in points}
     for index, point in enumerate(points):
-        axes.plot([], [], ls="", marker="o", color=style(index)["color"], label=f"{point}: {', '.join(named[point])}")
+        axes.plot(
+            [],
+            [],
+            ls="",
+            marker="o",
+            color=style(index)["color"],
+            label=f"{point}: {', '.join(named[point]) or 'no image'}",
+        )
     for index, partition in enumerate(partitions):
         axes.plot([], [], color="#707070", marker=_MARKERS[index % 5], ls=("-", "--")[index % 2], label=partition)
-    hollow = "hollow: no better than the mean image"
     if (best["gain_low"] <= 0).any():
-        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label=hollow)
+        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than\nthe mean image")
     _dress(axes)
-    axes.legend(fontsize=SMALL - 1, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_leakage(axes: Axes, rows: pd.DataFrame, names: Sequence[str]) -> None:
@@ -277,5 +274,6 @@ def _draw_leakage(axes: Axes, rows: pd.DataFrame, names: Sequence[str]) -> None:
 def _dress(axes: Axes) -> None:
     axes.tick_params(labelsize=SMALL)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(color="#e3e3e3", linewidth=0.6)
     axes.set_axisbelow(True)
