@@ -252,12 +252,14 @@ class Run:
             if number < len(every) and every[number].partition != one.partition:
                 self.report(every[:number])
         table = self.report(every)
+        names = [f"{one.partition}, {one.point}, seed {one.seed}" for one in every]
+        note_run(self.options.out, PROGRAM, self.rows(every), federations=names)
         columns = [name for name in SHOWN if name in table]
         self.console.print(table[columns].round(3).to_string(index=False), highlight=False)
         self.console.print(f"table and figure: {self.options.out}", soft_wrap=True, highlight=False)
 
     def report(self, done: Sequence[Federation]) -> pd.DataFrame:
-        """Write everything that --out promises, of the finished federations."""
+        """Write rows, rounds, table and figure of the finished federations."""
         out = self.options.out
         rows, rounds = self.rows(done), self.rounds(done)
         table = tradeoff_table(rows, rounds, self.options.reasons())
@@ -267,7 +269,6 @@ class Run:
             for one in done:
                 file.write((one.config.out / "rows.jsonl").read_bytes())
         pack_rows(out / "rows.jsonl")
-        note_run(out, PROGRAM, rows, federations=[f"{o.partition}, {o.point}, seed {o.seed}" for o in done])
         return table
 
     def rows(self, done: Sequence[Federation]) -> pd.DataFrame:
