@@ -6,7 +6,7 @@ that train it. Ends in the accuracy-privacy plane: final accuracy against the st
 
     python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR
     python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR --noise-multipliers 1e-4 1e-3 --resume
-    python benchmarks/federated_tradeoff.py --data photos --rounds 2 --clients 4 --gammas 0.5      # a minute
+    python benchmarks/federated_tradeoff.py --data photos --clients 4 --rounds 2 --looks 2 --attacks patch_embedding
 
 *One federation, not two.* Learning wants large batches, closed forms invert batches of one. Both hold at once where
 many clients send the gradient of one image each (FedSGD): every update that moves the model is one that is attacked, at
@@ -16,7 +16,7 @@ momentum 0.9, 26 to 29 % with Adam. All defences train at that one rate, none is
 
 *What the plane can tell.* What each defence costs over the first rounds of training, from the same weights, images
 and order of clients; and what an honest-but-curious server with these attacks sees of those rounds. Attacks over
-several rounds get every earlier update of their client, in which no image comes twice.
+several rounds get every earlier update of their client; at the defaults no image comes twice in those.
 
 *What it cannot tell.* The models are barely trained: what a defence costs at 90 % accuracy, and how late rounds leak,
 is not shown. The interval of the accuracy is over test images; another seed may move it by as much. At 32 pixels in
@@ -238,28 +238,32 @@ class Run:
         self.options, self.console = options, console
 
     def __call__(self) -> None:
-        """Train and attack what is missing; table and figure grow with every finished partition."""
+        """Train and attack what is missing; an interrupted run leaves table and figure of what is finished."""
         every = list(federations(self.options))
-        for number, one in enumerate(every, start=1):
-            title = f"federation {number} of {len(every)}: {one.partition}, {one.point}, seed {one.seed}"
-            if holds_finished(one.config):
-                self.console.print(f"{title}: finished before", highlight=False)
-                continue
-            self.console.print(title, style="bold", highlight=False)
-            workspace = Workspace(one.config)
-            run_experiment(one.config, workspace, RunProgress(self.console))
-            workspace.finish()
-            if number < len(every) and every[number].partition != one.partition:
-                self.report(every[:number])
+        try:
+            for number, one in enumerate(every, start=1):
+                self.train(one, f"federation {number} of {len(every)}: {one.partition}, {one.point}, seed {one.seed}")
+        except KeyboardInterrupt:
+            self.report([one for one in every if holds_finished(one.config)])
+            raise
         table = self.report(every)
-        names = [f"{one.partition}, {one.point}, seed {one.seed}" for one in every]
-        note_run(self.options.out, PROGRAM, self.rows(every), federations=names)
-        columns = [name for name in SHOWN if name in table]
-        self.console.print(table[columns].round(3).to_string(index=False), highlight=False)
+        self.console.print(table[SHOWN].round(3).to_string(index=False), highlight=False)
         self.console.print(f"table and figure: {self.options.out}", soft_wrap=True, highlight=False)
 
+    def train(self, one: Federation, title: str) -> None:
+        """Run or take up one federation, unless it is finished."""
+        if holds_finished(one.config):
+            self.console.print(f"{title}: finished before", highlight=False)
+            return
+        self.console.print(title, style="bold", highlight=False)
+        workspace = Workspace(one.config)
+        run_experiment(one.config, workspace, RunProgress(self.console))
+        workspace.finish()
+
     def report(self, done: Sequence[Federation]) -> pd.DataFrame:
-        """Write rows, rounds, table and figure of the finished federations."""
+        """Write rows, rounds, table, figure and run.json of the finished federations, if there are any."""
+        if not done:
+            return pd.DataFrame()
         out = self.options.out
         rows, rounds = self.rows(done), self.rounds(done)
         table = tradeoff_table(rows, rounds, self.options.reasons())
@@ -269,6 +273,8 @@ class Run:
             for one in done:
                 file.write((one.config.out / "rows.jsonl").read_bytes())
         pack_rows(out / "rows.jsonl")
+        federations_done = [f"{one.partition}, {one.point}, seed {one.seed}" for one in done]
+        note_run(out, PROGRAM, rows, federations=federations_done)
         return table
 
     def rows(self, done: Sequence[Federation]) -> pd.DataFrame:

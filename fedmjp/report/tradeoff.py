@@ -3,9 +3,9 @@
 Rows carry two more columns than others: `partition` (how the data were dealt out) and `point` (the defence with its
 strength, in words). Leakage is the PSNR of whole images, higher = more leakage.
 
-An attack is called the strongest by its mean PSNR over the updates it was given; attacks within `ALIKE` dB of the best
-count as equal, and of those the one that saw most updates is named. An adversary without the originals would not know
-which attack that is, so this is an upper bound for one who runs them all and believes one.
+An attack is called the strongest by its mean PSNR over the updates for which it returned an image. Attacks whose mean
+lies within the interval of the best count as equal, and of those the one with most images is named. An adversary
+without the originals would not know which attack that is: the figure is that of one who believes the right one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from fedmjp.report.tables import summarise
 PLACE = ("partition", "point")
 BY = (*PLACE, "attack")
 GUESS = "mean_image"
-ALIKE = 0.5  # dB
 _UPDATE = ["seed", "round", "client", "image"]
 _MARKERS = ("o", "s", "^", "D", "v")
 
@@ -68,13 +67,13 @@ def strongest(lines: Sequence[Mapping[str, Any]]) -> str:
     """The name of the strongest attack; "" where none returned an image.
 
     Args:
-        lines: of one federation, with attack, psnr_mean (dB), count and failed.
+        lines: of one federation, with attack, psnr_mean, psnr_low (dB), count and failed.
     """
     found = [line for line in lines if line["attack"] not in BASELINES and not np.isnan(line["psnr_mean"])]
     if not found:
         return ""
-    top = max(line["psnr_mean"] for line in found)
-    alike = [line for line in found if line["psnr_mean"] >= top - ALIKE]
+    best = max(found, key=lambda line: line["psnr_mean"])
+    alike = [line for line in found if line["psnr_mean"] >= best["psnr_low"]]
     return max(alike, key=lambda line: (line["count"] - line["failed"], line["psnr_mean"]))["attack"]
 
 
@@ -144,13 +143,21 @@ def _psnr(by: pd.DataFrame, place: tuple[str, str]) -> str:
 
 
 def _notes(table: pd.DataFrame) -> list[str]:
-    """Every reason once, with the attacks and federations that it is about."""
+    """Every reason once for each defence, with the attacks that give it."""
     told = table[table["note"] != ""]
+    told = told.assign(reason=[_reason(line) for line in told.to_dict("records")])
     lines = []
-    for (attack, note), own in told.groupby(["attack", "note"], sort=False):
-        where = ", ".join(dict.fromkeys(own["point"]))
-        lines.append(f"- `{attack}` ({where}): {note}")
+    for (reason, point), own in told.groupby(["reason", "point"], sort=False):
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(own["attack"]))
+        lines.append(f"- {point}: {names}: {reason}")
     return ['\\* and "no image", why:', "", *lines] if lines else []
+
+
+def _reason(line: Mapping[str, Any]) -> str:
+    """A line's note without its count of updates."""
+    if line["count"] == 0:
+        return line["note"]
+    return ("no image" if line["failed"] == line["count"] else "not vouched for") + f"; {line['diagnosis']}"
 
 
 def _range(numbers: Sequence[int]) -> str:
