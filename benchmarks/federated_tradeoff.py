@@ -23,16 +23,18 @@ is not shown. The interval of the accuracy is over test images; another seed may
 patches of 4 a patch has 48 values and there are 64 patches; attacks that need it the other way round say so. Searches
 run for few steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
 
-Every federation has a folder of its own in OUT/federations and is taken up where it stopped (--resume); iid comes
-before other partitions, so that a run cut short compares all defences. Writes rows.jsonl.gz, rounds.csv, table.csv,
-table.md, tradeoff.png and run.json to --out.
+Every federation has a folder of its own in OUT/federations and is taken up where it stopped (--resume). Table and
+figure show all that are finished, from this call and from earlier ones, which may have attacked more or less. Writes
+rows.jsonl.gz, rounds.csv, table.csv, table.md, tradeoff.png and run.json to --out.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -137,6 +139,10 @@ class Options:
             raise UsageError("none of --attacks can run: " + "; ".join(self.reasons().values()))
         if self.out.exists() and any(self.out.iterdir()) and not self.resume:
             raise UsageError(f"{self.out} holds federations already; pass --resume to go on, or another --out")
+        if any(_training(one.config) != _training(_base(self, "iid", 0)) for one in finished(self.out)):
+            raise UsageError(
+                f"{self.out} holds federations with another model, data, clients or rounds; pass another --out"
+            )
         # What differs between federations can be wrong in each; the data are loaded once.
         for one in federations(self):
             one.config.validate()
@@ -162,36 +168,72 @@ class Options:
 
 @dataclass(frozen=True)
 class Federation:
-    """One federation of the plane.
+    """One federation of the plane."""
 
-    Attributes:
-        point: its defence with its strength, in words.
-    """
-
-    partition: str
-    point: str
-    seed: int
     config: RunConfig
+
+    @property
+    def partition(self) -> str:
+        """How its data were dealt out."""
+        return self.config.federation.partition
+
+    @property
+    def point(self) -> str:
+        """Its defence with its strength, in words."""
+        name, options = self.config.defense[0], self.config.options
+        if name == "none":
+            return "nope" if split_name(self.config.model.model)[1] == "_nope" else "none"
+        return f"mjp, γ = {options.mjp.gamma:g}" if name == "mjp" else f"noise, σ = {options.noise.noise_multiplier:g}"
+
+    @property
+    def title(self) -> str:
+        """For a line of progress."""
+        return f"{self.partition}, {self.point}, seed {self.config.seed}"
+
+    def order(self) -> tuple:
+        """Where it stands in table and figure."""
+        kinds = ["none", "nope", "mjp", "noise"]
+        strength = float(self.point.rpartition("= ")[2]) if "=" in self.point else 0.0
+        return (
+            self.partition != "iid",
+            self.partition,
+            kinds.index(self.point.split(",")[0]),
+            strength,
+            self.config.seed,
+        )
 
 
 def federations(options: Options) -> Iterator[Federation]:
-    """Every federation in the order in which they run: all defences on one partition before the next."""
+    """Every federation that is asked for, in the order in which they run: all defences on one partition first."""
     o = options
     for seed in o.seeds:
         for partition in o.partitions:
             base = _base(o, partition, seed)
-            points = {"none": base, "nope": replace(base, model=replace(base.model, model=f"{o.model}_nope"))}
-            points |= {f"mjp, γ = {gamma:g}": _defended(base, "mjp", gamma=gamma) for gamma in o.gammas}
-            points |= {
-                f"noise, σ = {s:g}": _defended(base, "noise", noise_multiplier=s, clip_norm=o.clip_norm)
-                for s in o.noise_multipliers
-            }
-            for point, config in points.items():
-                words = (
-                    f"{partition} {point} seed {seed}".replace(" = ", "").replace("γ", "gamma").replace("σ", "sigma")
-                )
+            configs = [base, replace(base, model=replace(base.model, model=f"{o.model}_nope"))]
+            configs += [_defended(base, "mjp", gamma=gamma) for gamma in o.gammas]
+            noise = partial(_defended, base, "noise", clip_norm=o.clip_norm)
+            configs += [noise(noise_multiplier=sigma) for sigma in o.noise_multipliers]
+            for one in map(Federation, configs):
+                words = one.title.replace(" = ", "").replace("γ", "gamma").replace("σ", "sigma")
                 folder = words.replace(",", "").replace(":", "").replace(" ", "_")
-                yield Federation(partition, point, seed, replace(config, out=o.out / "federations" / folder))
+                yield Federation(replace(one.config, out=o.out / "federations" / folder))
+
+
+def finished(out: Path) -> list[Federation]:
+    """Every finished federation in `out`, whichever call it came from."""
+    found = []
+    for file in (out / "federations").glob("*/run.json"):
+        told = json.loads(file.read_text(encoding="utf-8"))
+        if told["finished"]:
+            config = RunConfig.from_json(json.dumps(told["config"]))
+            found.append(Federation(replace(config, out=file.parent)))
+    return sorted(found, key=Federation.order)
+
+
+def _training(config: RunConfig) -> tuple:
+    """What all federations of a plane have in common."""
+    federation = replace(config.federation, partition="", evaluate_every=1)
+    return federation, replace(config.data, data_path=None), split_name(config.model.model)[0], config.model.weights
 
 
 def _base(o: Options, partition: str, seed: int) -> RunConfig:
@@ -242,11 +284,10 @@ class Run:
         every = list(federations(self.options))
         try:
             for number, one in enumerate(every, start=1):
-                self.train(one, f"federation {number} of {len(every)}: {one.partition}, {one.point}, seed {one.seed}")
-        except KeyboardInterrupt:
-            self.report([one for one in every if holds_finished(one.config)])
-            raise
-        table = self.report(every)
+                self.train(one, f"federation {number} of {len(every)}: {one.title}")
+        finally:
+            done = finished(self.options.out)
+            table = self.report(done) if done else None
         self.console.print(table[SHOWN].round(3).to_string(index=False), highlight=False)
         self.console.print(f"table and figure: {self.options.out}", soft_wrap=True, highlight=False)
 
@@ -261,11 +302,8 @@ class Run:
         workspace.finish()
 
     def report(self, done: Sequence[Federation]) -> pd.DataFrame:
-        """Write rows, rounds, table, figure and run.json of the finished federations, if there are any."""
-        if not done:
-            return pd.DataFrame()
-        out = self.options.out
-        rows, rounds = self.rows(done), self.rounds(done)
+        """Write rows, rounds, table, figure and run.json of these federations."""
+        out, rows, rounds = self.options.out, _rows(done), _rounds(done)
         table = tradeoff_table(rows, rounds, self.options.reasons())
         write_tradeoff(table, rows, rounds, NOTES, out)
         rounds.to_csv(out / "rounds.csv", index=False)
@@ -273,25 +311,24 @@ class Run:
             for one in done:
                 file.write((one.config.out / "rows.jsonl").read_bytes())
         pack_rows(out / "rows.jsonl")
-        federations_done = [f"{one.partition}, {one.point}, seed {one.seed}" for one in done]
-        note_run(out, PROGRAM, rows, federations=federations_done)
+        note_run(out, PROGRAM, rows, federations=[one.title for one in done])
         return table
 
-    def rows(self, done: Sequence[Federation]) -> pd.DataFrame:
-        """The rows of these federations, with their partition and point."""
-        frames = [load_rows(o.config.out / "rows.jsonl").assign(partition=o.partition, point=o.point) for o in done]
-        return pd.concat(frames, ignore_index=True)
 
-    def rounds(self, done: Sequence[Federation]) -> pd.DataFrame:
-        """Accuracy by round: partition, point, seed, round, loss, accuracy, test_images."""
-        frames = []
-        for one in done:
-            own = pd.read_csv(one.config.out / "rounds.csv")[["round", "loss", "accuracy"]]
-            own.insert(0, "seed", one.seed)
-            own.insert(0, "point", one.point)
-            own.insert(0, "partition", one.partition)
-            frames.append(own.assign(test_images=test_images_of(one.config)))
-        return pd.concat(frames, ignore_index=True)
+def _rows(done: Sequence[Federation]) -> pd.DataFrame:
+    """The rows of these federations, with their partition and point."""
+    frames = [load_rows(o.config.out / "rows.jsonl").assign(partition=o.partition, point=o.point) for o in done]
+    return pd.concat(frames, ignore_index=True)
+
+
+def _rounds(done: Sequence[Federation]) -> pd.DataFrame:
+    """Accuracy by round: partition, point, seed, round, loss, accuracy, test_images."""
+    frames = []
+    for one in done:
+        own = pd.read_csv(one.config.out / "rounds.csv")[["round", "loss", "accuracy"]]
+        place = pd.DataFrame({"partition": one.partition, "point": one.point, "seed": one.config.seed}, index=own.index)
+        frames.append(place.join(own).assign(test_images=test_images_of(one.config)))
+    return pd.concat(frames, ignore_index=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

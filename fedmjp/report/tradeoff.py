@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from attacks import ATTACKS
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.report.figures import NORMAL, SMALL, save, style
 from fedmjp.report.rows import BASELINES
@@ -33,12 +34,12 @@ _MARKERS = ("o", "s", "^", "D", "v")
 
 
 def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[str, str]) -> pd.DataFrame:
-    """One line a partition, defence and attack, in the order of the rows; guesses without a gradient first.
+    """One line a partition, defence and attack, every registered one; guesses without a gradient first.
 
     Args:
         rows: as `load_rows` gives them, with `partition` and `point`.
         rounds: columns partition, point, seed, round, accuracy (in [0, 1]) and test_images.
-        reasons: every attack that was not run, and why.
+        reasons: why attacks were not run, where there is more to say than that.
 
     Returns:
         The columns `BY`; `strongest` (bool); those of `summarise`; `steps` (of a search, else NaN); `gain` with
@@ -56,8 +57,10 @@ def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[st
             attacked = own[own["attack"] == line["attack"]]
             line |= {"strongest": line["attack"] == best, "steps": _steps(attacked), "note": _note(line, attacked)}
             lines.append(_placed(place, line | _gain(attacked, guesses) | final))
-        absent = {"count": 0, "failed": 0, "strongest": False}
-        lines += [_placed(place, absent | {"attack": name, "note": why} | final) for name, why in reasons.items()]
+        known = {line["attack"] for line in measured}
+        for name in (name for name in ATTACKS if name not in known):
+            told = {"attack": name, "note": reasons.get(name, "not run in this federation")}
+            lines.append(_placed(place, told | {"count": 0, "failed": 0, "strongest": False} | final))
     table = pd.DataFrame(lines)
     first = [*BY, "strongest", "count", "failed", "steps"]
     return table[[*first, *(name for name in table.columns if name not in first)]]
@@ -108,7 +111,7 @@ def markdown(table: pd.DataFrame) -> str:
     lines += ["", "| PSNR (dB) of | updates | " + " | ".join(heads) + " |", "|" + "---|" * (2 + len(places))]
     for attack, own in table.groupby("attack", sort=False):
         by = own.set_index(list(PLACE))
-        numbers = sorted({int(n) for n in own["count"]})
+        numbers = sorted({int(n) for n in own["count"] if n}) or [0]
         name = f"`{attack}`" + (f", {own['steps'].max():.0f} steps" if own["steps"].notna().any() else "")
         lines.append("| " + " | ".join([name, _range(numbers), *(_psnr(by, place) for place in places)]) + " |")
     notes = _notes(table)

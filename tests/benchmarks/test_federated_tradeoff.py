@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import federated_tradeoff
@@ -70,7 +71,7 @@ def test_federations_differ_in_their_defence_alone(whole) -> None:
     assert rounds.groupby("point")["round"].apply(list).to_dict() == {p: [0, 1, 2] for p in set(rounds["point"])}
 
 
-@pytest.mark.parametrize("stop_at", [4, 11])
+@pytest.mark.parametrize("stop_at", [pytest.param(4, marks=pytest.mark.slow), 11])
 def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, monkeypatch, capsys, stop_at: int) -> None:
     out, honest, calls = tmp_path / "broken", ClientTask.update, []
 
@@ -90,6 +91,7 @@ def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, monkeypatch, 
     assert (out / "rounds.csv").read_text() == (whole / "rounds.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_finished_run_takes_further_federations(whole, tmp_path, monkeypatch) -> None:
     honest, calls = ClientTask.update, []
 
@@ -98,13 +100,18 @@ def test_a_finished_run_takes_further_federations(whole, tmp_path, monkeypatch) 
         return honest(self, *place)
 
     monkeypatch.setattr(ClientTask, "update", update)
-    before = rows_of(whole)
-    assert run(whole, *FAST, "--noise-multipliers", "0.001", "--resume") == 0
+    out = tmp_path / "more"
+    shutil.copytree(whole, out)
+    noise = ["--noise-multipliers", "0.001", "--attacks", "patch_embedding", "--gammas", "0.5", "--resume"]
+    assert run(out, *noise) == 2  # those federations were attacked otherwise
+    assert run(out, *FAST, "--noise-multipliers", "0.001", "--resume") == 0
     assert len(calls) == 3 * 2
-    after = rows_of(whole)
+    before, after = rows_of(whole), rows_of(out)
     pd.testing.assert_frame_equal(after.iloc[: len(before)], before)
     assert set(after["defense"]) == {"none", "mjp", "noise"}
-    assert run(whole, *FAST, "--resume") == 0  # and back: the fixture is shared
+    assert run(out, *FAST, "--resume", "--learning-rate", "0.1") == 2
+    table = pd.read_csv(out / "table.csv")
+    assert table["point"].iloc[-1] == "noise, σ = 0.001"
 
 
 def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
