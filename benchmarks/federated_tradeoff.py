@@ -5,7 +5,7 @@ embeddings; mjp at each gamma; noise where asked for) and lets the server run ev
 that train it. Ends in the accuracy-privacy plane: final accuracy against the strongest attack's PSNR.
 
     python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR
-    python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR --noise-multipliers 1e-4 1e-3 --resume
+    python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR --defenses noise --resume   # a yardstick
     python benchmarks/federated_tradeoff.py --data photos --clients 4 --rounds 2 --looks 2 --attacks patch_embedding
 
 *One federation, not two.* Learning wants large batches, closed forms invert batches of one. Both hold at once where
@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pandas as pd
 import tyro
@@ -93,10 +93,13 @@ class Options:
     """Of the server's step on the mean gradient."""
     partitions: tuple[str, ...] = ("iid", "dirichlet:0.3")
     """iid, or dirichlet:ALPHA."""
+    defenses: tuple[Literal["none", "nope", "mjp", "noise"], ...] = ("none", "nope", "mjp")
+    """none; nope, the model without position embeddings; mjp at each of --gammas; noise at each of
+    --noise-multipliers."""
     gammas: tuple[float, ...] = (0.1, 0.5, 0.9)
     """Masking ratios of MJP."""
-    noise_multipliers: tuple[float, ...] = ()
-    """Clipping with Gaussian noise as a yardstick, in units of --clip-norm (none given: left out)."""
+    noise_multipliers: tuple[float, ...] = (1e-4, 1e-3)
+    """Clipping with Gaussian noise as a yardstick: its standard deviations, in units of --clip-norm."""
     clip_norm: float = 30.0
     """Largest norm of an update under noise; gradients of a fresh vit_mini_32 have about 29."""
     attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Attacks, from: {', '.join(ATTACKS)}.")] = tuple(ATTACKS)
@@ -129,7 +132,7 @@ class Options:
                 raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(self, option)}")
         if self.looks > self.rounds:
             raise UsageError(f"--looks {self.looks} needs as many --rounds")
-        for option in ("partitions", "seeds", "attacks"):
+        for option in ("partitions", "defenses", "seeds", "attacks"):
             given = getattr(self, option)
             if not given or len(set(given)) < len(given):
                 raise UsageError(f"--{option} takes one or more different entries")
@@ -143,6 +146,8 @@ class Options:
             raise UsageError(
                 f"{self.out} holds federations with another model, data, clients or rounds; pass another --out"
             )
+        if not list(federations(self)):
+            raise UsageError("no federation is asked for; --defenses mjp needs --gammas, noise --noise-multipliers")
         # What differs between federations can be wrong in each; the data are loaded once.
         for one in federations(self):
             one.config.validate()
@@ -209,11 +214,14 @@ def federations(options: Options) -> Iterator[Federation]:
     for seed in o.seeds:
         for partition in o.partitions:
             base = _base(o, partition, seed)
-            configs = [base, replace(base, model=replace(base.model, model=f"{o.model}_nope"))]
-            configs += [_defended(base, "mjp", gamma=gamma) for gamma in o.gammas]
             noise = partial(_defended, base, "noise", clip_norm=o.clip_norm)
-            configs += [noise(noise_multiplier=sigma) for sigma in o.noise_multipliers]
-            for one in map(Federation, configs):
+            configs = {
+                "none": [base],
+                "nope": [replace(base, model=replace(base.model, model=f"{o.model}_nope"))],
+                "mjp": [_defended(base, "mjp", gamma=gamma) for gamma in o.gammas],
+                "noise": [noise(noise_multiplier=sigma) for sigma in o.noise_multipliers],
+            }
+            for one in (Federation(config) for name in o.defenses for config in configs[name]):
                 words = one.title.replace(" = ", "").replace("γ", "gamma").replace("σ", "sigma")
                 folder = words.replace(",", "").replace(":", "").replace(" ", "_")
                 yield Federation(replace(one.config, out=o.out / "federations" / folder))

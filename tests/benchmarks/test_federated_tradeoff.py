@@ -102,9 +102,9 @@ def test_a_finished_run_takes_further_federations(whole, tmp_path, monkeypatch) 
     monkeypatch.setattr(ClientTask, "update", update)
     out = tmp_path / "more"
     shutil.copytree(whole, out)
-    noise = ["--noise-multipliers", "0.001", "--attacks", "patch_embedding", "--gammas", "0.5", "--resume"]
-    assert run(out, *noise) == 2  # those federations were attacked otherwise
-    assert run(out, *FAST, "--noise-multipliers", "0.001", "--resume") == 0
+    noise = ["--defenses", "noise", "--noise-multipliers", "0.001"]
+    assert run(out, "--attacks", "patch_embedding", "--defenses", "none", "--resume") == 2  # it was attacked otherwise
+    assert run(out, *FAST, *noise, "--resume") == 0
     assert len(calls) == 3 * 2
     before, after = rows_of(whole), rows_of(out)
     pd.testing.assert_frame_equal(after.iloc[: len(before)], before)
@@ -115,7 +115,18 @@ def test_a_finished_run_takes_further_federations(whole, tmp_path, monkeypatch) 
 
 
 def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
-    options = ["--gammas", "--attacks", "patch_embedding", "mjp_rounds", "--rounds", "1", "--looks", "1"]
+    options = [
+        "--defenses",
+        "none",
+        "nope",
+        "--attacks",
+        "patch_embedding",
+        "mjp_rounds",
+        "--rounds",
+        "1",
+        "--looks",
+        "1",
+    ]
     assert run(tmp_path / "out", *options, "--grants", "model_weights", "position_gradient") == 0
     table = pd.read_csv(tmp_path / "out" / "table.csv").set_index(["point", "attack"])
     assert "needs several_rounds" in table.loc[("none", "mjp_rounds"), "note"]
@@ -174,6 +185,8 @@ MISTAKES = [
     (["--at-most", "unmix=none"], "--at-most takes NUMBER or ATTACK=NUMBER"),
     (["--steps", "0"], "--steps takes NUMBER"),
     (["--clients", "0"], "--clients must be at least 1"),
+    (["--defenses", "none", "none"], "--defenses takes one or more different entries"),
+    (["--defenses", "mjp", "--gammas"], "--defenses mjp needs --gammas"),
     (["--seeds", "1", "1"], "--seeds takes one or more different entries"),
     (["--grants", "omniscience"], "unknown capability"),
     (["--data", "cifar10", "--data-path", "nowhere"], "nowhere"),
