@@ -30,7 +30,7 @@ PLACE = ("partition", "point")
 BY = (*PLACE, "attack")
 GUESS = "mean_image"
 _UPDATE = ["seed", "round", "client", "image"]
-_MARKERS = ("o", "s", "^", "D", "v")
+_MARKERS, _DASHES = ("o", "s", "^", "D"), ("-", "--", ":", "-.")  # a partition each
 
 
 def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[str, str]) -> pd.DataFrame:
@@ -216,11 +216,9 @@ def _draw_accuracy(axes: Axes, rounds: pd.DataFrame, points: Sequence[str]) -> N
     partitions = list(dict.fromkeys(rounds["partition"]))
     for (partition, point), own in rounds.groupby(["partition", "point"], sort=False):
         mean = 100 * own.groupby("round")["accuracy"].mean()
-        look = {
-            "color": style(points.index(point))["color"],
-            "ls": ("-", "--", ":", "-.")[partitions.index(partition) % 4],
-        }
-        axes.plot(mean.index, mean, marker=_MARKERS[partitions.index(partition) % 5], ms=3.5, lw=1.3, **look)
+        place = partitions.index(partition) % 4
+        look = {"color": style(points.index(point))["color"], "ls": _DASHES[place], "marker": _MARKERS[place]}
+        axes.plot(mean.index, mean, ms=3.5, lw=1.3, **look)
     axes.set_xlabel("Round", fontsize=NORMAL)
     axes.set_ylabel("Test accuracy (%)", fontsize=NORMAL)
     _dress(axes)
@@ -240,14 +238,12 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
             yerr=bounds,
             color=colour,
             mfc=colour if line.gain_low > 0 else "white",
-            marker=_MARKERS[partitions.index(line.partition) % 5],
+            marker=_MARKERS[partitions.index(line.partition) % 4],
             ms=6,
             lw=0.9,
             capsize=2,
         )
     guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
-    axes.axhline(guess, color="#404040", ls=":", lw=1)
-    axes.annotate("mean image", (0.99, guess), xycoords=("axes fraction", "data"), fontsize=SMALL, ha="right", va="top")
     axes.set_xlabel("Test accuracy after the last round (%)", fontsize=NORMAL)
     axes.set_ylabel("PSNR of the strongest attack (dB)", fontsize=NORMAL)
     named = {point: list(dict.fromkeys(best.loc[best["point"] == point, "attack"])) for point in points}
@@ -260,8 +256,9 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
             color=style(index)["color"],
             label=f"{point}: {', '.join(named[point]) or 'no image'}",
         )
+    axes.axhline(guess, color="#404040", ls=":", lw=1.2, label="mean image (no gradient)")
     for index, partition in enumerate(partitions):
-        axes.plot([], [], color="#707070", marker=_MARKERS[index % 5], ls=("-", "--")[index % 2], label=partition)
+        axes.plot([], [], color="#707070", marker=_MARKERS[index % 4], ls=_DASHES[index % 4], label=partition)
     if (best["gain_low"] <= 0).any():
         axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than\nthe mean image")
     _dress(axes)
