@@ -273,19 +273,10 @@ def attention_table() -> str:
     return "\n".join(lines)
 
 
-def backbones_table() -> str:
-    """Table 1, as backbones.py wrote it."""
-    return (ROOT / "results" / "backbones" / "table.md").read_text().strip()
-
-
-def ablation_table() -> str:
-    """Table 2, as ablation.py wrote it."""
-    return (ROOT / "results" / "ablation" / "table.md").read_text().strip()
-
-
-def masking_table() -> str:
-    """Table 3, as masking_ratio.py wrote it."""
-    return (ROOT / "results" / "masking_ratio" / "table.md").read_text().strip()
+def written_table(folder: str, paragraphs: int | None = None) -> str:
+    """The first `paragraphs` (all by default) of the Markdown that a benchmark wrote itself."""
+    text = (ROOT / "results" / folder / "table.md").read_text(encoding="utf-8")
+    return "\n\n".join(text.split("\n\n")[:paragraphs]).strip()
 
 
 def main() -> None:
@@ -302,14 +293,15 @@ def main() -> None:
         "speed": speed_table,
         "matching": matching_table,
         "matching_speed": matching_speed_table,
+        "tradeoff": partial(written_table, "federated_tradeoff", 1),
         "training": training_table,
         "consistency": consistency_table,
         "position_embeddings": position_table,
         "corruptions": corruption_table,
         "attention": attention_table,
-        "backbones": backbones_table,
-        "ablation": ablation_table,
-        "masking_ratio": masking_table,
+        "backbones": partial(written_table, "backbones"),
+        "ablation": partial(written_table, "ablation"),
+        "masking_ratio": partial(written_table, "masking_ratio"),
         "overhead": overhead_table,
     }
     for name, make in blocks.items():

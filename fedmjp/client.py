@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attacks.registry import UsageError
-from fedmjp.config import RunConfig
+from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
 from fedmjp.evaluation import evaluate
@@ -43,17 +43,15 @@ class ClientResult:
 
 
 @lru_cache(maxsize=2)
-def shared_data(config_json: str) -> DataBundle:
-    """The data of a run, loaded once a process."""
-    config = RunConfig.from_json(config_json)
-    base, _ = split_name(config.model.model)
+def shared_data(data: DataConfig, size: int, seed: int) -> DataBundle:
+    """The data of a run, loaded once a process for all runs that share it."""
     return load_data(
-        config.data.data,
-        size=MODELS.get(base).image_size,
-        path=config.data.data_path,
-        train_limit=config.data.train_limit,
-        test_limit=config.data.test_limit,
-        seed=config.seed,
+        data.data,
+        size=size,
+        path=data.data_path,
+        train_limit=data.train_limit,
+        test_limit=data.test_limit,
+        seed=seed,
     )
 
 
@@ -80,7 +78,8 @@ class ClientTask:
         self.device = usable_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.data = shared_data(config.to_json())
+        base, _ = split_name(config.model.model)
+        self.data = shared_data(config.data, MODELS.get(base).image_size, config.seed)
         self.parts = partition(
             self.data.train.labels, config.federation.clients, config.federation.partition, config.seed
         )

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from attacks import ATTACKS, Capability, ThreatModel, UsageError
+from attacks import ATTACKS, Attack, Capability, ThreatModel, UsageError
+from fedmjp.budgets import EVERY, chosen, made, read_budget
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.models import split_name
 
@@ -40,6 +41,9 @@ class FederationConfig:
     """Steps a client takes before it sends (more than 1 needs --update weights)."""
     learning_rate: float = 0.01
     """Rate of the server's step on the mean gradient, or of the clients' local SGD."""
+    evaluate_every: int = 1
+    """Rounds between evaluations of the global model on the test images; before the first and after the last round it
+    is evaluated anyway."""
     engine: Literal["local", "ray"] = "local"
     """local: Flower's apps in this process. ray: Flower's simulation (pip install 'fedmjp[ray]')."""
 
@@ -81,6 +85,11 @@ class AuditConfig:
     """Ids of the clients whose updates are attacked."""
     audit_rounds: tuple[int, ...] = ()
     """Rounds whose updates are attacked (none given: every round)."""
+    at_most: tuple[str, ...] = ()
+    """Audited updates that slow attacks get, as ATTACK=NUMBER or a NUMBER for all: so many a federation, spread evenly
+    over its audited rounds and clients."""
+    steps: tuple[str, ...] = ()
+    """Steps of the attacks that search, as a NUMBER for all or ATTACK=NUMBER (none given: each attack's own)."""
     grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
     """What the adversary sees beyond an update: model_weights, position_gradient, several_rounds, labels,
     auxiliary_images, modified_model. An attack that needs more is refused."""
@@ -140,13 +149,14 @@ class RunConfig:
         if not self.defense or len(set(self.defense)) < len(self.defense):
             raise UsageError(f"--defense takes different names from: {', '.join(DEFENSES.names())}")
         split_name(self.model.model)
+        read_budget(self.audit.at_most, "--at-most")
         for name in self.audit.attacks:
-            ATTACKS.get(name)().require(self.threat_model(), name)
+            self.attack(name).require(self.threat_model(), name)
         self._validate_federation()
 
     def _validate_federation(self) -> None:
         f = self.federation
-        for option in ("clients", "rounds", "batch_size", "local_steps"):
+        for option in ("clients", "rounds", "batch_size", "local_steps", "evaluate_every"):
             if getattr(f, option) < 1:
                 raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(f, option)}")
         if not 0 <= f.clients_per_round <= f.clients:
@@ -163,6 +173,22 @@ class RunConfig:
         strange = [r for r in self.audit.audit_rounds if not 1 <= r <= f.rounds]
         if strange:
             raise UsageError(f"--audit-rounds {strange[0]} is no round; choose from 1 to {f.rounds}")
+
+    def attack(self, name: str) -> Attack:
+        """The attack called `name` with this run's number of steps.
+
+        Raises:
+            UsageError: no such attack, or a budget that means nothing.
+        """
+        return made(name, read_budget(self.audit.steps, "--steps"))
+
+    def attacked(self, name: str) -> list[tuple[int, int]]:
+        """The (round, client) whose updates the attack (or guess) called `name` gets, in order."""
+        a, f = self.audit, self.federation
+        rounds = sorted(a.audit_rounds) or range(1, f.rounds + 1)
+        clients = sorted(c for c in set(a.audit_clients) if c < f.clients)
+        limits = read_budget(a.at_most, "--at-most") if name in ATTACKS else {}
+        return chosen([(r, c) for r in rounds for c in clients], limits.get(name, limits.get(EVERY)))
 
     def threat_model(self) -> ThreatModel:
         """What the adversary is granted."""

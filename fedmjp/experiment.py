@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
+from attacks import Capability, Observation, UsageError, has_tokenizer
 from fedmjp import provenance
 from fedmjp.audit.harness import BASELINES, Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
@@ -70,12 +70,15 @@ class FederationAudit:
         train = task.data.train
         some = list(range(0, len(train), max(1, len(train) // BASELINE_IMAGES)))[:BASELINE_IMAGES]
         self.mean_image = mean_image(train.images(some)).to(task.device)  # (1, C, H, W)
+        self.attacks = {name: self.config.attack(name) for name in self.config.audit.attacks}
+        names = (*BASELINES, *self.attacks)
+        self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
         self.memory = self._memory()
         self.round_started = time.perf_counter()
 
     def _memory(self) -> Memory | None:
         """Where earlier updates are kept, if an attack asks for them and the model has tokens to attack."""
-        several = any(Capability.SEVERAL_ROUNDS in ATTACKS.get(name).needs for name in self.config.audit.attacks)
+        several = any(Capability.SEVERAL_ROUNDS in attack.needs for attack in self.attacks.values())
         built = self.task.model
         if not several or not has_tokenizer(built.module, (3, built.image_size, built.image_size)):
             return None
@@ -100,17 +103,19 @@ class FederationAudit:
 
     def on_update(self, view: ServerView) -> None:
         """Audit one client's update, if the run asks for it."""
-        audit = self.config.audit
-        if view.client in audit.audit_clients:
-            asked = not audit.audit_rounds or view.round in audit.audit_rounds
-            wanted = [a for a in (*BASELINES, *audit.attacks) if asked and not self._done(a, view)]
+        if view.client in self.config.audit.audit_clients:
+            place = view.round, view.client
+            asked = [name for name, updates in self.attacked.items() if place in updates]
+            wanted = [name for name in asked if not self._done(name, view)]
             if wanted or self.memory is not None:
                 self._audit(view, wanted)
         self.progress.client_done()
 
     def on_round(self, number: int, state: Mapping[str, Tensor]) -> None:
         """Evaluate the global model, note the round and save the state to resume from."""
-        if not self.workspace.has_round(self.defense, number):
+        f = self.config.federation
+        due = number % f.evaluate_every == 0 or number == f.rounds
+        if due and not self.workspace.has_round(self.defense, number):
             loss, accuracy = self.task.evaluate(state)
             seconds = time.perf_counter() - self.round_started if number else 0.0
             self.workspace.append_round(self.defense, number, loss, accuracy, seconds)
@@ -119,7 +124,7 @@ class FederationAudit:
         self.round_started = time.perf_counter()
 
     def _done(self, attack: str, view: ServerView) -> bool:
-        parameters = ATTACKS.get(attack)().parameters() if attack in ATTACKS else {}
+        parameters = self.attacks[attack].parameters() if attack in self.attacks else {}
         case = self._case(attack, parameters, view.round, view.client)
         return self.rows.done(case, self.task.batch_ids(view.client, view.round, 0))
 
@@ -145,7 +150,7 @@ class FederationAudit:
         for scored in audit_update(
             [*earlier, observation],
             originals,
-            attacks=self.config.audit.attacks,
+            attacks=self.attacks,
             baselines=self._baselines(view, len(originals)),
             score_images=self.score_images,
             skip=lambda name: name not in wanted,
@@ -181,7 +186,7 @@ class FederationAudit:
             "block": self.task.model.block,
             "defense": self.defense,
             "defense_parameters": dict(vars(self.task.defense)),
-            "setting": "federation, scored against the original",
+            "setting": f"federation, {config.federation.partition}, scored against the original",
             "precision": "float32",
             "update": config.federation.update,
             "batch_size": config.federation.batch_size,

@@ -38,10 +38,7 @@ class Workspace:
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.out = config, config.out
-        # Everything that decides about numbers, so that the same command has the same id wherever it writes.
-        identity = json.loads(config.to_json())
-        for option in ("out", "resume"):
-            identity.pop(option)
+        identity = _identity(config)
         self.run_id = provenance.run_id(identity)
         self.description: dict = {"weights": {}}
         self._open(identity)
@@ -90,7 +87,12 @@ class Workspace:
         """Record what a federation runs on, in run.json."""
         self.description["weights"][task.model.name] = task.model.provenance
         data = task.data
-        self.description["data"] = {"name": data.name, "provenance": data.provenance, "skipped": list(data.skipped)}
+        self.description["data"] = {
+            "name": data.name,
+            "provenance": data.provenance,
+            "skipped": list(data.skipped),
+            "test_images": len(data.test),
+        }
         self._write_description()
 
     def finish(self) -> None:
@@ -190,6 +192,33 @@ class Workspace:
     def _picture(self, defense: str, key: tuple[int, int, int], what: str) -> Tensor:
         path = self.out / "images" / defense / _image_name(*key, what)
         return torch.from_numpy(np.asarray(Image.open(path)).copy()).permute(2, 0, 1) / 255
+
+
+def holds_finished(config: RunConfig) -> bool:
+    """Whether `config.out` holds this very run, finished, at whatever commit.
+
+    Raises:
+        UsageError: run.json cannot be read.
+    """
+    path = config.out / "run.json"
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({type(error).__name__}); pass another --out") from error
+    return bool(found.get("finished")) and found.get("run_id") == provenance.run_id(_identity(config))
+
+
+def test_images_of(config: RunConfig) -> int:
+    """Test images behind each accuracy in the run's rounds.csv."""
+    return int(json.loads((config.out / "run.json").read_text())["data"]["test_images"])
+
+
+def _identity(config: RunConfig) -> dict:
+    """Everything that decides about numbers, so that the same command has the same id wherever it writes."""
+    identity = json.loads(config.to_json())
+    for option in ("out", "resume"):
+        identity.pop(option)
+    return identity
 
 
 def _image_name(round: int, client: int, image: int, what: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attacks import ATTACKS, Attack, Observation, Reconstruction
+from attacks import Attack, Observation, Reconstruction
 from fedmjp.audit.matching import match
 from fedmjp.metrics import METRIC_DIRECTIONS, score
 
@@ -110,7 +110,7 @@ def audit_update(
     observations: Sequence[Observation],
     originals: Tensor,
     *,
-    attacks: Sequence[str],
+    attacks: Mapping[str, Attack],
     baselines: Mapping[str, Tensor],
     score_images: ScoreImages,
     skip: Callable[[str], bool] = lambda name: False,
@@ -120,14 +120,14 @@ def audit_update(
     Args:
         observations: the client's updates so far, the audited one last.
         originals: (B, C, H, W) in [0, 1].
-        attacks: names in `ATTACKS`.
+        attacks: by name.
         baselines: name -> (B, C, H, W) guesses that need no gradient.
         skip: names whose rows are already written.
     """
     for name, guess in baselines.items():
         if not skip(name):
             yield Scored(name, {}, guess, score_images(guess, originals), 0.0, "")
-    for name in attacks:
+    for name, attack in attacks.items():
         if not skip(name):
             with torch.no_grad():
-                yield run_attack(ATTACKS.get(name)(), name, observations, originals, score_images)
+                yield run_attack(attack, name, observations, originals, score_images)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from attacks import ThreatModel
+from attacks import ATTACKS, Attack, ThreatModel
 from fedmjp.audit.harness import audit_update, scorer
 from fedmjp.audit.matching import match
 from fedmjp.audit.observe import observe_update
@@ -45,9 +45,13 @@ def view_of(config: RunConfig, grants: ThreatModel | None = None):
     )
 
 
+def made(*names: str) -> dict[str, Attack]:
+    return {name: ATTACKS.get(name)() for name in names}
+
+
 def score_of(task, view, attack: str) -> list[float]:
     originals = task.batch(0, 1, 0).images
-    scored = audit_update([view], originals, attacks=[attack], baselines={}, score_images=scorer(8, None))
+    scored = audit_update([view], originals, attacks=made(attack), baselines={}, score_images=scorer(8, None))
     return [r["psnr"] for r in next(iter(scored)).records]
 
 
@@ -69,7 +73,9 @@ def test_mjp_at_90_percent_stops_both_closed_forms(attack: str) -> None:
 def test_mjp_at_90_percent_on_deit_s(attack: str, block: str) -> None:
     task, view = view_of(small(model="deit_s", defense="mjp", gamma=0.9, block=block))
     originals = task.batch(0, 1, 0).images
-    scored = next(iter(audit_update([view], originals, attacks=[attack], baselines={}, score_images=scorer(16, None))))
+    scored = next(
+        iter(audit_update([view], originals, attacks=made(attack), baselines={}, score_images=scorer(16, None)))
+    )
     assert scored.records[0]["psnr"] < 15
     assert "MJP" in scored.diagnosis
 
@@ -89,7 +95,7 @@ def test_baselines_stand_beside_attacks(mini) -> None:
         audit_update(
             [observe(mini, images[:1])],
             images[:1],
-            attacks=["patch_embedding", "april"],
+            attacks=made("patch_embedding", "april"),
             baselines={"mean_image": images.mean(dim=0, keepdim=True), "other_image": images[1:]},
             score_images=scorer(8, None),
             skip=lambda name: name == "april",

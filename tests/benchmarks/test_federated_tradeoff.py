@@ -1,0 +1,203 @@
+"""The accuracy-privacy plane: a small run, resumption, mistakes, and the strongest attack by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import federated_tradeoff
+import pandas as pd
+import pytest
+
+from attacks import ATTACKS
+from fedmjp.client import ClientTask
+from fedmjp.report import load_rows
+from fedmjp.report.tradeoff import final_accuracy, strongest, tradeoff_table
+from tests.report.report_samples import make_row
+
+SMALL = ["--data", "photos", "--clients", "3", "--rounds", "2", "--looks", "2", "--audit-clients", "2"]
+SMALL += ["--test-images", "8", "--threads", "1", "--at-most", "1", "--steps", "1", "--partitions", "iid"]
+FAST = ["--attacks", "patch_embedding,mjp_subspace,inverting_gradients", "--gammas", "0.5"]
+
+
+def run(out: Path, *options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return federated_tradeoff.main([*SMALL, *options, "--out", str(out)])
+    except SystemExit as stop:  # the parser leaves this way
+        return int(stop.code)
+
+
+def rows_of(out: Path) -> pd.DataFrame:
+    """Rows without what may differ between equal runs."""
+    return load_rows(out / "rows.jsonl.gz").drop(columns="seconds")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A finished run of three federations."""
+    out = tmp_path_factory.mktemp("tradeoff") / "out"
+    assert run(out, *FAST) == 0
+    return out
+
+
+def test_writes_table_and_figure_with_every_attack(whole) -> None:
+    names = {p.name for p in whole.iterdir()}
+    assert names >= {"rows.jsonl.gz", "rounds.csv", "table.csv", "table.md", "tradeoff.png", "run.json"}
+    table = pd.read_csv(whole / "table.csv", keep_default_na=False)
+    points = ["none", "nope", "mjp, γ = 0.5"]
+    assert list(dict.fromkeys(table["point"])) == points
+    for point in points:
+        own = table[table["point"] == point]
+        assert set(own["attack"]) == {*ATTACKS, "mean_image", "other_image"}
+        assert set(own.loc[own["attack"] == "april", "note"]) == {"not run: not among --attacks"}
+    by = table.set_index(["point", "attack"])
+    assert float(by.loc[("none", "patch_embedding"), "psnr_mean"]) > 60
+    assert "no learnable position embedding" in by.loc[("nope", "patch_embedding"), "note"]
+    assert float(by.loc[("none", "patch_embedding"), "test_images"]) == 8
+    text = (whole / "table.md").read_text()
+    assert all(name in text for name in ATTACKS)
+    assert "What it cannot tell" in text
+    assert len(json.loads((whole / "run.json").read_text())["federations"]) == 3
+
+
+def test_federations_differ_in_their_defence_alone(whole) -> None:
+    rows = rows_of(whole)
+    assert set(rows["model"]) == {"vit_mini_32", "vit_mini_32_nope", "vit_mini_32_mjp"}
+    ids = [list(group["image_id"]) for _, group in rows[rows["attack"] == "mean_image"].groupby("model")]
+    assert ids[0] == ids[1] == ids[2]
+    rounds = pd.read_csv(whole / "rounds.csv")
+    assert rounds.groupby("point")["round"].apply(list).to_dict() == {p: [0, 1, 2] for p in set(rounds["point"])}
+
+
+@pytest.mark.parametrize("stop_at", [pytest.param(4, marks=pytest.mark.slow), 11])
+def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, monkeypatch, capsys, stop_at: int) -> None:
+    out, honest, calls = tmp_path / "broken", ClientTask.update, []
+
+    def update(self, client, number, *state):
+        calls.append((client, number))
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+        return honest(self, client, number, *state)
+
+    monkeypatch.setattr(ClientTask, "update", update)
+    assert run(out, *FAST) == 130
+    assert run(out, *FAST) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert run(out, *FAST, "--resume") == 0
+    assert len(calls) == 3 * 2 * 3 + 1 + (stop_at - 1) % 3  # the broken round alone is trained again
+    pd.testing.assert_frame_equal(rows_of(out), rows_of(whole))
+    assert (out / "rounds.csv").read_text() == (whole / "rounds.csv").read_text()
+
+
+@pytest.mark.slow
+def test_a_finished_run_takes_further_federations(whole, tmp_path, monkeypatch) -> None:
+    honest, calls = ClientTask.update, []
+
+    def update(self, *place):
+        calls.append(place[:2])
+        return honest(self, *place)
+
+    monkeypatch.setattr(ClientTask, "update", update)
+    out = tmp_path / "more"
+    shutil.copytree(whole, out)
+    noise = ["--defenses", "noise", "--noise-multipliers", "0.001"]
+    assert run(out, "--attacks", "patch_embedding", "--defenses", "none", "--resume") == 2  # it was attacked otherwise
+    assert run(out, *FAST, *noise, "--resume") == 0
+    assert len(calls) == 3 * 2
+    before, after = rows_of(whole), rows_of(out)
+    pd.testing.assert_frame_equal(after.iloc[: len(before)], before)
+    assert set(after["defense"]) == {"none", "mjp", "noise"}
+    assert run(out, *FAST, "--resume", "--learning-rate", "0.1") == 2
+    table = pd.read_csv(out / "table.csv")
+    assert table["point"].iloc[-1] == "noise, σ = 0.001"
+
+
+def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
+    options = [
+        "--defenses",
+        "none",
+        "nope",
+        "--attacks",
+        "patch_embedding",
+        "mjp_rounds",
+        "--rounds",
+        "1",
+        "--looks",
+        "1",
+    ]
+    assert run(tmp_path / "out", *options, "--grants", "model_weights", "position_gradient") == 0
+    table = pd.read_csv(tmp_path / "out" / "table.csv").set_index(["point", "attack"])
+    assert "needs several_rounds" in table.loc[("none", "mjp_rounds"), "note"]
+    assert table.loc[("none", "patch_embedding"), "count"] == 1  # --at-most 1
+
+
+@pytest.mark.slow
+def test_every_attack_gives_rows_or_a_reason(tmp_path) -> None:
+    assert run(tmp_path / "out", "--gammas", "0.9", "--rounds", "1", "--looks", "1") == 0
+    table = pd.read_csv(tmp_path / "out" / "table.csv", keep_default_na=False)
+    assert set(table["attack"]) == {*ATTACKS, "mean_image", "other_image"}
+    silent = table[table["psnr_mean"].astype(str) == ""]
+    assert len(silent)
+    assert (silent["note"] != "").all()
+
+
+def test_the_strongest_attack_by_hand() -> None:
+    def rows(attack: str, values: list[float], **changes) -> list[dict]:
+        common = {"attack": attack, "attack_parameters": {}, "partition": "iid", "point": "none", **changes}
+        return [make_row(client=c, image_id=f"i{c}", psnr=v, **common) for c, v in enumerate(values)]
+
+    # 30.0 lies within the interval of 31.0, which rests on fewer images.
+    many, few = rows("patch_embedding", [20.0, 30.0, 40.0, 30.0]), rows("unmix", [22.0, 40.0])
+    weak, guess = rows("april", [5.0, 6.0, 7.0, 6.0]), rows("mean_image", [99.0, 12.0, 10.0, 11.0])
+    rounds = pd.DataFrame({"partition": "iid", "point": "none", "seed": 0, "round": [0, 2], "accuracy": [0.1, 0.25]})
+    table = tradeoff_table(
+        pd.DataFrame(guess + weak + few + many), rounds.assign(test_images=8), {"dlg": "not run: for a reason"}
+    ).set_index("attack")
+    assert table.index[table["strongest"].astype(bool)].tolist() == ["patch_embedding"]
+    assert table.loc["patch_embedding", "psnr_mean"] == 30
+    assert table.loc["unmix", "gain"] == pytest.approx(31 - (99 + 12) / 2)
+    assert table.loc["april", "gain"] == pytest.approx((5 + 6 + 7 + 6 - 99 - 12 - 10 - 11) / 4)
+    assert table.loc["dlg", "note"] == "not run: for a reason"
+    assert table.loc["april", ["accuracy", "rounds"]].tolist() == [0.25, 2]
+    first = {"attack": "a", "psnr_mean": 30.0, "psnr_low": 28.0, "count": 4, "failed": 0}
+    second = {"attack": "b", "psnr_mean": 30.6, "psnr_low": 30.2, "count": 4, "failed": 2}
+    assert strongest([first, second]) == "b"
+    assert strongest([first, second | {"psnr_low": 29.9}]) == "a"
+    assert strongest([first | {"attack": "mean_image"}]) == ""
+
+
+def test_accuracy_of_several_seeds_is_over_all_their_images() -> None:
+    rounds = pd.DataFrame({"seed": [0, 1], "round": [5, 5], "accuracy": [0.2, 0.4], "test_images": [10, 10]})
+    found = final_accuracy(rounds)
+    assert (found["accuracy"], found["test_images"], found["seeds"]) == (pytest.approx(0.3), 20, 2)
+    assert 0 <= found["accuracy_low"] < 0.3 < found["accuracy_high"] <= 1
+
+
+MISTAKES = [
+    (["--attacks", "dgl"], "did you mean 'dlg'"),
+    (["--partitions", "sorted"], "choose from: iid, dirichlet:ALPHA"),
+    (["--gammas", "1.5"], "--gamma must lie in"),
+    (["--model", "vit_mini_32_nope"], "without suffix"),
+    (["--model", "swin_t"], "plain ViT"),
+    (["--looks", "3"], "--looks 3 needs as many --rounds"),
+    (["--at-most", "unmix=none"], "--at-most takes NUMBER or ATTACK=NUMBER"),
+    (["--steps", "0"], "--steps takes NUMBER"),
+    (["--clients", "0"], "--clients must be at least 1"),
+    (["--defenses", "none", "none"], "--defenses takes one or more different entries"),
+    (["--defenses", "mjp", "--gammas"], "--defenses mjp needs --gammas"),
+    (["--seeds", "1", "1"], "--seeds takes one or more different entries"),
+    (["--grants", "omniscience"], "unknown capability"),
+    (["--data", "cifar10", "--data-path", "nowhere"], "nowhere"),
+    (["--weights", "nowhere.safetensors"], "no checkpoint at"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES)
+def test_mistakes_are_one_line_and_exit_with_2(tmp_path, capsys, options: list[str], words: str) -> None:
+    assert run(tmp_path / "out", *options) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert words in error[0]
+    assert not (tmp_path / "out").exists()
