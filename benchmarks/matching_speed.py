@@ -1,7 +1,8 @@
 """Gradient matching against the `breaching` package, a step at a time, on the same model, batch and start.
 
 Part of benchmarks/speed.py. What is timed is the difference of two runs of unequal length, so that set-up counts for
-nobody; on a CPU in processor time, so that other work on the machine does not. A step is the same for all: signed Adam
+nobody; on a CPU in processor time, so that other work on the machine counts little. Rounds are short and take all in
+turn, because a core's own speed drifts. A step is the same for all: signed Adam
 on cosine distance plus total variation.
 """
 
@@ -10,8 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 
+import numpy as np
 import pandas as pd
 import torch
 from timing import peak_memory, timed
@@ -27,10 +28,11 @@ from fedmjp.audit.per_image import observe_groups
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
 from fedmjp.defenses import ClientInput
+from fedmjp.metrics.intervals import bootstrap_statistic
 from fedmjp.models import build_model
 
 TOGETHER = 8  # victims at once
-SHORT, LONG = 2, 26  # steps
+SHORT, LONG = 2, 12  # steps
 
 
 class Searches:
@@ -81,25 +83,24 @@ class Searches:
         minimise(objective, start, self.recipe.optimiser, Rules(steps, 0, 0.0, 0))
 
 
-def matching_table(model: str, batches: tuple[int, ...], repeats: int, device: str) -> pd.DataFrame:
-    """Milliseconds a step and victim, ratios to the package taken in turn, and peak memory."""
-    return pd.DataFrame([line for batch in batches for line in _lines(model, batch, repeats, device)])
+def matching_table(model: str, batches: tuple[int, ...], rounds: int, device: str) -> pd.DataFrame:
+    """Milliseconds a step and victim, ratios of mean times with 95 % intervals over rounds, and peak memory."""
+    return pd.DataFrame([line for batch in batches for line in _lines(model, batch, rounds, device)])
 
 
-def _lines(model: str, batch: int, repeats: int, device: str) -> list[dict[str, object]]:
+def _lines(model: str, batch: int, rounds: int, device: str) -> list[dict[str, object]]:
     searches = Searches(model, batch, device)
     works = {name: getattr(searches, name) for name in ("peer", "same", "alone", "together")}
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for repeat in range(repeats + 1):
-        for name, work in works.items():
-            step = _step(work, searches.device) / (TOGETHER if name == "together" else 1)
-            if repeat:  # the first round warms up
-                taken[name].append(step)
+    taken = np.zeros((rounds, len(works)))  # seconds of a step
+    for number in range(-1, rounds):  # round -1 warms up and is overwritten by the last
+        for column, (name, work) in enumerate(works.items()):
+            taken[number, column] = _step(work, searches.device) / (TOGETHER if name == "together" else 1)
+    means = taken.mean(axis=0)
+    ratios = np.stack(bootstrap_statistic(taken, lambda m: m[..., :1] / m), axis=1)  # (4, 3)
     lines = []
-    for name, seconds in taken.items():
-        ratio = [p / s for p, s in zip(taken["peer"], seconds, strict=True)]
-        line = {"model": model, "batch": batch, "what": name, "ms_a_step": 1e3 * median(seconds)}
-        line |= {"times_faster": median(ratio), "times_faster_min": min(ratio), "times_faster_max": max(ratio)}
+    for name, mean, (ratio, low, high) in zip(works, means, ratios, strict=True):
+        line = {"model": model, "batch": batch, "what": name, "ms_a_step": 1e3 * mean}
+        line |= {"times_faster": ratio, "times_faster_low": low, "times_faster_high": high}
         lines.append(line | {"peak_mib": peak_memory(Searches, (model, batch, device), name)})
     return lines
 

@@ -72,6 +72,8 @@ class Options:
     """Model of the gradient matching, random weights."""
     matching_batches: tuple[int, ...] = (1, 4)
     """Images in a victim's batch."""
+    matching_rounds: int = 15
+    """Rounds of the gradient matching, each of all ways to take a step; ratios of their means are reported."""
     device: str = "cpu"
     """cpu or cuda."""
     out: Path = RESULTS
@@ -226,6 +228,7 @@ def _leakage(options: Options, console: Console) -> None:
     table.to_csv(options.out / "speed.csv", index=False, float_format="%.4g")
     solves.to_csv(options.out / "drivers.csv", index=False, float_format="%.4g")
     extra = {"images": options.images, "batch_size": options.batch_size, "lpips": options.lpips_weights is not None}
+    extra |= {"repeats": options.repeats}
     _write_machine(options, "machine.json", extra)
     console.print(table.T.to_string(header=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
     console.print(solves.to_string(index=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
@@ -237,9 +240,9 @@ def _leakage(options: Options, console: Console) -> None:
 
 
 def _matching(options: Options, console: Console) -> None:
-    table = matching_table(options.matching_model, options.matching_batches, options.repeats, options.device)
+    table = matching_table(options.matching_model, options.matching_batches, options.matching_rounds, options.device)
     table.to_csv(options.out / "matching.csv", index=False, float_format="%.4g")
-    _write_machine(options, "matching_machine.json", {})
+    _write_machine(options, "matching_machine.json", {"rounds": options.matching_rounds})
     console.print(table.to_string(index=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
     for what, aim in AIM_STEPS.items():
         worst = table[table["what"] == what]["times_faster"].min()
@@ -247,8 +250,7 @@ def _matching(options: Options, console: Console) -> None:
 
 
 def _write_machine(options: Options, name: str, extra: dict[str, object]) -> None:
-    machine = provenance.columns(usable_device(options.device)) | extra
-    machine |= {"repeats": options.repeats, "versions": provenance.versions()}
+    machine = provenance.columns(usable_device(options.device)) | extra | {"versions": provenance.versions()}
     (options.out / name).write_text(json.dumps(machine, indent=2) + "\n")
 
 

@@ -26,6 +26,8 @@ def test_writes_its_tables(tmp_path, capsys) -> None:
         "1",
         "--matching-batches",
         "1",
+        "--matching-rounds",
+        "2",
     ]
     assert speed.main([*options, "--out", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "speed.csv").set_index("block")
