@@ -22,8 +22,9 @@ def card_of(name: str) -> str:
     return (SHIPPED / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_the_minis_for_64_pixels_ship() -> None:
-    assert {"vit_mini_64", "vit_mini_64_mjp", "vit_mini_64_nope"} <= set(shipped_names()) <= set(model_names())
+def test_the_minis_ship_in_all_variants() -> None:
+    minis = {f"vit_mini_{size}{variant}" for size in (32, 64) for variant in ("", "_mjp", "_nope")}
+    assert minis <= set(shipped_names()) <= set(model_names())
 
 
 @pytest.mark.parametrize("name", shipped_names())
