@@ -121,10 +121,12 @@ def speed_table() -> str:
     return "\n".join(lines) + f"\n\n{machine['device']}, batches of {machine['batch_size']}, {told}."
 
 
-def matching_table() -> str:
-    """Gradient matching against the original images, a line an attack and start, a column a kind of client."""
-    table = pd.read_csv(ROOT / "results" / "gradient_matching" / "vit_mini_32" / "table.csv", keep_default_na=False)
-    table = table[table["setting"] == "original"]
+def matching_table(folder: str) -> str:
+    """Gradient matching against the original images, a line an attack and start, a column a kind of client; MJP for
+    batches of one."""
+    table = pd.read_csv(ROOT / "results" / "gradient_matching" / folder / "table.csv", keep_default_na=False)
+    table = table[(table["setting"] == "original") & ((table["defense"] == "none") | (table["batch"] == 1))]
+    table = table.sort_values("steps", kind="stable")
     number = pd.to_numeric(table["psnr"])
     kinds = list(dict.fromkeys(zip(table["defense"], table["gamma"], table["batch"], strict=True)))
     heads = [f"MJP γ = {gamma}" if defense == "mjp" else f"batch of {batch}" for defense, gamma, batch in kinds]
@@ -294,7 +296,8 @@ def main() -> None:
         "adaptive_trained": partial(adaptive_table, "mjp_adaptive_trained"),
         "batches": batches_table,
         "speed": speed_table,
-        "matching": matching_table,
+        "matching": partial(matching_table, "vit_mini_32"),
+        "matching_trained": partial(matching_table, "vit_mini_32_trained"),
         "matching_speed": matching_speed_table,
         "tradeoff": partial(written_table, "federated_tradeoff", 1),
         "training": training_table,
