@@ -87,7 +87,7 @@ def test_finished_run_can_be_rendered_again(finished) -> None:
     assert rows_of(finished) == before
 
 
-@pytest.mark.parametrize("stop_at", [1, 5, 9])
+@pytest.mark.parametrize("stop_at", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9))])
 def test_interrupted_run_resumes_without_repeating(finished, tmp_path, monkeypatch, stop_at: int) -> None:
     out = tmp_path / "run"
     honest, calls = ClientTask.update, []

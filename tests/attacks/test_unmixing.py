@@ -96,6 +96,7 @@ def test_truth_is_the_minimum(exact, exact_update) -> None:
     torch.testing.assert_close(mixture.patches(found), patches, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_whole_image_in_float64(exact_update) -> None:
     view, mask, _ = exact_update
     image = photographs(64, 1).double()
@@ -115,6 +116,7 @@ def test_float32_beats_the_image_prior() -> None:
     assert ours > prior + 10
 
 
+@pytest.mark.slow
 def test_does_not_vouch_for_a_fit_that_failed() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
     view, _, _ = masked_update(model, photographs(64, 1), gamma=0.5)

@@ -80,7 +80,7 @@ def interrupted(monkeypatch, after: int) -> None:
     monkeypatch.setattr(campaign_module, "answers", stopping)
 
 
-@pytest.mark.parametrize("after", [0, 1, 5])
+@pytest.mark.parametrize("after", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_an_interrupt_and_a_half_written_row_lose_nothing(finished, tmp_path, monkeypatch, capsys, after: int) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
@@ -97,6 +97,7 @@ def test_an_interrupt_and_a_half_written_row_lose_nothing(finished, tmp_path, mo
     pd.testing.assert_frame_equal(rows_of(finished), rows_of(out))
 
 
+@pytest.mark.slow
 def test_resume_adds_a_model_to_a_finished_table(finished, tmp_path) -> None:
     out = tmp_path / "out"
     assert run(out, "--model", "vit_mini_64", "--attacks", "patch_embedding", "--block", "standard") == 0

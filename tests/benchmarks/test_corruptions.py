@@ -136,6 +136,7 @@ def test_an_interrupted_run_is_taken_up_where_it_stopped(call, tmp_path, monkeyp
     assert (whole / "corruptions.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_other_weights_are_measured_anew(call, tmp_path) -> None:
     """Rows are known by what the weights are, not by what their file is called."""
     out = tmp_path / "out"

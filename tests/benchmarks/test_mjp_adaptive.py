@@ -109,6 +109,7 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], 
     assert words in error[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["--gammas", "--update-gammas"])
 def test_either_experiment_can_be_left_out(tmp_path, left_out: str) -> None:
     out = tmp_path / "out"

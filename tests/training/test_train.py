@@ -124,6 +124,7 @@ def test_step_is_a_clients_step(tmp_path) -> None:
         assert torch.allclose(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-5), name
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path) -> None:
     light = {"mixup": 0, "cutmix": 0, "erasing": 0, "rand_augment": "none", "smallest_crop": 1.0, "repeats": 1}
     options = config(tmp_path / "out", epochs=12, **light)

@@ -112,6 +112,7 @@ def test_our_image_is_not_worse(ours: str, options: dict, theirs: str) -> None:
     assert mean[ours] > mean[theirs] - 0.5, mean
 
 
+@pytest.mark.slow
 def test_the_package_attacks_are_rows_like_others() -> None:
     observation, images = view(small_vit())
     names = [name for name in ATTACKS if name.startswith("breaching_")]

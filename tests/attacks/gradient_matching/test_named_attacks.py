@@ -27,13 +27,17 @@ CASES = [
     ("gradvit", {"steps": 300}, 28.0),
 ]
 NAMES = [name for name, *_ in CASES]
+LONG = {"inverting_gradients", "see_through_gradients", "april_optimisation"}
 
 
 def test_every_attack_has_a_case() -> None:
     assert set(NAMES) == {name for name in ATTACKS if issubclass(ATTACKS.get(name), GradientMatching)}
 
 
-@pytest.mark.parametrize(("name", "options", "threshold"), CASES)
+@pytest.mark.parametrize(
+    ("name", "options", "threshold"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] in LONG else []) for case in CASES],
+)
 def test_recovers_a_photograph(name: str, options: dict, threshold: float) -> None:
     observation, images = view(small_vit())
     found = attack(name, observation, **options)
@@ -79,6 +83,7 @@ def test_restarts_that_agree() -> None:
     assert found.images.shape == images.shape
 
 
+@pytest.mark.slow
 def test_a_batch_comes_back_in_the_order_of_its_labels() -> None:
     observation, images = view(small_vit(), first=1, count=2)
     found = attack("inverting_gradients", observation, steps=300, tv=0.01)
@@ -87,6 +92,7 @@ def test_a_batch_comes_back_in_the_order_of_its_labels() -> None:
     assert psnr(found, images) > 15.5
 
 
+@pytest.mark.slow
 def test_hidden_positions_are_hidden_from_the_simulated_client_too() -> None:
     model = small_vit(masked=True)
     mask = torch.zeros(1, 16, dtype=torch.bool)
@@ -131,6 +137,7 @@ def test_the_localisation_loss_is_taken_out_before_matching() -> None:
     assert start[0] == pytest.approx(start[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_weights_after_local_steps_are_matched_by_simulating_them() -> None:
     model, rate = small_vit(), 0.05
     images, labels = photographs(16, 2), torch.arange(2)
