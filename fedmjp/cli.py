@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import re
 import sys
 import warnings
@@ -32,12 +33,18 @@ def parse(options: type[T], program: str, description: str | None, arguments: Se
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                tyro.conf.configure(tyro.conf.OmitArgPrefixes)(options),
-                prog=program,
-                description=description,
-                args=arguments,
-            )
+            try:
+                return tyro.cli(
+                    tyro.conf.configure(tyro.conf.OmitArgPrefixes)(options),
+                    prog=program,
+                    description=description,
+                    args=arguments,
+                )
+            finally:
+                sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the help has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except SystemExit as stop:
         if stop.code:  # the parser draws a box around several lines
             words = re.sub(r"[^\S ]|[\u2500-\u257f]", " ", complaint.getvalue())

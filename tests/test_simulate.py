@@ -230,6 +230,14 @@ def test_help_documents_every_option() -> None:
     assert "released code: 0.5" in re.sub(r"\s+", " ", re.sub(r"[│╰╭─╮╯]", " ", text))
 
 
+def test_help_that_is_not_read_to_its_end_ends_quietly() -> None:
+    command = [sys.executable, "-m", "fedmjp.simulate", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 def _leaf_names(values: dict) -> list[str]:
     return [n for k, v in values.items() for n in (_leaf_names(v) if isinstance(v, dict) else [k])]
 
