@@ -27,9 +27,9 @@ from rich.progress import track
 from timing import timed
 
 from attacks import UsageError
-from fedmjp import provenance
 from fedmjp.cli import guarded, parse, split_commas, terminal
-from fedmjp.report.record import note_run
+from fedmjp.records import provenance
+from fedmjp.records.run_record import note_run
 from fedmjp.report.seeds import difference_points, markdown, save_with_legend, seeds_table, write_table
 from fedmjp.training.lines import Line, TrainingOptions, limits, train_lines
 from fedmjp.training.trainer import Trainer, load

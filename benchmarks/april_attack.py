@@ -36,7 +36,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attacks import ATTACKS, Capability, ThreatModel, UsageError
-from fedmjp import provenance
 from fedmjp.audit.campaign import Campaign, answers
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient, lacks_positions
@@ -47,10 +46,11 @@ from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import load_lpips
 from fedmjp.models import build_model, split_name
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of, shipped_names
+from fedmjp.records import provenance
+from fedmjp.records.rows import pack_rows, unpack_rows
+from fedmjp.records.run_record import note_run
 from fedmjp.report import Panel, Reconstructed, RowLog, load_rows, reconstructions_figure
 from fedmjp.report.leakage import leakage_table, leakage_text, write_leakage
-from fedmjp.report.record import note_run
-from fedmjp.report.rows import pack_rows, unpack_rows
 
 HERE = Path(__file__).resolve().parent
 PAPER = HERE / "paper" / "mjp_table5.csv"

@@ -42,13 +42,13 @@ from torch import Tensor
 from trained import load_trained, sources_of
 
 from attacks import UsageError
-from fedmjp import provenance
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import DataBundle, load_data, load_gallery
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.models import MODELS, BuiltModel, build_model, split_name
 from fedmjp.models.attention import last_attention
+from fedmjp.records import provenance
 from fedmjp.report.figures import SMALL, draw_picture, save
 
 BATCH = 50

@@ -24,7 +24,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from attacks import ATTACKS, Observation, UsageError
-from fedmjp import provenance
 from fedmjp.audit.harness import Scored, score_found, scorer
 from fedmjp.audit.per_image import observe_together
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
@@ -35,10 +34,11 @@ from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import load_lpips
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
+from fedmjp.records import provenance
+from fedmjp.records.rows import pack_rows, unpack_rows
+from fedmjp.records.run_record import note_run
 from fedmjp.report import Panel, Reconstructed, RowLog, load_rows, reconstructions_figure
 from fedmjp.report.adaptive import adaptive_table
-from fedmjp.report.record import note_run
-from fedmjp.report.rows import pack_rows, unpack_rows
 
 PLAIN = Setting("plain", defended=False, hidden=False, against="original")
 ATTACKED_BY = ("patch_embedding", "batch_rounds")

@@ -3,8 +3,9 @@
     python benchmarks/consistency.py --data tiny-imagenet --data-path DIR           every shipped 64-pixel checkpoint
     python benchmarks/consistency.py --model vit_mini_64 vit_ti=FILE.safetensors --data tiny-imagenet --data-path DIR
 
-What is measured, and how, stands in fedmjp/consistency.py. An _mjp model sees the unknown position embedding at the
-shuffled places, as in training, and once more its own positions there; an _idx model is told where patches come from.
+What is measured, and how, stands in fedmjp/evaluation/consistency.py. An _mjp model sees the unknown position embedding
+at the shuffled places, as in training, and once more its own positions there; an _idx model is told where patches come
+from.
 
 Intervals are 95 % bootstrap intervals over images; they say nothing of another training of the same model. Writes
 table.csv and consistency.png to --out.
@@ -25,13 +26,13 @@ from rich.console import Console
 from trained import load_trained, sources_of
 
 from attacks import UsageError
-from fedmjp import provenance
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
-from fedmjp.consistency import measure, summarise
 from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES
+from fedmjp.evaluation.consistency import measure, summarise
 from fedmjp.models import MODELS, split_name
+from fedmjp.records import provenance
 from fedmjp.report.figures import NORMAL, SMALL, save, style
 
 HERE = Path(__file__).resolve().parent

@@ -41,16 +41,16 @@ from torch import Tensor
 from trained import load_trained, sources_of
 
 from attacks import UsageError
-from fedmjp import provenance
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.client import usable_device
 from fedmjp.data import DataBundle, load_data
 from fedmjp.metrics import bootstrap_statistic
 from fedmjp.models import MODELS, BuiltModel, split_name
+from fedmjp.records import provenance
+from fedmjp.records.rows import Schema, pack_rows, unpack_rows
+from fedmjp.records.run_record import note_run
 from fedmjp.report import RowLog
 from fedmjp.report.figures import NORMAL, SMALL, save, style
-from fedmjp.report.record import note_run
-from fedmjp.report.rows import Schema, pack_rows, unpack_rows
 
 HERE = Path(__file__).resolve().parent
 BATCH = 100

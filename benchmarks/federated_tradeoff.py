@@ -43,19 +43,19 @@ import tyro
 from rich.console import Console
 
 from attacks import ATTACKS, ThreatModel, UsageError
+from fedmjp.audited_federation import check_before_start, run_experiment
 from fedmjp.budgets import searches
 from fedmjp.cli import EXIT_FAILURE, guarded, parse, split_commas, terminal
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
-from fedmjp.experiment import check_before_start, run_experiment
 from fedmjp.federation import ClientFailure
 from fedmjp.models import MODELS, split_name
 from fedmjp.models.weights import SHIPPED
 from fedmjp.progress import RunProgress
+from fedmjp.records.rows import pack_rows
+from fedmjp.records.run_folder import Workspace, holds_finished, test_images_of
+from fedmjp.records.run_record import note_run
 from fedmjp.report import load_rows
-from fedmjp.report.record import note_run
-from fedmjp.report.rows import pack_rows
 from fedmjp.report.tradeoff import tradeoff_table, write_tradeoff
-from fedmjp.workspace import Workspace, holds_finished, test_images_of
 
 NOTES = "\n\n".join(part for part in __doc__.split("\n\n") if part.startswith("*"))  # stand under the table
 PROGRAM = "python benchmarks/federated_tradeoff.py"

@@ -32,7 +32,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from attacks import ATTACKS, Attack, ThreatModel, UsageError
-from fedmjp import provenance
 from fedmjp.audit.campaign import Campaign, answers
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.victims import NO_MODEL, Setting, Subject, Victims
@@ -43,10 +42,11 @@ from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.metrics import load_lpips
 from fedmjp.models import MODELS, build_model, split_name
 from fedmjp.models.weights import classes_of
+from fedmjp.records import provenance
+from fedmjp.records.rows import pack_rows, unpack_rows
 from fedmjp.report import Panel, Reconstructed, RowLog, load_rows, reconstructions_figure
 from fedmjp.report.flags import footnotes, with_table_flags
 from fedmjp.report.matching import matching_table, write_matching
-from fedmjp.report.rows import pack_rows, unpack_rows
 
 SHOWN = ["defense", "gamma", "batch", "setting", "attack", "init", "steps", "psnr", "gain", "label_accuracy", "verdict"]
 MEAN_OF = 128  # images behind the mean image, at most

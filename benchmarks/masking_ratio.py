@@ -25,7 +25,7 @@ from rich.console import Console
 
 from attacks import UsageError
 from fedmjp.cli import guarded, parse, split_commas, terminal
-from fedmjp.report.record import note_run
+from fedmjp.records.run_record import note_run
 from fedmjp.report.seeds import markdown, ratio_curves, save_with_legend, seeds_table, write_table
 from fedmjp.training.lines import Line, TrainingOptions, limits, train_lines
 

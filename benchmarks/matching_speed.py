@@ -18,7 +18,7 @@ import torch
 from timing import peak_memory, timed
 from torch import Tensor
 
-from attacks.breaching_adapter import peer
+from attacks.breaching import peer
 from attacks.gradient_matching.engine import Candidates, Rules, minimise
 from attacks.gradient_matching.inverting_gradients import InvertingGradients
 from attacks.gradient_matching.reading import read

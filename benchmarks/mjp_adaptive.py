@@ -33,7 +33,6 @@ from torch.nn import functional as F
 
 from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
 from attacks.memory import remember
-from fedmjp import provenance
 from fedmjp.audit.harness import Scored, score_found, scorer
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.cli import guarded, parse, split_commas, terminal
@@ -44,10 +43,11 @@ from fedmjp.metrics import load_lpips
 from fedmjp.metrics.pixel import LEAST_MSE
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
+from fedmjp.records import provenance
+from fedmjp.records.rows import pack_rows, unpack_rows
+from fedmjp.records.run_record import note_run
 from fedmjp.report import RowLog, load_rows
 from fedmjp.report.adaptive import round_by_round_figure, write_adaptive
-from fedmjp.report.record import note_run
-from fedmjp.report.rows import pack_rows, unpack_rows
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
 NAIVE = "april"

@@ -21,12 +21,12 @@ from rich.progress import track
 from timing import timed
 from torch import Tensor
 
-from fedmjp import provenance
 from fedmjp.client import usable_device
 from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.objectives import client_loss
+from fedmjp.records import provenance
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "mjp_overhead"
 

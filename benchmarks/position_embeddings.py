@@ -32,10 +32,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from attacks import UsageError
-from fedmjp import provenance
 from fedmjp.cli import guarded, parse, split_commas, terminal
 from fedmjp.models import build_model, split_name
 from fedmjp.models.weights import classes_of, shipped_names
+from fedmjp.records import provenance
 from fedmjp.report.figures import NORMAL, SMALL, save, style
 
 HERE = Path(__file__).resolve().parent

@@ -16,11 +16,11 @@ import pandas as pd
 import torch
 import tyro
 
-from fedmjp import provenance
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
 from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.objectives import client_loss
+from fedmjp.records import provenance
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "round_overhead"
 

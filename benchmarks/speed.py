@@ -32,8 +32,7 @@ from timing import peak_memory, timed
 from torch import Tensor
 
 from attacks import ATTACKS, Attack, UsageError, find_tokenizer
-from attacks.breaching_adapter import ForBreaching
-from fedmjp import provenance
+from attacks.breaching import ForBreaching
 from fedmjp.audit.campaign import answers
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.per_image import attacked_gradients
@@ -44,6 +43,7 @@ from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.metrics import load_lpips
 from fedmjp.models import BuiltModel, build_model
+from fedmjp.records import provenance
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "speed"
 FITTING = {"april": "april", "standard": "patch_embedding"}

@@ -18,7 +18,7 @@ from attacks.registry import UsageError
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
-from fedmjp.evaluation import evaluate
+from fedmjp.evaluation.accuracy import evaluate
 from fedmjp.models import MODELS, build_model, split_name
 from fedmjp.objectives import client_loss
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from rich.console import Console
 
+from fedmjp.audited_federation import check_before_start, conduct_on, run_experiment
 from fedmjp.cli import EXIT_FAILURE, guarded, parse, terminal
 from fedmjp.config import RunConfig, from_flat
-from fedmjp.experiment import check_before_start, conduct_on, run_experiment
 from fedmjp.federation import ClientFailure, server_app_for
 from fedmjp.progress import RunProgress
+from fedmjp.records.run_folder import Workspace
 from fedmjp.report import as_text, load_rows, render, summarise
-from fedmjp.workspace import Workspace
 
 
 def run(config: RunConfig, console: Console) -> Path:

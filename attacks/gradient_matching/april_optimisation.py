@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attacks.base import ATTACKS
-from attacks.closed_form import missing_positions, position_rows
+from attacks.closed_form.base import missing_positions, position_rows
 from attacks.gradient_matching.attack import GradientMatching, Recipe
 from attacks.gradient_matching.distances import PositionCosine, SquaredL2, Sum
 from attacks.gradient_matching.optimisers import Adam, StepDecay

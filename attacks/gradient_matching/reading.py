@@ -1,8 +1,9 @@
 """What an attack matches of an update: gradients without the localisation loss, and the mask of hidden positions.
 
 An MJP client's masked positions send exact zeros, so the mask is in the message. Simulated clients are handed the same
-mask. The localisation loss depends on no image: `attacks.dal` takes it out of the position rows, and its own map's
-gradients are left alone, as are those of all parameters that no image reaches (`attacks.gradient_matching.simulation`).
+mask. The localisation loss depends on no image: `attacks.linear.position_rows` takes it out of the position rows, and
+its own map's gradients are left alone, as are those of all parameters that no image reaches
+(`attacks.gradient_matching.simulation`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attacks.closed_form import position_rows
-from attacks.dal import clean_rows
-from attacks.hidden import IMBALANCE
+from attacks.closed_form.base import position_rows
+from attacks.linear.masked_update import IMBALANCE
+from attacks.linear.position_rows import clean_rows
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer

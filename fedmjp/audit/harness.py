@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attacks import Attack, Observation, Reconstruction
-from fedmjp.audit.matching import match
+from fedmjp.audit.assignment import match
 from fedmjp.metrics import METRIC_DIRECTIONS, score
 
 BASELINES = ("mean_image", "other_image")

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from attacks.registry import UsageError
+from fedmjp.records.rows import BASELINES, IDENTITY, METRICS, ROW_KEYS, RowLog, load_rows
 from fedmjp.report.figures import (
     MAX_PANELS,
     Panel,
@@ -20,7 +21,6 @@ from fedmjp.report.figures import (
 )
 from fedmjp.report.flags import footnotes, with_table_flags
 from fedmjp.report.page import write_page
-from fedmjp.report.rows import BASELINES, IDENTITY, METRICS, ROW_KEYS, RowLog, load_rows
 from fedmjp.report.tables import as_text, summarise, write_csv, write_latex
 
 __all__ = [

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedmjp.metrics.intervals import bootstrap_mean
-from fedmjp.report.rows import BASELINES
+from fedmjp.records.rows import BASELINES
 
 MAX_PANELS = 12
 DPI = 200

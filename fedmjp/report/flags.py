@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from fedmjp.defenses import DEFENSES
-from fedmjp.report.rows import BASELINES, CASE
+from fedmjp.records.rows import BASELINES, CASE
 
 MEANING = {
     "loss_above_start": "the search ended above its start",

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedmjp.metrics import bootstrap_mean
+from fedmjp.records.rows import BASELINES
 from fedmjp.report.figures import NORMAL, SMALL, save, style
-from fedmjp.report.rows import BASELINES
 
 BY = ["model", "weights", "defense", "gamma", "batch", "setting", "attack", "init", "steps"]
 GUESS = "mean_image"

@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
+from fedmjp.records.rows import BASELINES
 from fedmjp.report.figures import DPI
 from fedmjp.report.page_template import PAGE
-from fedmjp.report.rows import BASELINES
 from fedmjp.report.tables import heading, images_text, interval_text, measured
 
 MAX_IMAGE_ROWS = 200

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmjp.metrics import METRIC_DIRECTIONS, bootstrap_mean
-from fedmjp.report.rows import METRICS
+from fedmjp.records.rows import METRICS
 
 GROUP = ("model", "block", "defense", "attack")
 

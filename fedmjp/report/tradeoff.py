@@ -22,8 +22,8 @@ from matplotlib.ticker import MaxNLocator
 
 from attacks import ATTACKS
 from fedmjp.metrics import bootstrap_mean
+from fedmjp.records.rows import BASELINES
 from fedmjp.report.figures import NORMAL, SMALL, save, style
-from fedmjp.report.rows import BASELINES
 from fedmjp.report.tables import summarise
 
 PLACE = ("partition", "point")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fedmjp import provenance
-from fedmjp.evaluation import evaluate
+from fedmjp.evaluation.accuracy import evaluate
 from fedmjp.models import BuiltModel, build_model
+from fedmjp.records import provenance
 from fedmjp.training.config import PAPER_IMAGES, TrainConfig
 from fedmjp.training.trainer import Trainer
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from attacks import UsageError
-from fedmjp import provenance
+from fedmjp.records import provenance
 from fedmjp.report.figures import NORMAL, SMALL, save, style
 from fedmjp.training.config import TrainConfig
 

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attacks import UsageError
-from fedmjp import provenance
 from fedmjp.config import DataConfig, DefenseOptions, ModelConfig
-from fedmjp.consistency import SCORES, measure, summarise, ways
 from fedmjp.data import DataBundle
 from fedmjp.defenses import DEFENSES
+from fedmjp.evaluation.consistency import SCORES, measure, summarise, ways
 from fedmjp.models import MODELS, split_name
-from fedmjp.report.rows import RowLog, Schema, pack_rows, unpack_rows
+from fedmjp.records import provenance
+from fedmjp.records.rows import RowLog, Schema, pack_rows, unpack_rows
 from fedmjp.training.config import PAPER_IMAGES, Recipe, TrainConfig
 from fedmjp.training.trainer import Trainer, load
 

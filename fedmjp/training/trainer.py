@@ -19,7 +19,7 @@ from torch import Tensor
 from attacks import UsageError
 from fedmjp.client import usable_device
 from fedmjp.data import DataBundle, load_data
-from fedmjp.evaluation import evaluate
+from fedmjp.evaluation.accuracy import evaluate
 from fedmjp.models import MODELS, build_model, split_name
 from fedmjp.objectives import client_loss
 from fedmjp.training.batches import Batches

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Attack, ThreatModel
+from fedmjp.audit.assignment import match
 from fedmjp.audit.harness import audit_update, scorer
-from fedmjp.audit.matching import match
 from fedmjp.audit.observe import observe_update
 from fedmjp.client import ClientTask, float_buffers
 from fedmjp.config import RunConfig, from_flat

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from attacks import ATTACKS, Attack, UsageError
-from fedmjp import provenance
 from fedmjp.audit import campaign as campaign_module
 from fedmjp.audit.campaign import Campaign
 from fedmjp.audit.harness import scorer
@@ -18,6 +17,7 @@ from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model
+from fedmjp.records import provenance
 from fedmjp.report import RowLog
 
 ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedmjp.consistency import look, measure, summarise
 from fedmjp.data import load_data
 from fedmjp.defenses import ClientInput
-from fedmjp.evaluation import evaluate
+from fedmjp.evaluation.accuracy import evaluate
+from fedmjp.evaluation.consistency import look, measure, summarise
 from fedmjp.models import BuiltModel, build_model
 
 CPU = torch.device("cpu")

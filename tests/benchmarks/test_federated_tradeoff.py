@@ -14,7 +14,7 @@ from attacks import ATTACKS
 from fedmjp.client import ClientTask
 from fedmjp.report import load_rows
 from fedmjp.report.tradeoff import final_accuracy, strongest, tradeoff_table
-from tests.report.report_samples import make_row
+from tests.records.sample_rows import make_row
 
 SMALL = ["--data", "photos", "--clients", "3", "--rounds", "2", "--looks", "2", "--audit-clients", "2"]
 SMALL += ["--test-images", "8", "--threads", "1", "--at-most", "1", "--steps", "1", "--partitions", "iid"]

@@ -11,7 +11,7 @@ import pytest
 
 from fedmjp.report import load_rows
 from fedmjp.report.matching import matching_table
-from tests.report.report_samples import make_row
+from tests.records.sample_rows import make_row
 
 SMALL = [
     *("--num-images", "2", "--steps", "1", "--pictures", "1"),

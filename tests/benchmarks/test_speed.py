@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import speed
 
-from attacks.breaching_adapter import peer
+from attacks.breaching import peer
 
 
 @pytest.mark.slow

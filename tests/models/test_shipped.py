@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedmjp.data import load_data
-from fedmjp.evaluation import evaluate
+from fedmjp.evaluation.accuracy import evaluate
 from fedmjp.models import build_model, model_names
 from fedmjp.models.weights import SHIPPED, classes_of, shipped_names
 from tests.conftest import shared_file

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from report_samples import make_rows, write_run
 
 from fedmjp.report import load_rows
+from tests.records.sample_rows import make_rows, write_run
 
 
 @pytest.fixture(scope="session")

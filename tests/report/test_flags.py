@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pandas as pd
-from report_samples import make_row
 
 from fedmjp.report.flags import MEANING, footnotes, with_table_flags
+from tests.records.sample_rows import make_row
 
 
 def frame(*rows: dict) -> pd.DataFrame:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from report_samples import make_row
 from rich.console import Console
 
 from attacks.registry import UsageError
+from fedmjp.records.rows import METRICS
 from fedmjp.report.condition import condition_figure
 from fedmjp.report.leakage import labelled, leakage_latex, leakage_markdown, leakage_table, leakage_text, write_leakage
-from fedmjp.report.rows import METRICS
+from tests.records.sample_rows import make_row
 
 USUAL = ["model_weights", "position_gradient", "several_rounds"]
 PAPER = pd.DataFrame(

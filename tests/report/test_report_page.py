@@ -7,12 +7,12 @@ import json
 from html.parser import HTMLParser
 
 import pytest
-from report_samples import REFUSAL, make_row, make_rows, write_run
 from test_report_figures import make_panel
 
 from attacks.registry import UsageError
 from fedmjp.report import load_rows, render, summarise
 from fedmjp.report.page import verdicts
+from tests.records.sample_rows import REFUSAL, make_row, make_rows, write_run
 
 VOID = {"meta", "img", "br", "link", "hr", "input"}
 ATTACK = "<script>alert('x')</script>"

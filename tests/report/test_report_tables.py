@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from report_samples import REFUSAL, make_row
 from rich.console import Console
 from scipy import stats
 
 from fedmjp import metrics
 from fedmjp.report import BASELINES, METRICS, as_text, summarise, write_csv, write_latex
+from tests.records.sample_rows import REFUSAL, make_row
 
 
 @pytest.fixture(scope="module")

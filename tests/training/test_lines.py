@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attacks import UsageError
 from fedmjp.config import DataConfig
-from fedmjp.report.rows import RowLog
+from fedmjp.records.rows import RowLog
 from fedmjp.training import lines as engine
 from fedmjp.training.lines import SHORT, TRAININGS, Line, TrainingOptions, limits, train_lines, training_id
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from attacks import UsageError
 from fedmjp import train as command
 from fedmjp.config import DataConfig, ModelConfig
-from fedmjp.evaluation import evaluate
+from fedmjp.evaluation.accuracy import evaluate
 from fedmjp.models import build_model
 from fedmjp.training import Recipe, TrainConfig, train
 from fedmjp.training.batches import Batches

@@ -20,7 +20,7 @@ from attacks.gradient_matching.priors import SmallNorm
 
 breaching = pytest.importorskip("breaching")
 
-from attacks.breaching_adapter import peer  # noqa: E402
+from attacks.breaching import peer  # noqa: E402
 
 STEPS = 40
 

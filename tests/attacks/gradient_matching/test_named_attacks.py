@@ -12,7 +12,7 @@ from torch import nn
 
 from attacks import ATTACKS, Capability, Interrupted, ThreatModel, UsageError
 from attacks.gradient_matching.attack import GradientMatching
-from fedmjp.audit.matching import match
+from fedmjp.audit.assignment import match
 from fedmjp.objectives import client_loss
 from tests.conftest import photographs
 

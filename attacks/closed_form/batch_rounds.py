@@ -1,0 +1,315 @@
+"""Several updates of a client, each from a small batch: images that come back in other company are separated.
+
+With images a, b in one step the position rows are S = G_a + G_b, and the projection's gradient is
+
+    dL/dE = G_a^T X_a + G_b^T X_b = S^T X_a + G_b^T (X_b - X_a).
+
+Outside span(S), dL/dE has row space span(X_b - X_a) =: span(B), so that lstsq(S^T, dL/dE) (I - B^T B) = X_a (I - B^T B)
+= X_b (I - B^T B): every image of the batch fulfils the equations of `attacks.linear.normal_equations`, and with k
+images B has N (k - 1) rows. Both D - N and P must exceed that; then steps in which an image meets different partners
+intersect in that image alone.
+
+*Masks.* Rows that are zero in all images of a step, Z of them, read "zero outside span(B)", as in
+`attacks.linear.normal_equations`. Where p is visible in some images, S_p is theirs; with masked patches counted, B has
+N (k - 1) + Z rows, however the masks of the images differ. But an image that is masked at p while another is not has
+x_p in span(B) and not l_p: if the client uses the shared embedding, rows that do not fit are tried as masked in one
+step, in two, and so on.
+
+Which steps share an image is not told. Any m steps with more equations than unknowns, sum_t (P - rank B_t) > P, do not
+fit one image by chance: their relative misfit is that of float32 for steps that share one, and that of two different
+photographs otherwise (1e-7 to 1e-3 against 2e-2 on ViT-B with random weights). From every seed of m steps that fit,
+further steps are added as long as they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attacks.base import ATTACKS, Attack
+from attacks.closed_form.base import missing_positions, position_rows
+from attacks.linear.image_prior import VectorialVariation
+from attacks.linear.least_squares import noise_floor
+from attacks.linear.normal_equations import Equations, Estimate
+from attacks.linear.position_rows import clean_rows
+from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer, find_tokenizer
+
+# Ridges, as a share of the number of steps, under which a misfit is measured: the small one decides, the large one
+# ranks pairs of steps that have too few equations to decide.
+DECIDING_RIDGE, RANKING_RIDGE = 1e-9, 1e-6
+# A row whose squared misfit exceeds the median row's by this factor is taken for masked in some step.
+OUTLIER = 100
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one update says of each of its images: (x_p - rows_p) (I - basis^T basis) = 0.
+
+    Attributes:
+        rows: (N, P) float64, without what lies along `basis`, and zero where the position row is.
+        basis: (n, P) orthonormal; n = N (k - 1), plus the number of rows that are zero.
+        num_examples: k.
+        masked: rows of the position gradient that are exactly zero.
+        own_masks: the batch hides positions, and not the same ones in all images (or so it may be).
+    """
+
+    rows: Tensor
+    basis: Tensor
+    num_examples: int
+    masked: int
+    own_masks: bool
+
+    @property
+    def equations(self) -> int:
+        """Equations a patch."""
+        return self.basis.shape[1] - len(self.basis)
+
+
+def read_step(observation: Observation, tokenizer: Tokenizer) -> Step:
+    """The equations of one update, by two singular value decompositions in float64.
+
+    Raises:
+        UsageError: the update cannot be read so; the message says which condition fails.
+    """
+    if observation.local_steps > 1:
+        raise UsageError(
+            f"the update sums {observation.local_steps} local steps: several batches and changing weights are mixed "
+            "in it"
+        )
+    rows = position_rows(observation, tokenizer)
+    if rows is None:
+        raise UsageError(missing_positions(tokenizer))
+    sums = rows[tokenizer.prefix :].double()  # S, (N, D)
+    if (sums.abs().amax(dim=1) == 0).any():
+        sums = clean_rows(observation, tokenizer, rows[tokenizer.prefix :]).rows
+    products = observation.gradients[tokenizer.weight].flatten(1).double()  # (D, P)
+    visible = sums.abs().amax(dim=1) > 0  # (N,)
+    count, masked = observation.num_examples, int((~visible).sum())
+    spanned = len(sums) * (count - 1) + masked
+    facts = _facts(count, masked, len(sums))
+    _check_dimensions(tokenizer, facts, int(visible.sum()), spanned)
+
+    u, sigma, vh = torch.linalg.svd(sums[visible], full_matrices=True)  # (V, V), (V,), (D, D)
+    rank = int((sigma > noise_floor(observation.gradients[tokenizer.weight]) * sigma[0]).sum())
+    if rank < len(sigma):
+        raise UsageError(
+            f"{facts}: only {rank} of {len(sigma)} directions of the position gradient rise above round-off, so that "
+            "too many combinations of patches stay free"
+        )
+    solved = torch.zeros(len(sums), tokenizer.patch_dim, dtype=torch.float64, device=sums.device)
+    solved[visible] = u @ ((vh[:rank] @ products) / sigma[:, None])
+    basis = torch.linalg.svd(vh[rank:] @ products, full_matrices=False)[2][:spanned]  # (n, P)
+    shared = observation.gradients.get("unk_embed")
+    own_masks = count > 1 and shared is not None and bool(shared.any())
+    return Step(solved - (solved @ basis.T) @ basis, basis, count, masked, own_masks)
+
+
+def _facts(count: int, masked: int, num_patches: int) -> str:
+    """What makes a step hard, in words."""
+    words = f"the batch holds {count} image{'s' * (count > 1)}"
+    if masked:
+        words += (
+            f", and {masked} of {num_patches} position rows are exactly zero (patches behind MJP's shared position "
+            "embedding)"
+        )
+    return words
+
+
+def _check_dimensions(tokenizer: Tokenizer, facts: str, visible: int, spanned: int) -> None:
+    """Refuse a step that leaves no equations.
+
+    Raises:
+        UsageError: naming the count that must hold.
+    """
+    outside = tokenizer.width - visible
+    if outside < 0 or (spanned and (outside <= spanned or tokenizer.patch_dim <= spanned)):
+        raise UsageError(
+            f"{facts}: what mixes them spans {spanned} directions a patch, and D - N and P must both exceed that (and "
+            f"N must not exceed D), but D - N = {tokenizer.width} - {visible} = {outside} and P = {tokenizer.patch_dim}"
+        )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One image fitted to several steps.
+
+    Attributes:
+        sums: the equations, with rows of zeros where the image is taken to be masked.
+        misfit: sum_t |P_t (x - l_t)|^2 + ridge T |x|^2 at its minimum over x, relative to sum_t |P_t l_t|^2.
+    """
+
+    sums: Equations
+    misfit: float
+
+
+def fit(steps: Sequence[Step], ridge: float = DECIDING_RIDGE, tolerance: float = 0.0) -> Fit:
+    """Fit one image to several steps.
+
+    Args:
+        tolerance: where a step has masks of its own for each image, a row that misses by more than this share of the
+            mean row, or by far more than most, is fitted again as masked in one step, in two, and so on.
+    """
+    rows = torch.stack([step.rows for step in steps])  # (T, N, P)
+    sums = _accumulate(steps)
+    h = sums.matrix + ridge * len(steps) * torch.eye(len(sums.matrix)).to(sums.matrix)
+    factor = torch.linalg.cholesky(h)
+
+    def misses(part: Tensor) -> Tensor:
+        """(n,) squared misfit of rows (T, n, P)."""
+        target = part.sum(dim=0)  # (n, P)
+        explained = (target.T * torch.cholesky_solve(target.T, factor)).sum(dim=0)
+        return (part.square().sum(dim=(0, 2)) - explained).clamp(min=0)
+
+    total, miss = sums.squares.sum(), misses(rows)
+    if any(step.own_masks for step in steps):
+        limit = torch.minimum(tolerance * total / len(miss), OUTLIER * miss.median())
+        for count in range(1, len(steps)):
+            for hidden in combinations(range(len(steps)), count):
+                bad = (miss > limit).nonzero()[:, 0]
+                trial = rows[:, bad]
+                trial[list(hidden)] = 0
+                trial_miss = misses(trial)
+                fits = trial_miss <= limit
+                rows[:, bad[fits]], miss[bad[fits]] = trial[:, fits], trial_miss[fits]
+        sums = _accumulate([replace(step, rows=row) for step, row in zip(steps, rows, strict=True)])
+    return Fit(sums, float(miss.sum() / total))
+
+
+def _accumulate(steps: Sequence[Step]) -> Equations:
+    sums = Equations(*steps[0].rows.shape, device=steps[0].rows.device)
+    for step in steps:
+        sums.add(step.rows, step.basis)
+    return sums
+
+
+def steps_needed(last: Step, others: Sequence[Step]) -> int:
+    """Least number of steps, the last one included, whose equations outnumber the unknowns of a patch.
+
+    One where the last step alone determines its image; more than there are where even all of them do not suffice.
+    """
+    unknowns = last.rows.shape[1]
+    if not len(last.basis):
+        return 1
+    total = last.equations
+    for number, step in enumerate(sorted(others, key=lambda s: -s.equations), start=2):
+        total += step.equations
+        if total > unknowns:
+            return number
+    return len(others) + 2
+
+
+def find_groups(last: Step, others: Sequence[Step], tolerance: float, max_trials: int) -> Iterator[tuple[Step, ...]]:
+    """Sets of steps that share an image with the last one, as large as they fit.
+
+    Args:
+        tolerance: largest relative misfit of steps that share an image.
+        max_trials: most sets of steps that are tried as seeds.
+    """
+    number = steps_needed(last, others)
+    ridge = DECIDING_RIDGE if number <= 2 else RANKING_RIDGE
+    order = (
+        sorted(range(len(others)), key=lambda i: fit([last, others[i]], ridge, tolerance).misfit) if number > 1 else []
+    )
+    found: list[set[int]] = []
+    for seed in islice(combinations(order, number - 1), max_trials):
+        if any(set(seed) <= group for group in found):
+            continue
+        group = [last, *(others[i] for i in seed)]
+        if number > 1 and fit(group, tolerance=tolerance).misfit > tolerance:
+            continue
+        members = set(seed)
+        for i in order:
+            if i not in members and fit([*group, others[i]], tolerance=tolerance).misfit <= tolerance:
+                group.append(others[i])
+                members.add(i)
+        found.append(members)
+        yield tuple(group)
+
+
+def possible_error(estimate: Estimate) -> float:
+    """Root mean square error that the equations leave possible, in normalised pixels (at most 1 along a direction)."""
+    variance = 1 / estimate.precision.clamp(min=1.0)
+    return float(variance.sum() / estimate.rows.shape[1]) ** 0.5
+
+
+@ATTACKS.register("batch_rounds")
+@dataclass(frozen=True, kw_only=True)
+class BatchRounds(Attack):
+    """Separates the images of small batches by the steps that share one.
+
+    Attributes:
+        tolerance: largest relative misfit (of squared norms) of steps that are taken to share an image.
+        max_error: largest error that the equations leave possible in an image that is vouched for, root mean square in
+            normalised pixels (0.1 is about 26 dB); an image below it is known before any prior is asked.
+        max_trials: most sets of steps tried.
+        prior: settles what the equations leave open.
+    """
+
+    tolerance: float = 4e-3
+    max_error: float = 0.1
+    max_trials: int = 2000
+    prior: VectorialVariation = field(default_factory=VectorialVariation)
+
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS})
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """Images of the last step's batch, identified ones first; `details` holds the search's numbers."""
+        target = observations[-1]
+        tokenizer = find_tokenizer(target.model, target.image_shape)
+        last = read_step(target, tokenizer)
+        others = self._readable(observations[:-1], target, tokenizer)
+        images, errors, used = [], [], []
+        for group in find_groups(last, others, self.tolerance, self.max_trials):
+            estimate = fit(group, tolerance=self.tolerance).sums.solve()
+            error = possible_error(estimate)
+            if error <= self.max_error:
+                images.append(tokenizer.unpatchify(self.prior.settle(estimate, tokenizer, target.std).patches[None]))
+                errors.append(error)
+                used.append(len(group))
+            if len(images) == last.num_examples:
+                break
+        missing = last.num_examples - len(images)
+        found = torch.cat([*images, *[tokenizer.unpatchify(last.rows[None])] * missing])  # (B, C, H, W)
+        pixels = target.to_pixels(found).float()
+        known = torch.zeros_like(pixels[:, :1], dtype=torch.bool)
+        known[: len(images)] = True
+        details = {
+            "steps_read": len(others) + 1,
+            "steps_needed": steps_needed(last, others),
+            "identified": len(images),
+            "steps_used": min(used, default=0),
+            "possible_error": max(errors, default=float("inf")),
+            "masked": last.masked,
+        }
+        diagnosis = _unidentified(last, others, len(images)) if missing else ""
+        return Reconstruction(pixels, known, diagnosis=diagnosis, details=details)
+
+    def _readable(self, earlier: Sequence[Observation], target: Observation, tokenizer: Tokenizer) -> list[Step]:
+        """Equations of the earlier steps of the same client; steps that cannot be read are left out."""
+        steps = []
+        for observation in earlier:
+            if observation.client == target.client and observation.image_shape == target.image_shape:
+                try:
+                    steps.append(read_step(observation, tokenizer))
+                except UsageError:
+                    continue
+        return steps
+
+
+def _unidentified(last: Step, others: Sequence[Step], identified: int) -> str:
+    """Why some images of the batch are not identified, in words."""
+    needed = steps_needed(last, others)
+    reason = f"{_facts(last.num_examples, last.masked, len(last.rows))}; {identified} could be identified"
+    if needed > len(others) + 1:
+        return (
+            f"{reason}: {len(others) + 1} readable steps hold too few equations ({last.equations} a patch in the "
+            f"last, for {last.rows.shape[1]} unknowns); more steps with the same image in other company are needed"
+        )
+    return f"{reason}: among {len(others)} earlier steps too few share an image with the last one in other company"

@@ -1,0 +1,216 @@
+"""One run: a federation for each defence, its updates audited, every finished row on disk at once.
+
+The way of a datum: client batch -> defence on the input -> loss -> gradient -> defence on the update -> Flower message
+-> the server's tap -> Observation -> attack -> Reconstruction -> matched with the original -> scores -> row. The report
+is rendered from the rows alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from attacks import Capability, Observation, UsageError, has_tokenizer
+from fedmjp.audit.harness import BASELINES, Scored, audit_update, scorer
+from fedmjp.audit.memory import Memory
+from fedmjp.audit.observe import observe_update
+from fedmjp.client import Batch, ClientTask, shared_task
+from fedmjp.config import RunConfig
+from fedmjp.federation import ENGINES, ServerView, run_rounds
+from fedmjp.metrics import load_lpips
+from fedmjp.metrics.baselines import mean_image
+from fedmjp.progress import RunProgress
+from fedmjp.records import provenance
+from fedmjp.records.run_folder import Workspace
+from fedmjp.report import RowLog
+
+BASELINE_IMAGES = 128  # training images behind the mean image
+
+
+def run_experiment(config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
+    """Run every federation of `config` into `workspace`, going on where it stopped.
+
+    Raises:
+        UsageError: data, weights or device that are not there.
+        ClientFailure: a client failed.
+    """
+    ENGINES.get(config.federation.engine)(
+        lambda grid: conduct_on(grid, config, workspace, progress), config.federation.clients
+    )
+
+
+def conduct_on(grid: Any, config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
+    """The run on a given Flower Grid, whoever made it."""
+    lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
+    with workspace.open_rows() as rows:
+        for defense in config.defense:
+            task = shared_task(config.to_json(), defense)
+            workspace.note_task(task)
+            FederationAudit(task, defense, workspace, rows, progress, lpips).run(grid)
+
+
+class FederationAudit:
+    """One federation under one defence, with its auditor."""
+
+    def __init__(
+        self,
+        task: ClientTask,
+        defense: str,
+        workspace: Workspace,
+        rows: RowLog,
+        progress: RunProgress,
+        lpips: Callable | None,
+    ) -> None:
+        self.task, self.defense, self.workspace, self.rows, self.progress = task, defense, workspace, rows, progress
+        self.config = task.config
+        self.score_images = scorer(task.model.patch_size, lpips)
+        train = task.data.train
+        some = list(range(0, len(train), max(1, len(train) // BASELINE_IMAGES)))[:BASELINE_IMAGES]
+        self.mean_image = mean_image(train.images(some)).to(task.device)  # (1, C, H, W)
+        self.attacks = {name: self.config.attack(name) for name in self.config.audit.attacks}
+        names = (*BASELINES, *self.attacks)
+        self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
+        self.memory = self._memory()
+        self.round_started = time.perf_counter()
+
+    def _memory(self) -> Memory | None:
+        """Where earlier updates are kept, if an attack asks for them and the model has tokens to attack."""
+        several = any(Capability.SEVERAL_ROUNDS in attack.needs for attack in self.attacks.values())
+        built = self.task.model
+        if not several or not has_tokenizer(built.module, (3, built.image_size, built.image_size)):
+            return None
+        return Memory(self.workspace.memory_folder(self.defense))
+
+    def run(self, grid: Any) -> None:
+        """Train and audit from the round after the last finished one."""
+        finished, state = self.workspace.load_state(self.defense)
+        if state is not None:
+            self.task.load(state)
+        rounds = self.config.federation.rounds
+        with self.progress.federation(self.defense, rounds, self.config.sampled(), finished):
+            if finished < rounds:
+                run_rounds(
+                    grid,
+                    self.task,
+                    self.defense,
+                    on_update=self.on_update,
+                    on_round=self.on_round,
+                    first_round=finished + 1,
+                )
+
+    def on_update(self, view: ServerView) -> None:
+        """Audit one client's update, if the run asks for it."""
+        if view.client in self.config.audit.audit_clients:
+            place = view.round, view.client
+            asked = [name for name, updates in self.attacked.items() if place in updates]
+            wanted = [name for name in asked if not self._done(name, view)]
+            if wanted or self.memory is not None:
+                self._audit(view, wanted)
+        self.progress.client_done()
+
+    def on_round(self, number: int, state: Mapping[str, Tensor]) -> None:
+        """Evaluate the global model, note the round and save the state to resume from."""
+        f = self.config.federation
+        due = number % f.evaluate_every == 0 or number == f.rounds
+        if due and not self.workspace.has_round(self.defense, number):
+            loss, accuracy = self.task.evaluate(state)
+            seconds = time.perf_counter() - self.round_started if number else 0.0
+            self.workspace.append_round(self.defense, number, loss, accuracy, seconds)
+            self.progress.round_done(number, loss, accuracy, seconds)
+        self.workspace.save_state(self.defense, number, state)
+        self.round_started = time.perf_counter()
+
+    def _done(self, attack: str, view: ServerView) -> bool:
+        parameters = self.attacks[attack].parameters() if attack in self.attacks else {}
+        case = self._case(attack, parameters, view.round, view.client)
+        return self.rows.done(case, self.task.batch_ids(view.client, view.round, 0))
+
+    def _audit(self, view: ServerView, wanted: list[str]) -> None:
+        # Local steps after the first see other images; an attack on a summed update is scored on the first step's.
+        batch = self.task.batch(view.client, view.round, 0)
+        originals = batch.images.to(self.task.device)
+        seen = self.task.seen(batch, view.client, view.round, 0)
+        observation = observe_update(
+            self.task,
+            self.config.threat_model(),
+            round=view.round,
+            client=view.client,
+            sent=view.sent,
+            received=view.received,
+            labels=batch.labels,
+        )
+        if wanted:
+            self.workspace.save_images(self.defense, view.round, view.client, "original", originals)
+            self.workspace.save_images(self.defense, view.round, view.client, "seen", seen.images)
+        norm = observation.gradient_norm()
+        earlier = self.memory.before(observation) if self.memory else []
+        for scored in audit_update(
+            [*earlier, observation],
+            originals,
+            attacks=self.attacks,
+            baselines=self._baselines(view, len(originals)),
+            score_images=self.score_images,
+            skip=lambda name: name not in wanted,
+        ):
+            self._write(scored, observation, batch, norm)
+        if self.memory:
+            self.memory.add(observation)
+
+    def _baselines(self, view: ServerView, size: int) -> dict[str, Tensor]:
+        """The two guesses that need no gradient, (B, C, H, W) each."""
+        test = self.task.data.test
+        others = [(view.round * 101 + view.client * 7 + i) % len(test) for i in range(size)]
+        other = test.images(others).to(self.mean_image)
+        return dict(zip(BASELINES, (self.mean_image.expand(size, -1, -1, -1), other), strict=True))
+
+    def _write(self, scored: Scored, observation: Observation, batch: Batch, norm: float) -> None:
+        if scored.images is not None:
+            self.workspace.save_images(
+                self.defense, observation.round, observation.client, scored.attack, scored.images
+            )
+        case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
+        for index, image_id in enumerate(batch.ids):
+            self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
+        self.progress.attack_done(scored.attack, [r["psnr"] for r in scored.records])
+
+    def _case(self, attack: str, parameters: Mapping[str, Any], round: int, client: int) -> dict[str, Any]:
+        """What tells this batch's rows from all others, as `report.rows.CASE` lists it."""
+        config = self.config
+        return {
+            "dataset": self.task.data.name,
+            "model": self.task.model.name,
+            "weights": self.task.model.provenance,
+            "block": self.task.model.block,
+            "defense": self.defense,
+            "defense_parameters": dict(vars(self.task.defense)),
+            "setting": f"federation, {config.federation.partition}, scored against the original",
+            "precision": "float32",
+            "update": config.federation.update,
+            "batch_size": config.federation.batch_size,
+            "local_steps": config.federation.local_steps,
+            "seed": config.seed,
+            "threat_model": sorted(c.value for c in config.threat_model().grants),
+            "attack": attack,
+            "attack_parameters": dict(parameters),
+            "round": round,
+            "client": client,
+        }
+
+    def _provenance(self) -> dict[str, Any]:
+        return {"run_id": self.workspace.run_id, **provenance.columns(self.task.device)}
+
+
+def check_before_start(config: RunConfig) -> None:
+    """Build what every federation needs, so that a mistake shows before anything is written.
+
+    Raises:
+        UsageError: unknown or missing data, weights, device; fewer images than clients.
+    """
+    config.validate()
+    for defense in config.defense:
+        task = shared_task(config.to_json(), defense)
+        if len(task.data.test) == 0:
+            raise UsageError(f"--data {config.data.data} has no test images")

@@ -1,0 +1,1 @@
+"""Measures of a model on test images: accuracy, and consistency under jigsaws."""

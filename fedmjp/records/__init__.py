@@ -1,0 +1,1 @@
+"""What is written down of a run and how it is taken up again: rows, run folder, provenance."""

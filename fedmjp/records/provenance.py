@@ -1,0 +1,82 @@
+"""Where a number comes from: commit, versions, device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedmjp import __version__
+
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "flwr",
+    "flwr-datasets",
+    "datasets",
+    "lpips",
+    "scikit-image",
+    "numpy",
+    "pandas",
+)
+
+
+@lru_cache
+def commit() -> str:
+    """Short git commit of the source tree, with "-dirty" for uncommitted changes; "unknown" outside a checkout."""
+    root = Path(__file__).resolve().parent.parent.parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != root:
+            return "unknown"
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Version of each package that can move a number; absent packages are left out."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words, for example "cpu (x86_64, 2 threads)" or a GPU's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def columns(device: torch.device) -> dict[str, str]:
+    """What every results row says of where it was measured."""
+    return {
+        "commit": commit(),
+        "version": __version__,
+        "torch_version": torch.__version__,
+        "device": device_name(device),
+    }
+
+
+def run_id(asked: Mapping[str, Any]) -> str:
+    """A short name for everything that decides about numbers: the same options have the same id."""
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]

@@ -1,0 +1,239 @@
+"""The folder of a run: rows, rounds, pictures, and the state to resume from. All file names of a run stand here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from attacks.registry import UsageError
+from fedmjp.client import ClientTask
+from fedmjp.config import RunConfig
+from fedmjp.records import provenance
+from fedmjp.report import Panel, Reconstructed, RowLog
+
+ROUND_COLUMNS = ("defense", "round", "loss", "accuracy", "seconds")
+MOST_PANELS = 8
+
+
+class Workspace:
+    """`out`, opened for a new run or to go on with an unfinished one.
+
+    Args:
+        config: the run; `out` and `resume` decide what may be there already.
+
+    Raises:
+        UsageError: the folder holds a run and `resume` is not set, or holds a run with other options.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.out = config, config.out
+        identity = _identity(config)
+        self.run_id = provenance.run_id(identity)
+        self.description: dict = {"weights": {}}
+        self._open(identity)
+
+    def _open(self, identity: dict) -> None:
+        found = self.out / "run.json"
+        if found.exists() or (self.out / "rows.jsonl").exists():
+            if not self.config.resume:
+                raise UsageError(f"{self.out} holds a run already; pass --resume to finish it, or another --out")
+            self._check_same(found, identity)
+        if self.out.exists() and not self.out.is_dir():
+            raise UsageError(f"--out {self.out} is a file; pass a folder")
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.description |= {
+            "run_id": self.run_id,
+            "command": "python -m fedmjp.simulate " + " ".join(sys.argv[1:]),
+            "config": identity,
+            "versions": provenance.versions(),
+            "commit": provenance.commit(),
+            "device": provenance.device_name(torch.device(self.config.device)),
+            "seed": self.config.seed,
+            "finished": False,
+        }
+
+    def _check_same(self, found: Path, identity: dict) -> None:
+        try:
+            before = json.loads(found.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise UsageError(
+                f"{found} cannot be read ({type(error).__name__}); start again in another --out"
+            ) from error
+        changed = sorted(k for k in _leaves(identity) if _leaves(identity)[k] != _leaves(before["config"]).get(k))
+        if changed:
+            raise UsageError(
+                f"{self.out} holds a run with another {', '.join(changed)}; resume with the same options or pass "
+                "another --out"
+            )
+        if before["commit"] != provenance.commit():
+            raise UsageError(
+                f"{self.out} was begun at commit {before['commit']}, this is {provenance.commit()}: their rows must "
+                "not mix; pass another --out"
+            )
+        self.description["weights"] = before.get("weights", {})
+
+    def note_task(self, task: ClientTask) -> None:
+        """Record what a federation runs on, in run.json."""
+        self.description["weights"][task.model.name] = task.model.provenance
+        data = task.data
+        self.description["data"] = {
+            "name": data.name,
+            "provenance": data.provenance,
+            "skipped": list(data.skipped),
+            "test_images": len(data.test),
+        }
+        self._write_description()
+
+    def finish(self) -> None:
+        """Mark the run as finished and drop the states kept for resuming."""
+        self.description["finished"] = True
+        self._write_description()
+        if (self.out / "state").exists():
+            shutil.rmtree(self.out / "state")
+
+    def is_finished(self) -> bool:
+        """Whether the folder holds this very run, finished."""
+        path = self.out / "run.json"
+        return path.exists() and bool(json.loads(path.read_text()).get("finished"))
+
+    def _write_description(self) -> None:
+        _replace(self.out / "run.json", json.dumps(self.description, indent=2).encode())
+
+    def open_rows(self) -> RowLog:
+        """The log of rows, to append to."""
+        return RowLog(self.out / "rows.jsonl")
+
+    def has_round(self, defense: str, number: int) -> bool:
+        """Whether the round's evaluation is on disk."""
+        path = self.out / "rounds.csv"
+        if not path.exists():
+            return False
+        with path.open(newline="") as file:
+            return any(r["defense"] == defense and r["round"] == str(number) for r in csv.DictReader(file))
+
+    def append_round(self, defense: str, number: int, loss: float, accuracy: float, seconds: float) -> None:
+        """Add a line to rounds.csv."""
+        path = self.out / "rounds.csv"
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if new:
+                writer.writerow(ROUND_COLUMNS)
+            writer.writerow([defense, number, f"{loss:.6f}", f"{accuracy:.6f}", f"{seconds:.3f}"])
+
+    def save_state(self, defense: str, number: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the global model after round `number`, in place of the one before."""
+        folder = self.out / "state"
+        folder.mkdir(exist_ok=True)
+        temporary = folder / f"{defense}.tmp"
+        save_file({n: t.contiguous().clone() for n, t in state.items()}, temporary, metadata={"round": str(number)})
+        temporary.replace(folder / f"{defense}.safetensors")
+
+    def memory_folder(self, defense: str) -> Path:
+        """Where the server's memory of old updates is kept while the run goes on."""
+        return self.out / "state" / f"{defense}_updates"
+
+    def load_state(self, defense: str) -> tuple[int, dict[str, Tensor] | None]:
+        """(last finished round, state), or (0, None) where nothing was kept."""
+        path = self.out / "state" / f"{defense}.safetensors"
+        if not path.exists():
+            return 0, None
+        with safe_open(path, framework="pt") as file:
+            return int(file.metadata()["round"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def save_images(self, defense: str, round: int, client: int, what: str, images: Tensor) -> None:
+        """Write (B, C, H, W) images in [0, 1] as PNG files."""
+        folder = self.out / "images" / defense
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, image in enumerate(images):
+            pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+            Image.fromarray(pixels).save(folder / _image_name(round, client, index, what))
+
+    def panels(self) -> list[Panel]:
+        """Rows of the reconstructions figure: the first audited images of every defence, from the files on disk."""
+        with self.open_rows() as log:
+            rows = log.rows()
+        share = max(1, MOST_PANELS // len(self.config.defense))
+        panels = []
+        for defense in self.config.defense:
+            keys = dict.fromkeys(
+                (r["round"], r["client"], r["image"])
+                for r in rows
+                if r["defense"] == defense and r["attack"] in self.config.audit.attacks
+            )
+            for key in list(keys)[:share]:
+                panels.append(self._panel(defense, key, rows))
+        return panels
+
+    def _panel(self, defense: str, key: tuple[int, int, int], rows: list[dict]) -> Panel:
+        round, client, image = key
+        found = {}
+        for row in rows:
+            same = (row["defense"], row["round"], row["client"], row["image"]) == (defense, *key)
+            if same and row["attack"] in self.config.audit.attacks:
+                picture = self._picture(defense, key, row["attack"]) if row["psnr"] is not None else None
+                found[row["attack"]] = Reconstructed(picture, row["psnr"], row["diagnosis"])
+        title = f"{defense}, round {round}, client {client}"
+        if self.config.federation.batch_size > 1:
+            title += f", image {image}"
+        return Panel(title, self._picture(defense, key, "original"), self._picture(defense, key, "seen"), found)
+
+    def _picture(self, defense: str, key: tuple[int, int, int], what: str) -> Tensor:
+        path = self.out / "images" / defense / _image_name(*key, what)
+        return torch.from_numpy(np.asarray(Image.open(path)).copy()).permute(2, 0, 1) / 255
+
+
+def holds_finished(config: RunConfig) -> bool:
+    """Whether `config.out` holds this very run, finished, at whatever commit.
+
+    Raises:
+        UsageError: run.json cannot be read.
+    """
+    path = config.out / "run.json"
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({type(error).__name__}); pass another --out") from error
+    return bool(found.get("finished")) and found.get("run_id") == provenance.run_id(_identity(config))
+
+
+def test_images_of(config: RunConfig) -> int:
+    """Test images behind each accuracy in the run's rounds.csv."""
+    return int(json.loads((config.out / "run.json").read_text())["data"]["test_images"])
+
+
+def _identity(config: RunConfig) -> dict:
+    """Everything that decides about numbers, so that the same command has the same id wherever it writes."""
+    identity = json.loads(config.to_json())
+    for option in ("out", "resume"):
+        identity.pop(option)
+    return identity
+
+
+def _image_name(round: int, client: int, image: int, what: str) -> str:
+    return f"round{round:03d}_client{client:03d}_image{image}_{what}.png"
+
+
+def _leaves(config: dict) -> dict:
+    found = {}
+    for key, value in config.items():
+        found |= _leaves(value) if isinstance(value, dict) else {key: value}
+    return found
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)

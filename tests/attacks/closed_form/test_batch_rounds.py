@@ -1,0 +1,201 @@
+"""Images of small batches are told apart by the steps that share one, and refused where the count forbids it."""
+
+from __future__ import annotations
+
+import dataclasses
+from statistics import median
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attacks import ATTACKS, Observation, find_tokenizer
+from attacks.closed_form.batch_rounds import find_groups, fit, read_step, steps_needed
+from fedmjp.data import load_data
+from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
+from fedmjp.metrics import score
+from fedmjp.models import build_model
+from tests.conftest import observe, photographs, shared_file
+
+# Of six images each pair meets at most once, and every image is in three steps.
+PAIRS = [(0, 1), (2, 3), (4, 5), (1, 2), (3, 4), (5, 0), (0, 3), (1, 4), (2, 5)]
+
+
+@pytest.fixture(scope="module")
+def exact():
+    model = build_model("vit_mini_64", num_classes=8, weights="random")
+    model.module.double()
+    return model
+
+
+@pytest.fixture(scope="module")
+def images():
+    return photographs(64, 6).double()
+
+
+@pytest.fixture(scope="module")
+def views(exact, images) -> dict[tuple[int, ...], Observation]:
+    return {pair: observe(exact, images[list(pair)]) for pair in PAIRS}
+
+
+def attack(views, *pairs, **options):
+    return ATTACKS.get("batch_rounds")(**options)([views[p] for p in pairs])
+
+
+def error(found, images, pair) -> float:
+    """Largest error over the batch, in the better of both orders."""
+    truth = images[list(pair)]
+    return min(float((found.images - t).abs().max()) for t in (truth, truth.flip(0)))
+
+
+def best_psnr(found, truth) -> float:
+    """PSNR of the worst image of `truth`, each against its best reconstruction."""
+    return min(max(float(score(f[None], t[None], patch_size=8)["psnr"][0]) for f in found) for t in truth)
+
+
+def test_equations_hold_for_every_image_and_agree_with_the_true_spans(exact, images, views) -> None:
+    tokenizer = find_tokenizer(exact.module, (3, 64, 64))
+    x = tokenizer.patchify(exact.normalise(images))  # (6, N, P)
+    steps = {pair: read_step(view, tokenizer) for pair, view in views.items()}
+    for (a, b), step in steps.items():
+        span = np.linalg.qr((x[b] - x[a]).numpy().T)[0].T
+        np.testing.assert_allclose((step.basis.T @ step.basis).numpy(), span.T @ span, atol=1e-5)
+    # The oracle knows the images and stacks the equations of three steps into one least-squares problem.
+    shared = [pair for pair in PAIRS if 0 in pair]
+    spans = [np.linalg.qr((x[b] - x[a]).numpy().T)[0] for a, b in shared]
+    left = np.vstack([np.eye(tokenizer.patch_dim) - q @ q.T for q in spans])
+    right = np.vstack(
+        [(np.eye(tokenizer.patch_dim) - q @ q.T) @ x[max(p)].numpy().T for q, p in zip(spans, shared, strict=True)]
+    )
+    oracle = np.linalg.lstsq(left, right, rcond=1e-13)[0].T
+    np.testing.assert_allclose(oracle, x[0].numpy(), atol=1e-6)
+    assert fit([steps[p] for p in shared], ridge=1e-13).misfit < 1e-9
+
+
+def test_exact_on_float64(views, images) -> None:
+    found = attack(views, *PAIRS)
+    assert found.diagnosis == ""
+    assert found.known.all()
+    assert found.details["identified"] == 2
+    assert error(found, images, PAIRS[-1]) < 1e-6
+
+
+@settings(max_examples=10, deadline=None)
+@given(order=st.permutations(range(len(PAIRS) - 1)), again=st.lists(st.integers(0, len(PAIRS) - 2), max_size=3))
+def test_order_and_repetition_change_nothing(views, images, order, again) -> None:
+    earlier = [PAIRS[i] for i in [*order, *again]]
+    found = attack(views, *earlier, PAIRS[-1])
+    assert found.details["identified"] == 2
+    assert error(found, images, PAIRS[-1]) < 1e-6
+
+
+def test_weights_may_change_in_between(images) -> None:
+    views = {}
+    for seed, pair in enumerate(PAIRS):
+        model = build_model("vit_mini_64", num_classes=8, weights="random", seed=seed)
+        model.module.double()
+        views[pair] = observe(model, images[list(pair)])
+    assert error(attack(views, *PAIRS), images, PAIRS[-1]) < 1e-6
+
+
+def test_groups_are_those_that_share_an_image(exact, views) -> None:
+    tokenizer = find_tokenizer(exact.module, (3, 64, 64))
+    steps = [read_step(views[pair], tokenizer) for pair in PAIRS]
+    groups = list(find_groups(steps[-1], steps[:-1], tolerance=1e-3, max_trials=100))
+    members = [{PAIRS[i] for i, s in enumerate(steps) if any(s is g for g in group)} for group in groups]
+    assert len(members) == 2
+    assert {frozenset(set.intersection(*map(set, m))) for m in members} == {frozenset({2}), frozenset({5})}
+    assert all(len(m) == 3 for m in members)
+
+
+def test_only_one_image_comes_back(views, images) -> None:
+    found = attack(views, (0, 1), (2, 3), (1, 2), (2, 5))
+    assert "the batch holds 2 images; 1 could be identified" in found.diagnosis
+    assert found.known[0].all()
+    assert not found.known[1].any()
+    assert float((found.images[0] - images[2]).abs().max()) < 1e-6
+
+
+def test_the_same_batch_again_says_nothing_new(views) -> None:
+    found = attack(views, (2, 5), (2, 5), (2, 5))
+    assert "0 could be identified" in found.diagnosis
+    assert not found.known.any()
+
+
+def test_strangers_do_not_fit(views) -> None:
+    found = attack(views, (0, 1), (3, 4), (0, 3), (2, 5))
+    assert "too few share an image" in found.diagnosis
+    assert not found.known.any()
+
+
+def test_a_single_image_needs_no_other_step(exact, images) -> None:
+    found = ATTACKS.get("batch_rounds")()([observe(exact, images[:1])])
+    assert found.diagnosis == ""
+    assert float((found.images - images[:1]).abs().max()) < 1e-6
+
+
+def test_other_clients_do_not_count(views) -> None:
+    others = [dataclasses.replace(views[p], client=7) for p in PAIRS[:-1]]
+    found = ATTACKS.get("batch_rounds")()([*others, views[PAIRS[-1]]])
+    assert "1 readable steps hold too few equations" in found.diagnosis
+
+
+def test_states_the_count_that_must_hold(exact, images) -> None:
+    found = ATTACKS.get("batch_rounds")()([observe(exact, images[:3])])
+    assert "spans 128 directions" in found.diagnosis
+    assert "D - N = 192 - 64 = 128" in found.diagnosis
+    assert found.images is None
+
+
+def test_steps_needed_counts_equations(exact, views) -> None:
+    tokenizer = find_tokenizer(exact.module, (3, 64, 64))
+    first, second, *_ = (read_step(v, tokenizer) for v in views.values())
+    assert first.equations == 192 - 64
+    assert steps_needed(first, [second]) == 2
+    assert steps_needed(first, []) == 2
+    with_mask = dataclasses.replace(first, basis=torch.eye(192, dtype=torch.float64)[:130])
+    assert steps_needed(with_mask, [with_mask] * 5) == 4
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_jigsawed_batches(images, own: bool) -> None:
+    """One mask for the batch, as in MJP's released code, or one for each image."""
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="none")
+    model.module.double()
+    generator = torch.Generator().manual_seed(0)
+    views = []
+    for pair in PAIRS:
+        mask = block_masks(2 if own else 1, model.grid, 0.1, generator)
+        order = jigsaw_order(mask, generator)
+        mask, order = mask.expand(2, -1), order.expand(2, -1)
+        views.append(observe(model, move_patches(images[list(pair)], order, model.patch_size), mask=mask))
+    found = ATTACKS.get("batch_rounds")()(views)
+    assert found.details["identified"] == 2
+    assert best_psnr(found.images, images[list(PAIRS[-1])]) > 50
+
+
+def test_float32_above_50_db(mini) -> None:
+    images = photographs(64, 6)
+    found = ATTACKS.get("batch_rounds")()([observe(mini, images[list(pair)]) for pair in PAIRS])
+    assert found.known.all()
+    assert best_psnr(found.images, images[list(PAIRS[-1])]) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "threshold"), [(2, 60.0), (3, 40.0)])
+def test_vit_b_at_224(size: int, threshold: float) -> None:
+    """Image i of the last batch meets `size` - 1 strangers in each of its three steps."""
+    folder = shared_file("data/imagenet-sample")
+    images = load_data(f"folder:{folder}", size=224, train_limit=16).train.images(list(range(16)))
+    model = build_model("vit_b", num_classes=8, weights="random")
+    strangers = iter(range(size, len(images)))
+    batches = [(i, *(next(strangers) for _ in range(size - 1))) for _ in range(2) for i in range(size)]
+    observations = [observe(model, images[list(b)]) for b in [*batches, range(size)]]
+    found = ATTACKS.get("batch_rounds")()(observations)
+    assert found.known.all(), found.diagnosis
+    values = [
+        max(float(score(f[None], t[None], patch_size=16)["psnr"][0]) for f in found.images) for t in images[:size]
+    ]
+    assert median(values) > threshold, values

@@ -1,0 +1,154 @@
+"""The row log: round trip, resuming, and what a kill or a careless editor can do to the file."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from attacks.registry import UsageError
+from fedmjp.records.rows import CASE, Schema
+from fedmjp.report import ROW_KEYS, RowLog, load_rows
+from tests.records.sample_rows import make_row
+
+
+def test_round_trip_keeps_values_and_key_order(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    row = make_row(image_id="é\u2028x", defense_parameters={"ratio": np.float32(0.25)})
+    with RowLog(path) as log:
+        assert log.append(dict(reversed(row.items())))
+        assert not log.repaired
+    written = json.loads(path.read_bytes())
+    assert tuple(written) == ROW_KEYS
+    assert written == row | {"defense_parameters": {"ratio": 0.25}}
+    with RowLog(path) as log:
+        assert log.rows() == [written]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -np.inf, np.float32("nan")])
+def test_not_finite_becomes_null(tmp_path, value):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append(make_row(psnr=value, attack_parameters={"tv": [value]}))
+    written = json.loads(path.read_bytes())
+    assert written["psnr"] is None
+    assert written["attack_parameters"] == {"tv": [None]}
+    assert load_rows(path)["psnr"].isna().all()
+
+
+def test_missing_and_unknown_keys_are_refused_and_leave_no_trace(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lacking = make_row()
+    del lacking["psnr"]
+    with RowLog(path) as log:
+        with pytest.raises(ValueError, match=r"missing keys \['psnr'\]"):
+            log.append(lacking)
+        with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
+            log.append(make_row() | {"colour": 1})
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("cut", [1, 40, -3])
+def test_half_written_last_line_is_cut_off(tmp_path, cut):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        for client in range(3):
+            log.append(make_row(client=client, image_id="é"))
+    whole = path.read_bytes()
+    first_two, last = whole[: 2 * (len(whole) // 3)], whole[2 * (len(whole) // 3) :]
+    path.write_bytes(first_two + last[:cut])
+    assert list(load_rows(path)["client"]) == [0, 1]
+    with RowLog(path) as log:
+        assert log.repaired
+        assert path.read_bytes() == first_two
+        log.append(make_row(client=2, image_id="é"))
+    assert path.read_bytes() == whole
+
+
+def test_whole_last_row_without_line_end_is_kept(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append(make_row())
+    whole = path.read_bytes()
+    path.write_bytes(whole.rstrip(b"\n"))
+    with RowLog(path) as log:
+        assert log.repaired
+        assert log.done(make_row(), ["face_0001"])
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("damage", [b"{oops", b"", b"[]", b'{"psnr": 1}', b"\xff\xfe"])
+def test_damaged_middle_line_names_file_and_line(tmp_path, damage):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        for client in range(3):
+            log.append(make_row(client=client))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + damage + b"\n" + lines[2])
+    for read in (RowLog, load_rows):
+        with pytest.raises(UsageError, match=r"rows\.jsonl, line 2"):
+            read(path)
+    assert path.read_bytes() == lines[0] + damage + b"\n" + lines[2]
+
+
+def test_done_wants_every_image_of_the_batch(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append(make_row(image=0))
+        assert not log.done(make_row(), ["face_0001", "face_0002"])
+    with RowLog(path) as log:  # resumed: the batch is attacked again, its first image is there already
+        assert not log.append(make_row(image=0))
+        assert log.append(make_row(image=1, image_id="face_0002"))
+        assert log.done(make_row(), ["face_0001", "face_0002"])
+        with pytest.raises(ValueError, match="appended twice"):
+            log.append(make_row(image=1, image_id="face_0002"))
+    assert len(load_rows(path)) == 2
+
+
+@pytest.mark.parametrize("name", CASE)
+def test_everything_asked_tells_rows_apart(tmp_path, name):
+    other = make_row(**{name: {"x": 1} if name.endswith("parameters") else 17})
+    with RowLog(tmp_path / "rows.jsonl") as log:
+        log.append(make_row())
+        assert not log.done(other, ["face_0001"])
+        assert log.append(other)
+
+
+@pytest.mark.parametrize("name", ["commit", "device", "psnr", "seconds", "run_id"])
+def test_what_was_measured_and_where_does_not(tmp_path, name):
+    with RowLog(tmp_path / "rows.jsonl") as log:
+        log.append(make_row())
+        assert log.done(make_row(**{name: "other"}), ["face_0001"])
+
+
+def test_missing_file_is_the_callers_mistake(tmp_path):
+    with pytest.raises(UsageError, match="no results file"):
+        load_rows(tmp_path / "rows.jsonl")
+
+
+def test_rows_written_before_flags_were_known_have_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    old = {key: value for key, value in make_row().items() if key != "flags"}
+    path.write_text(json.dumps(old) + "\n")
+    assert load_rows(path)["flags"].tolist() == [[]]
+    with RowLog(path) as log:
+        assert log.done(make_row(), ["face_0001"])
+        log.append({key: value for key, value in make_row(client=3).items() if key != "flags"})
+    assert load_rows(path)["flags"].tolist() == [[], []]
+
+
+def test_rows_of_another_kind_have_keys_and_identity_of_their_own(tmp_path):
+    schema = Schema(("cell", "value", "note"), ("cell",), {"note": ""})
+    path = tmp_path / "cells.jsonl"
+    with RowLog(path, schema) as log:
+        assert log.append({"value": 1.0, "cell": "a"})
+        assert log.has({"cell": "a"})
+        assert not log.has({"cell": "b"})
+        with pytest.raises(ValueError, match=r"unknown keys \['psnr'\]"):
+            log.append({"cell": "b", "value": 1.0, "psnr": 3.0})
+    with RowLog(path, schema) as log:
+        assert log.rows() == [{"cell": "a", "value": 1.0, "note": ""}]
+        assert not log.append({"cell": "a", "value": 2.0})
+    with pytest.raises(UsageError, match="line 1: not a results row"):
+        RowLog(path)
