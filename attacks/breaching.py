@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -47,16 +47,18 @@ class ForBreaching(nn.Module):
     Args:
         model: ours.
         names: the parameters that it is to see, all of them by default.
-        mask: (N,) positions to hide, or None.
+        forward_kwargs: for every call, such as the mask of hidden positions (1, N).
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str] = (), mask: Tensor | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, names: Sequence[str] = (), forward_kwargs: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
         super().__init__()
-        self.model, self.names, self.mask = model, tuple(names), mask
+        self.model, self.names, self.forward_kwargs = model, tuple(names), dict(forward_kwargs)
 
     def forward(self, inputs: Tensor, **_) -> Tensor:
         """Logits of normalised images."""
-        return self.model(inputs) if self.mask is None else self.model(inputs, self.mask.expand(len(inputs), -1))
+        return self.model(inputs, **{name: mask.expand(len(inputs), -1) for name, mask in self.forward_kwargs.items()})
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those that it is to see."""
@@ -140,7 +142,8 @@ def peer(observation: Observation, config: str, overrides: Sequence[str] = ()) -
         warnings.simplefilter("ignore")  # hydra's, about its own next version
         settings = package.get_attack_config(config, overrides=list(overrides))
     names = APRIL_ORDER if settings.attack_type == "april-analytic" else simulation.names
-    model = ForBreaching(simulation.model.requires_grad_(True), names, reading.mask)
+    hidden = {} if reading.mask is None else {simulation.mask_argument: reading.mask[None]}
+    model = ForBreaching(simulation.model.requires_grad_(True), names, hidden)
     metadata = Metadata(
         shape=list(observation.image_shape),
         mean=observation.mean,

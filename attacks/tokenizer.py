@@ -1,4 +1,4 @@
-"""Where a ViT makes its tokens: patch projection, position embedding, prefix tokens.
+"""What attacks must know of a ViT's parameters: patch projection, position embedding, and what MJP adds to them.
 
 Works on timm, torchvision and Hugging Face ViTs by looking for the structure, not for a class: a convolution whose
 stride is its kernel, and a parameter of positions with one row a patch (plus prefix rows) and as many columns as the
@@ -8,6 +8,7 @@ show.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 from attacks.registry import UsageError
 
 MAX_PREFIX_TOKENS = 8
+# Names of what has no structure to be found by: timm's class and register tokens, and the parts of an MJP model.
+PREFIX_TOKENS = ("cls_token", "reg_token")
+LOCALISATION = "dal"
+MASK_ARGUMENT = "position_mask"
 
 
 class SecondTable(UsageError):
@@ -34,6 +39,10 @@ class Tokenizer:
         grid: patches (rows, columns); N = rows * columns.
         channels: C, colour channels of a patch.
         width: D, channels of a token.
+        prefix_tokens: names of the parameters that are tokens themselves (class and register tokens), in their order.
+        shared_position: name of the embedding that all masked positions share under MJP, (1, 1, D), or None.
+        localisation: name of the submodule of MJP's localisation loss, called with (positions, grid, mask), or None.
+        mask_argument: name of the keyword argument of `forward` that takes the mask of positions (B, N), or None.
     """
 
     weight: str
@@ -44,6 +53,10 @@ class Tokenizer:
     grid: tuple[int, int]
     channels: int
     width: int
+    prefix_tokens: tuple[str, ...] = ()
+    shared_position: str | None = None
+    localisation: str | None = None
+    mask_argument: str | None = None
 
     @property
     def num_patches(self) -> int:
@@ -106,7 +119,21 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
             "projection + position, and no attack here is written for that; it does not make the update any safer"
         )
     bias = f"{name}.bias" if conv.bias is not None else None
-    return Tokenizer(f"{name}.weight", bias, positions, prefix, p, grid, channels, conv.out_channels)
+    shared = _find_shared_position(model, conv.out_channels)
+    return Tokenizer(
+        f"{name}.weight",
+        bias,
+        positions,
+        prefix,
+        p,
+        grid,
+        channels,
+        conv.out_channels,
+        prefix_tokens=tuple(n for n, _ in model.named_parameters() if n in PREFIX_TOKENS),
+        shared_position=shared,
+        localisation=LOCALISATION if isinstance(getattr(model, LOCALISATION, None), nn.Module) else None,
+        mask_argument=MASK_ARGUMENT if shared and _takes(model, MASK_ARGUMENT) else None,
+    )
 
 
 def has_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> bool:
@@ -121,6 +148,16 @@ def has_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> bool:
 def _cuts_patches(conv: nn.Conv2d) -> bool:
     square = conv.kernel_size[0] == conv.kernel_size[1] > 1
     return square and conv.kernel_size == conv.stride and conv.padding in ((0, 0), "valid") and conv.groups == 1
+
+
+def _find_shared_position(model: nn.Module, width: int) -> str | None:
+    """Name of the one parameter with `width` entries and the word "unk" in its name; None without one, or with two."""
+    found = [n for n, p in model.named_parameters() if "unk" in n.lower() and p.numel() == width]
+    return found[0] if len(found) == 1 else None
+
+
+def _takes(model: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters
 
 
 def _find_table(model: nn.Module, word: str, num_patches: int, width: int) -> tuple[str | None, int]:

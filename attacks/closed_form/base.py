@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from attacks.base import Attack
 from attacks.linear.least_squares import RowSolution, solve_rows
+from attacks.linear.position_rows import missing_positions, position_gradient, unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -83,7 +84,7 @@ class ClosedForm(Attack):
     def _of_one_model(self, observations: list[Observation]) -> list[Reconstruction]:
         try:
             tokenizer = find_tokenizer(observations[0].model, observations[0].image_shape)
-            gradients = [position_rows(o, tokenizer) for o in observations]
+            gradients = [position_gradient(o, tokenizer) for o in observations]
             usable = [i for i, rows in enumerate(gradients) if rows is not None]
             found = [Reconstruction(images=None, diagnosis=missing_positions(tokenizer))] * len(observations)
             if not usable:
@@ -101,7 +102,13 @@ class ClosedForm(Attack):
     def _finish(
         self, observation: Observation, tokenizer: Tokenizer, equation: Equation, solution: RowSolution, masked: Tensor
     ) -> Reconstruction:
-        reasons = [*unmet_assumptions(observation, masked), *equation.caveats]
+        reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
+        if masked.any():
+            reasons.append(
+                f"{int(masked.sum())} of {len(masked)} position rows are exactly zero: those patches hide behind a "
+                "shared position embedding (MJP) and spoil the solve of the others"
+            )
+        reasons += equation.caveats
         patches = equation.patches(self.settle(solution, tokenizer, observation, reasons))
         images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
         known = torch.full_like(images[:, :1], not reasons, dtype=torch.bool)
@@ -121,42 +128,3 @@ class ClosedForm(Attack):
             details=details,
             flags=("zero_rows_ignored",) if hidden else (),
         )
-
-
-def unmet_assumptions(observation: Observation, masked: Tensor) -> list[str]:
-    """Why a closed form for one image and one step does not fit this update, in words; empty where it does.
-
-    Args:
-        masked: (N,) bool, position rows that are exactly zero.
-    """
-    reasons = []
-    if observation.num_examples > 1:
-        reasons.append(
-            f"the batch holds {observation.num_examples} images: their gradients add up and the solve returns a mixture"
-        )
-    if observation.local_steps > 1:
-        reasons.append(
-            f"the update sums {observation.local_steps} local steps: several batches and changing weights are mixed "
-            "in it"
-        )
-    if masked.any():
-        reasons.append(
-            f"{int(masked.sum())} of {len(masked)} position rows are exactly zero: those patches hide behind a shared "
-            "position embedding (MJP) and spoil the solve of the others"
-        )
-    return reasons
-
-
-def position_rows(observation: Observation, tokenizer: Tokenizer) -> Tensor | None:
-    """Position gradient with its prefix rows, (prefix + N, D), or None where the update holds none (or only zeros)."""
-    gradient = observation.gradients.get(tokenizer.positions) if tokenizer.positions else None
-    return None if gradient is None or not gradient.any() else gradient.reshape(-1, tokenizer.width)
-
-
-def missing_positions(tokenizer: Tokenizer) -> str:
-    """Why there are no position rows, in words."""
-    if tokenizer.positions is None:
-        return "the model has no learnable position embedding, so the update holds no gradient per token to solve with"
-    return (
-        f"the update holds no gradient of {tokenizer.positions} (frozen or withheld), so there is nothing to solve with"
-    )

@@ -1,4 +1,4 @@
-"""Several updates of a client, each from a small batch: images that come back in other company are separated.
+"""Several updates of a client, each from a small batch: images that reappear in batches with different images.
 
 With images a, b in one step the position rows are S = G_a + G_b, and the projection's gradient is
 
@@ -9,16 +9,16 @@ Outside span(S), dL/dE has row space span(X_b - X_a) =: span(B), so that lstsq(S
 images B has N (k - 1) rows. Both D - N and P must exceed that; then steps in which an image meets different partners
 intersect in that image alone.
 
-*Masks.* Rows that are zero in all images of a step, Z of them, read "zero outside span(B)", as in
-`attacks.linear.normal_equations`. Where p is visible in some images, S_p is theirs; with masked patches counted, B has
-N (k - 1) + Z rows, however the masks of the images differ. But an image that is masked at p while another is not has
-x_p in span(B) and not l_p: if the client uses the shared embedding, rows that do not fit are tried as masked in one
-step, in two, and so on.
+*Masks.* Rows that are zero in all images of a step, Z of them, give "zero outside span(B)", as in
+`attacks.linear.masked_update`. Where p is visible in some images, S_p is theirs; with masked patches counted, B has N
+(k - 1) + Z rows, however the masks of the images differ. But an image that is masked at p while another is not has x_p
+in span(B) and not l_p: if the client uses the shared embedding, rows that do not fit are tried as masked in one step,
+in two, and so on.
 
-Which steps share an image is not told. Any m steps with more equations than unknowns, sum_t (P - rank B_t) > P, do not
-fit one image by chance: their relative misfit is that of float32 for steps that share one, and that of two different
-photographs otherwise (1e-7 to 1e-3 against 2e-2 on ViT-B with random weights). From every seed of m steps that fit,
-further steps are added as long as they fit.
+The server does not know which steps share an image. Any m steps with more equations than unknowns, sum_t (P - rank B_t)
+> P, do not fit one image by chance: their relative misfit is that of float32 for steps that share one, and that of two
+different photographs otherwise (1e-7 to 1e-3 against 2e-2 on ViT-B with random weights). From every seed of m steps
+that fit, further steps are added as long as they fit.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attacks.base import ATTACKS, Attack
-from attacks.closed_form.base import missing_positions, position_rows
 from attacks.linear.image_prior import VectorialVariation
-from attacks.linear.least_squares import noise_floor
-from attacks.linear.normal_equations import Equations, Estimate
-from attacks.linear.position_rows import clean_rows
+from attacks.linear.least_squares import solve_rows
+from attacks.linear.normal_equations import Estimate, NormalEquations
+from attacks.linear.position_rows import read_position_rows, unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -50,11 +50,11 @@ OUTLIER = 100
 
 @dataclass(frozen=True)
 class Step:
-    """What one update says of each of its images: (x_p - rows_p) (I - basis^T basis) = 0.
+    """The equations of each image of one update: (x_p - rows_p) (I - basis^T basis) = 0.
 
     Attributes:
         rows: (N, P) float64, without what lies along `basis`, and zero where the position row is.
-        basis: (n, P) orthonormal; n = N (k - 1), plus the number of rows that are zero.
+        basis: (n, P) orthonormal; n = N (k - 1), plus the number of rows that are zero, or less where noise hides some.
         num_examples: k.
         masked: rows of the position gradient that are exactly zero.
         own_masks: the batch hides positions, and not the same ones in all images (or so it may be).
@@ -72,47 +72,38 @@ class Step:
         return self.basis.shape[1] - len(self.basis)
 
 
-def read_step(observation: Observation, tokenizer: Tokenizer) -> Step:
+def read_step(observation: Observation) -> Step:
     """The equations of one update, by two singular value decompositions in float64.
 
     Raises:
-        UsageError: the update cannot be read so; the message says which condition fails.
+        UsageError: the update does not hold such equations; the message names the condition that fails.
     """
-    if observation.local_steps > 1:
-        raise UsageError(
-            f"the update sums {observation.local_steps} local steps: several batches and changing weights are mixed "
-            "in it"
-        )
-    rows = position_rows(observation, tokenizer)
-    if rows is None:
-        raise UsageError(missing_positions(tokenizer))
-    sums = rows[tokenizer.prefix :].double()  # S, (N, D)
-    if (sums.abs().amax(dim=1) == 0).any():
-        sums = clean_rows(observation, tokenizer, rows[tokenizer.prefix :]).rows
-    products = observation.gradients[tokenizer.weight].flatten(1).double()  # (D, P)
-    visible = sums.abs().amax(dim=1) > 0  # (N,)
-    count, masked = observation.num_examples, int((~visible).sum())
-    spanned = len(sums) * (count - 1) + masked
-    facts = _facts(count, masked, len(sums))
+    several_steps = unmet_assumptions(1, observation.local_steps)
+    if several_steps:
+        raise UsageError(several_steps[0])
+    update = read_position_rows(observation)
+    tokenizer, visible = update.tokenizer, ~update.masked
+    count, masked, patches = update.num_examples, int(update.masked.sum()), len(update.masked)
+    spanned = patches * (count - 1) + masked
+    facts = _facts(count, masked, patches)
     _check_dimensions(tokenizer, facts, int(visible.sum()), spanned)
-
-    u, sigma, vh = torch.linalg.svd(sums[visible], full_matrices=True)  # (V, V), (V,), (D, D)
-    rank = int((sigma > noise_floor(observation.gradients[tokenizer.weight]) * sigma[0]).sum())
-    if rank < len(sigma):
+    products = update.products[:, : tokenizer.patch_dim]  # (D, P)
+    solution = solve_rows(update.rows[visible][None], products[None], hidden=spanned, sent=update.dtype)[0]
+    if solution.rank < int(visible.sum()):
         raise UsageError(
-            f"{facts}: only {rank} of {len(sigma)} directions of the position gradient rise above round-off, so that "
-            "too many combinations of patches stay free"
+            f"{facts}: only {solution.rank} of {int(visible.sum())} directions of the position gradient rise above the "
+            "noise of the update, so that too many combinations of patches stay free"
         )
-    solved = torch.zeros(len(sums), tokenizer.patch_dim, dtype=torch.float64, device=sums.device)
-    solved[visible] = u @ ((vh[:rank] @ products) / sigma[:, None])
-    basis = torch.linalg.svd(vh[rank:] @ products, full_matrices=False)[2][:spanned]  # (n, P)
-    shared = observation.gradients.get("unk_embed")
+    rows = products.new_zeros(patches, tokenizer.patch_dim)
+    rows[visible] = solution.rows
+    basis = functional.normalize(solution.unknown, dim=1)  # (n, P)
+    shared = observation.gradients.get(tokenizer.shared_position)
     own_masks = count > 1 and shared is not None and bool(shared.any())
-    return Step(solved - (solved @ basis.T) @ basis, basis, count, masked, own_masks)
+    return Step(rows - (rows @ basis.T) @ basis, basis, count, masked, own_masks)
 
 
 def _facts(count: int, masked: int, num_patches: int) -> str:
-    """What makes a step hard, in words."""
+    """Size of the batch and mask, in words."""
     words = f"the batch holds {count} image{'s' * (count > 1)}"
     if masked:
         words += (
@@ -145,7 +136,7 @@ class Fit:
         misfit: sum_t |P_t (x - l_t)|^2 + ridge T |x|^2 at its minimum over x, relative to sum_t |P_t l_t|^2.
     """
 
-    sums: Equations
+    sums: NormalEquations
     misfit: float
 
 
@@ -182,8 +173,8 @@ def fit(steps: Sequence[Step], ridge: float = DECIDING_RIDGE, tolerance: float =
     return Fit(sums, float(miss.sum() / total))
 
 
-def _accumulate(steps: Sequence[Step]) -> Equations:
-    sums = Equations(*steps[0].rows.shape, device=steps[0].rows.device)
+def _accumulate(steps: Sequence[Step]) -> NormalEquations:
+    sums = NormalEquations(*steps[0].rows.shape, device=steps[0].rows.device)
     for step in steps:
         sums.add(step.rows, step.basis)
     return sums
@@ -263,8 +254,8 @@ class BatchRounds(Attack):
         """Images of the last step's batch, identified ones first; `details` holds the search's numbers."""
         target = observations[-1]
         tokenizer = find_tokenizer(target.model, target.image_shape)
-        last = read_step(target, tokenizer)
-        others = self._readable(observations[:-1], target, tokenizer)
+        last = read_step(target)
+        others = self._readable(observations[:-1], target)
         images, errors, used = [], [], []
         for group in find_groups(last, others, self.tolerance, self.max_trials):
             estimate = fit(group, tolerance=self.tolerance).sums.solve()
@@ -291,13 +282,13 @@ class BatchRounds(Attack):
         diagnosis = _unidentified(last, others, len(images)) if missing else ""
         return Reconstruction(pixels, known, diagnosis=diagnosis, details=details)
 
-    def _readable(self, earlier: Sequence[Observation], target: Observation, tokenizer: Tokenizer) -> list[Step]:
+    def _readable(self, earlier: Sequence[Observation], target: Observation) -> list[Step]:
         """Equations of the earlier steps of the same client; steps that cannot be read are left out."""
         steps = []
         for observation in earlier:
             if observation.client == target.client and observation.image_shape == target.image_shape:
                 try:
-                    steps.append(read_step(observation, tokenizer))
+                    steps.append(read_step(observation))
                 except UsageError:
                     continue
         return steps
@@ -310,6 +301,7 @@ def _unidentified(last: Step, others: Sequence[Step], identified: int) -> str:
     if needed > len(others) + 1:
         return (
             f"{reason}: {len(others) + 1} readable steps hold too few equations ({last.equations} a patch in the "
-            f"last, for {last.rows.shape[1]} unknowns); more steps with the same image in other company are needed"
+            f"last, for {last.rows.shape[1]} unknowns); more steps are needed that hold the same image "
+            "beside other images"
         )
-    return f"{reason}: among {len(others)} earlier steps too few share an image with the last one in other company"
+    return f"{reason}: among {len(others)} earlier steps too few hold an image of the last one beside other images"

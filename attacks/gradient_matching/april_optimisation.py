@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attacks.base import ATTACKS
-from attacks.closed_form.base import missing_positions, position_rows
 from attacks.gradient_matching.attack import GradientMatching, Recipe
 from attacks.gradient_matching.distances import PositionCosine, SquaredL2, Sum
 from attacks.gradient_matching.optimisers import Adam, StepDecay
+from attacks.linear.position_rows import missing_positions, position_gradient
 from attacks.observation import Capability, Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
@@ -37,7 +37,7 @@ class AprilOptimisation(GradientMatching):
     def recipe(self, observation: Observation) -> Recipe:
         """See `GradientMatching.recipe`."""
         tokenizer = find_tokenizer(observation.model, observation.image_shape)
-        if position_rows(observation, tokenizer) is None:
+        if position_gradient(observation, tokenizer) is None:
             raise UsageError(missing_positions(tokenizer))
         distance = Sum((SquaredL2(relative=True), PositionCosine(tokenizer.positions, self.alpha)))
         return Recipe(distance, Adam(self.rate, StepDecay()))

@@ -42,7 +42,8 @@ class Differenced(Simulation):
     """
 
     def __init__(self, exact: Simulation) -> None:
-        self.model, self.weights, self.masks = exact.model, exact.weights, exact.masks
+        self.model, self.weights = exact.model, exact.weights
+        self.masks, self.mask_argument = exact.masks, exact.mask_argument
         self.batch, self.steps, self.rate, self.images = exact.batch, exact.steps, exact.rate, exact.images
         self.names, self.head = exact.names, exact.head
 

@@ -8,16 +8,13 @@ its own map's gradients are left alone, as are those of all parameters that no i
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from attacks.closed_form.base import position_rows
-from attacks.linear.masked_update import IMBALANCE
-from attacks.linear.position_rows import clean_rows
+from attacks.linear.position_rows import IMBALANCE, position_gradient, remove_localisation
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
@@ -47,27 +44,21 @@ def read(observation: Observation) -> Reading:
         tokenizer = find_tokenizer(observation.model, observation.image_shape)
     except UsageError:  # not a ViT: it hides no positions
         return Reading(gradients, None, tuple(flags))
-    rows = position_rows(observation, tokenizer)
+    rows = position_gradient(observation, tokenizer)
     if rows is None:
         return Reading(gradients, None, tuple(flags))
-    clean = clean_rows(observation, tokenizer, rows[tokenizer.prefix :])
-    if getattr(observation.model, "dal", None) is not None and clean.imbalance > IMBALANCE:
+    clean, masked, weight, imbalance = remove_localisation(observation, tokenizer, rows[tokenizer.prefix :])
+    if tokenizer.localisation is not None and imbalance > IMBALANCE:
         del gradients[tokenizer.positions]
-    elif clean.dal_weight:
+    elif weight:
         sent = gradients[tokenizer.positions]
-        rows = torch.cat([rows[: tokenizer.prefix], clean.rows.to(rows)])
+        rows = torch.cat([rows[: tokenizer.prefix], clean.to(rows)])
         gradients[tokenizer.positions] = rows.reshape(sent.shape)
-    if not takes_mask(observation.model):
+    if tokenizer.mask_argument is None:
         hidden = (rows[tokenizer.prefix :] == 0).all(dim=1).any()
         return Reading(gradients, None, (*flags, "zero_rows_ignored") if hidden else tuple(flags))
-    if not clean.masked.any():
+    if not masked.any():
         return Reading(gradients, None, tuple(flags))
     if observation.num_examples > 1 or observation.local_steps > 1:
         flags.append("one_mask_assumed")  # rows are zero where all images of the update are masked
-    return Reading(gradients, clean.masked, tuple(flags))
-
-
-def takes_mask(model: nn.Module) -> bool:
-    """Whether the model can be told to hide positions."""
-    known = "position_mask" in inspect.signature(model.forward).parameters
-    return known and any("unk" in name.lower() for name, _ in model.named_parameters())
+    return Reading(gradients, masked, tuple(flags))

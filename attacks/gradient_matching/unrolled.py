@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attacks.observation import Observation
+from attacks.tokenizer import find_tokenizer
 
 
 @contextmanager
@@ -41,6 +42,7 @@ class Simulation(ABC):
         self.model = copy.deepcopy(observation.model).eval().requires_grad_(False)
         self.weights = dict(self.model.named_parameters())
         self.masks = masks
+        self.mask_argument = _mask_argument(observation) if masks is not None else ""
         self.batch, self.steps, self.rate = observation.num_examples, observation.local_steps, observation.learning_rate
         self.images = self.batch * self.steps
         self.names: tuple[str, ...] = ()
@@ -60,9 +62,14 @@ class Simulation(ABC):
 
     def logits(self, weights: Mapping[str, Tensor], images: Tensor, masks: Tensor | None) -> Tensor:
         """(B, K) of normalised images (B, C, H, W) with masks (B, N) or None."""
-        extra = {} if masks is None else {"position_mask": masks}
+        extra = {} if masks is None else {self.mask_argument: masks}
         output = functional_call(self.model, dict(weights), (images,), extra)
         return getattr(output, "logits", output)
+
+
+def _mask_argument(observation: Observation) -> str:
+    """Name of the keyword argument through which the model takes a mask of positions."""
+    return find_tokenizer(observation.model, observation.image_shape).mask_argument
 
 
 class Unrolled(Simulation):

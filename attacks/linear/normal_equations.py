@@ -1,28 +1,28 @@
-"""What every closed form on updates with hidden patches comes down to: one quadratic per patch, summed over updates.
+"""Normal equations of any number of updates that show the same image: constant memory, updates in any order.
 
-An update t says of every patch x_p (P,) of the image it was made from
+An update t gives for every patch x_p (P,) of its image
 
     P_t (x_p - l_t,p) = 0,        P_t = I - B_t^T B_t,
 
-with l_t,p (P,) what the update's linear solve gives for the patch and B_t (k, P) an orthonormal basis of the directions
-in which that solve is spoilt. `attacks.linear.masked_update` derives both for one image with masked positions; for a
-batch whose position rows add up B_t spans the differences of the images. P_t is the same for all patches of one update,
-so
+with l_t,p (P,) the row that the update's linear solve gives for the patch and B_t (k, P) an orthonormal basis of the
+directions along which that solve is wrong. `attacks.linear.masked_update` derives both for one image with masked
+positions; for a batch whose position rows add up, B_t spans the differences of the images. P_t is the same for all
+patches of one update, so
 
     H = sum_t w_t P_t  (P, P),    r_p = sum_t w_t l_t,p P_t  (P,),    q_p = sum_t w_t l_t,p P_t l_t,p
 
-hold everything that T updates say: sum_t w_t |P_t (x_p - l_t,p)|^2 = x_p H x_p - 2 r_p x_p + q_p. Memory does not grow
-with T, updates come in any order, weights of the network may change in between, and sums of two accumulators are the
-accumulator of both. One eigendecomposition H = V diag(lambda) V^T then answers for all patches at once: along v_j the
-estimate is r_p v_j / lambda_j, with variance sigma^2 / lambda_j where sigma is the noise of one equation. Directions
-whose variance is not small against that of a pixel are *open*: every update hides them, or nearly. They are not cut off
-but handed on with what is known of them, for an image prior to settle over all patches jointly:
+hold everything that T updates give: sum_t w_t |P_t (x_p - l_t,p)|^2 = x_p H x_p - 2 r_p x_p + q_p. Memory does not grow
+with T, the weights of the network may change in between, and the sum of two accumulators is the accumulator of both.
+One eigendecomposition H = V diag(lambda) V^T solves for all patches at once: along v_j the estimate is r_p v_j /
+lambda_j, with variance sigma^2 / lambda_j where sigma is the noise of one equation. Directions whose variance is not
+small against that of a pixel are *open*: every update hides them, or nearly. They are not cut off but returned with
+what is known of them, for an image prior to settle over all patches jointly:
 
     minimise over c:  sum_p sum_j  lambda_j / sigma^2 (c_pj - r_p v_j / lambda_j)^2  +  prior(rows + c V_open).
 
-Noise tilts a basis B_t out of the true span, and so makes a direction that every update hides look slightly heard of.
-What that adds to H is tracked beside it, F = sum_t w_t B_t^T diag(sin^2 tilt) B_t; where v_j H v_j does not stand out
-from v_j F v_j the direction counts as not heard of at all.
+Noise turns a basis B_t out of the true span, and so gives a direction that every update hides a small eigenvalue that
+it should not have. That bias is accumulated beside H, F = sum_t w_t B_t^T diag(sin^2 tilt) B_t; where v_j H v_j does
+not exceed v_j F v_j clearly, the direction counts as unobserved.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from torch import Tensor
 
 # A direction is open where its standard deviation exceeds this share of a normalised pixel's (about 1).
 SETTLED = 1e-2
-# lambda below this share of the total weight is round-off of the accumulation and says nothing.
+# Eigenvalues below this share of the total weight are round-off of the accumulation.
 NEGLIGIBLE = 1e-11
-# lambda below this multiple of what tilted bases pretend to say counts for nothing.
-STANDS_OUT = 4.0
-# Noise of one equation when the updates do not tell (a single one always fits): float32 round-off after the solve.
+# Eigenvalues below this multiple of the bias that tilted bases cause count as zero.
+LEAST_OVER_TILT_BIAS = 4.0
+# Noise of one equation where the misfit of the updates cannot show it (one update always fits): float32 round-off.
 DEFAULT_NOISE = 1e-6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """All that the equations say of N patches.
+    """The solution of the equations for N patches.
 
     Attributes:
         rows: (N, P) float64, the settled part; nothing along `open`.
@@ -72,7 +72,7 @@ class Estimate:
         return variance.sqrt().expand(len(self.rows))
 
 
-class Equations:
+class NormalEquations:
     """Accumulator of the equations of any number of updates that show the same image.
 
     Args:
@@ -96,7 +96,7 @@ class Equations:
         Args:
             rows: l, (N, P), normalised pixels; any value along `basis`.
             basis: B, (k, P) with orthonormal rows; k may be 0.
-            weight: inverse variance of the equations, up to a factor common to all updates (`Estimate.noise` tells it).
+            weight: inverse variance of the equations, up to a factor common to all updates (see `Estimate.noise`).
             tilt: (k,) expected squared sine of the angle between each row of `basis` and the true span; None for 0.
 
         Raises:
@@ -116,7 +116,7 @@ class Equations:
         self.updates += 1
         self.equations += rows.shape[1] - len(basis)
 
-    def merge(self, other: Equations) -> None:
+    def merge(self, other: NormalEquations) -> None:
         """Add all updates of another accumulator of the same shape.
 
         Raises:
@@ -135,11 +135,11 @@ class Equations:
         return ((x @ self.matrix - 2 * self.targets) * x).sum(dim=1) + self.squares
 
     def solve(self, noise: float | None = None) -> Estimate:
-        """What the equations say, by one eigendecomposition.
+        """Solve, by one eigendecomposition.
 
         Args:
-            noise: standard deviation of an equation of weight 1; by default what the misfit of the updates says (a
-                single one fits always: round-off is assumed).
+            noise: standard deviation of an equation of weight 1; by default estimated from the misfit of the
+                updates (one update alone always fits: round-off is assumed).
 
         Raises:
             ValueError: no update was added.
@@ -148,17 +148,17 @@ class Equations:
             raise ValueError("no update was added")
         values, vectors = torch.linalg.eigh(self.matrix)  # (P,) ascending, (P, P)
         along = self.targets @ vectors  # (N, P): r_p v_j
-        pretended = ((self.tilts @ vectors) * vectors).sum(dim=0)  # (P,): v_j F v_j
-        heard = values > torch.clamp(STANDS_OUT * pretended, min=NEGLIGIBLE * self.weight)
-        # The best fit of all, which tells the noise; what a direction that is not trusted explains is no noise.
+        tilt_bias = ((self.tilts @ vectors) * vectors).sum(dim=0)  # (P,): v_j F v_j
+        observed = values > torch.clamp(LEAST_OVER_TILT_BIAS * tilt_bias, min=NEGLIGIBLE * self.weight)
+        # The best fit of all, for the noise estimate; what an untrusted direction explains is not noise.
         fitted = values > NEGLIGIBLE * self.weight
         centre = torch.where(fitted, along / values.clamp(min=NEGLIGIBLE * self.weight), 0.0)
         misfit = (self.squares - (along * centre).sum(dim=1)).clamp(min=0).sum()
-        centre = torch.where(heard, centre, 0.0)
+        centre = torch.where(observed, centre, 0.0)
         if noise is None:
             surplus = max(self.equations - int(fitted.sum()), 1)  # equations beyond the unknowns
             noise = max(float(misfit / len(centre) / surplus) ** 0.5, DEFAULT_NOISE)
-        precision = torch.where(heard, values / noise**2, 0.0)  # (P,)
+        precision = torch.where(observed, values / noise**2, 0.0)  # (P,)
         open_ = precision < SETTLED**-2
         return Estimate(
             rows=centre[:, ~open_] @ vectors[:, ~open_].T,

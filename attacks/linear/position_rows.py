@@ -1,69 +1,142 @@
-"""Removing the localisation loss from the position rows.
+"""What every closed form reads of an update: position rows, mask, and the gradient of the patch projection.
 
-MJP clients add lambda * DAL to their loss (dense absolute localisation, its equation 4). That term depends on the
-position embedding, the mask and the map g, all of which the server sent or reads off the update; it reaches no other
-gradient that the closed forms use. So its gradient d (N, D) can be computed from the sent model and subtracted.
+The gradient of a learnable additive position embedding holds one row for each token, g_i = dL/dz_i, and the gradient of
+the patch projection is dL/dE = sum_i g_i x_i^T. Both are read here, once, together with the two things that a client
+under MJP changes:
 
-lambda need not be known. Every token's gradient flows into exactly one position row and into the bias of the patch
-projection, so without DAL the rows' sum plus the shared unknown row equals dL/db. With it
+*Mask.* A masked position adds the shared unknown embedding instead of its own, so its own row is exactly zero (or,
+where a client adds noise to its update, nothing but noise) and its gradient is summed into the shared row.
 
-    sum_p rows_p + unknown - dL/db = lambda sum_p d_p
+*Localisation loss.* MJP clients add lambda * DAL to their loss (dense absolute localisation, its equation 4). That term
+depends on the position embedding, the mask and the map g, all of which the server sent or reads from the update, and it
+reaches no other gradient that the closed forms use. Its gradient d (N, D) is computed from the sent model and
+subtracted. lambda need not be known: every token's gradient is summed into exactly one position row and into the bias
+of the patch projection, so without DAL the rows' sum plus the shared row equals dL/db, and with it
 
-is D equations for one number, and their misfit tells whether anything else feeds the rows.
+    sum_p rows_p + shared - dL/db = lambda sum_p d_p
+
+is D equations for one number. Their misfit, the *imbalance*, shows whether anything else contributes to the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attacks.observation import Observation
-from attacks.tokenizer import Tokenizer
+from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer, find_tokenizer
 
 # A share of the rows' sum that round-off explains; below it there is no DAL term to remove.
 ROUND_OFF = 2e-6
 # Lengths of rows of pure noise differ by less than ALIKE deviations (of relative size D^-1/2); other rows are longer
 # by at least APART.
 ALIKE, APART = 5.0, 1.2
+# Share of dL/db by which the rows may differ from it before they are taken for something else than token gradients.
+IMBALANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class CleanRows:
-    """Position rows without the localisation loss.
+class PositionRows:
+    """What the closed forms use of one update.
 
     Attributes:
-        rows: (N, D) float64, dL/dz of the visible patches and exact zeros at masked ones.
+        tokenizer: of the observed model.
+        rows: (N, D) float64, dL/dz of the visible patches without the localisation loss, exact zeros at masked ones.
         masked: (N,) bool, rows that hold no gradient (`masked_rows`).
-        dal_weight: lambda as found; 0.0 where no term was found.
-        imbalance: |sum of rows + unknown row - dL/db| / |dL/db|, near 0 where the rows are what the closed forms take
-            them for; NaN where the update lacks what it takes to tell.
+        products: S, (D, P + 1) float64: dL/dE and, where the projection has a bias, dL/db as the column of a pixel of
+            constant value 1; (D, P) without a bias.
+        dtype: of the gradients as sent. dal_weight: lambda as found; 0.0 where no term was found. imbalance: |sum of
+        rows + shared row - dL/db| / |dL/db|, near 0 where the rows are token gradients; NaN where the
+            update lacks what it takes to tell.
+        num_examples, local_steps: of the update.
     """
 
+    tokenizer: Tokenizer
     rows: Tensor
     masked: Tensor
+    products: Tensor
+    dtype: torch.dtype
     dal_weight: float
     imbalance: float
+    num_examples: int
+    local_steps: int
+
+    def mask_in_words(self) -> str:
+        """How many of how many rows are zero."""
+        return f"{int(self.masked.sum())} of {len(self.masked)} position rows are exactly zero"
+
+    def unmet_assumptions(self) -> list[str]:
+        """Why equations of one image and one step do not fit this update, in words; empty where they do."""
+        reasons = unmet_assumptions(self.num_examples, self.local_steps)
+        if self.imbalance > IMBALANCE:
+            reasons.append(
+                f"the position rows miss the projection bias' gradient by {self.imbalance:.2%}: something else than "
+                "tokens contributes to them (noise, or an unknown loss on the position embedding)"
+            )
+        return reasons
 
 
-def clean_rows(observation: Observation, tokenizer: Tokenizer, rows: Tensor) -> CleanRows:
-    """Find the mask and take the localisation loss out of the patches' position rows (N, D)."""
-    masked = masked_rows(rows)
-    rows = torch.where(masked[:, None], 0.0, rows.to(torch.float64))
-    excess = _excess(observation.gradients, tokenizer, rows, masked)
-    if excess is None:
-        return CleanRows(rows, masked, 0.0, float("nan"))
-    scale = observation.gradients[tokenizer.bias].double().norm()
-    weight = 0.0
-    if excess.norm() > ROUND_OFF * scale and getattr(observation.model, "dal", None) is not None:
-        term = dal_gradient(observation, tokenizer, masked)  # (N, D)
-        total = term.sum(dim=0)
-        if total.norm() > 0:
-            weight = float(excess @ total / total.square().sum())
-            rows, excess = rows - weight * term, excess - weight * total
-    return CleanRows(rows, masked, weight, float(excess.norm() / scale))
+def read_position_rows(observation: Observation) -> PositionRows:
+    """Read one update.
+
+    Raises:
+        UsageError: the model has no tokenizer or no position embedding, or the update does not hold the gradients of
+            position embedding and patch projection.
+    """
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    sent = position_gradient(observation, tokenizer)
+    if sent is None:
+        raise UsageError(missing_positions(tokenizer))
+    rows, masked, weight, imbalance = remove_localisation(observation, tokenizer, sent[tokenizer.prefix :])
+    return PositionRows(
+        tokenizer,
+        rows,
+        masked,
+        projection_products(observation, tokenizer),
+        sent.dtype,
+        weight,
+        imbalance,
+        observation.num_examples,
+        observation.local_steps,
+    )
+
+
+def position_gradient(observation: Observation, tokenizer: Tokenizer) -> Tensor | None:
+    """Position gradient as sent, with its prefix rows, (prefix + N, D); None where the update holds none, or only
+    zeros."""
+    gradient = observation.gradients.get(tokenizer.positions) if tokenizer.positions else None
+    return None if gradient is None or not gradient.any() else gradient.reshape(-1, tokenizer.width)
+
+
+def missing_positions(tokenizer: Tokenizer) -> str:
+    """Why there are no position rows, in words."""
+    if tokenizer.positions is None:
+        return "the model has no learnable position embedding, so the update holds no gradient per token to solve with"
+    return (
+        f"the update holds no gradient of {tokenizer.positions} (frozen or withheld), so there is nothing to solve with"
+    )
+
+
+def projection_products(observation: Observation, tokenizer: Tokenizer) -> Tensor:
+    """S, (D, P + 1) float64: dL/dE and, where there is one, dL/db as the column of the constant pixel."""
+    weight = observation.gradients[tokenizer.weight].flatten(1).to(torch.float64)
+    bias = observation.gradients.get(tokenizer.bias) if tokenizer.bias else None
+    return weight if bias is None else torch.cat([weight, bias.to(torch.float64)[:, None]], dim=1)
+
+
+def unmet_assumptions(num_examples: int, local_steps: int) -> list[str]:
+    """Why equations of one image and one step do not fit an update of so many images and steps, in words."""
+    reasons = []
+    if num_examples > 1:
+        reasons.append(f"the batch holds {num_examples} images: their gradients add up and the solve returns a mixture")
+    if local_steps > 1:
+        reasons.append(
+            f"the update sums {local_steps} local steps: several batches and changing weights are mixed in it"
+        )
+    return reasons
 
 
 def masked_rows(rows: Tensor) -> Tensor:
@@ -81,21 +154,48 @@ def masked_rows(rows: Tensor) -> Tensor:
     return alike & (count > 1 and apart)
 
 
-def dal_gradient(observation: Observation, tokenizer: Tokenizer, masked: Tensor) -> Tensor:
+def remove_localisation(
+    observation: Observation, tokenizer: Tokenizer, rows: Tensor
+) -> tuple[Tensor, Tensor, float, float]:
+    """Find the mask and subtract the localisation loss from the patches' position rows (N, D) as sent.
+
+    Returns:
+        rows (N, D) float64, masked (N,) bool, lambda, imbalance: see `PositionRows`.
+    """
+    masked = masked_rows(rows)
+    rows = torch.where(masked[:, None], 0.0, rows.to(torch.float64))
+    excess = _excess(observation, tokenizer, rows, masked)
+    if excess is None:
+        return rows, masked, 0.0, float("nan")
+    scale = observation.gradients[tokenizer.bias].double().norm()
+    weight = 0.0
+    if excess.norm() > ROUND_OFF * scale and tokenizer.localisation is not None:
+        term = localisation_gradient(observation, tokenizer, masked)  # (N, D)
+        total = term.sum(dim=0)
+        if total.norm() > 0:
+            weight = float(excess @ total / total.square().sum())
+            rows, excess = rows - weight * term, excess - weight * total
+    return rows, masked, weight, float(excess.norm() / scale)
+
+
+def localisation_gradient(observation: Observation, tokenizer: Tokenizer, masked: Tensor) -> Tensor:
     """d, (N, D) float64: gradient of the sent model's localisation loss with respect to the patches' positions."""
     parameter = dict(observation.model.named_parameters())[tokenizer.positions]
+    head = observation.model.get_submodule(tokenizer.localisation)
     with torch.enable_grad():
         positions = parameter.detach().reshape(-1, tokenizer.width)[tokenizer.prefix :].clone().requires_grad_(True)
-        loss = observation.model.dal(positions, tokenizer.grid, masked[None])
+        loss = head(positions, tokenizer.grid, masked[None])
         return torch.autograd.grad(loss, positions)[0].to(torch.float64)
 
 
-def _excess(gradients: Mapping[str, Tensor], tokenizer: Tokenizer, rows: Tensor, masked: Tensor) -> Tensor | None:
-    """sum of rows + unknown row - dL/db, (D,), or None where the update lacks one of them."""
+def _excess(observation: Observation, tokenizer: Tokenizer, rows: Tensor, masked: Tensor) -> Tensor | None:
+    """sum of rows + shared row - dL/db, (D,), or None where the update lacks one of them."""
+    gradients = observation.gradients
     if tokenizer.bias is None or tokenizer.bias not in gradients:
         return None
-    unknown = [g for name, g in gradients.items() if "unk" in name.lower() and g.numel() == tokenizer.width]
-    if masked.any() and len(unknown) != 1:
+    if not masked.any():
+        return rows.sum(dim=0) - gradients[tokenizer.bias].double()
+    if tokenizer.shared_position not in gradients:
         return None
-    shared = unknown[0].flatten().double() if masked.any() else 0.0
+    shared = gradients[tokenizer.shared_position].flatten().double()
     return rows.sum(dim=0) + shared - gradients[tokenizer.bias].double()

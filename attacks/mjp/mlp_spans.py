@@ -1,4 +1,4 @@
-"""What the first MLP's gradients say of every token: which vectors its layers' inputs lie in the span of.
+"""The spans of the first MLP's gradients: a condition on every token of the client's forward pass.
 
 A linear layer's gradient is a sum of outer products over the tokens, dL/dW = sum_i d_i a_i^T, and dL/db = sum_i d_i. So
 the rows of [dL/dW, dL/db] span the extended inputs [a_i, 1] of all N' = N + prefix tokens, whenever the d_i are
@@ -9,8 +9,8 @@ the residual is minimised.)
 
 Of the first block's four layers the two of the MLP are used. Their token gradients d_i differ from token to token; in
 the attention they are nearly equal where attention is nearly uniform, and half of the span sinks below float32's
-round-off. The first layer's input is an affine function of the token but for its norm; the second's is behind the
-GELU, and only that tells tokens from their affine combinations.
+round-off. The first layer's input is an affine function of the token but for its norm; the second's comes after the
+GELU, and only that separates tokens from their affine combinations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEEDED = ("norm1", "attn.qkv", "attn.proj", "norm2", *LAYERS, "mlp.act")
 
 @dataclass(frozen=True)
 class FirstBlock:
-    """The first block as the client ran it, in float64, and the spans of its MLP's inputs.
+    """The first block in float64, as the client ran it, and the spans of its MLP's inputs.
 
     Attributes:
         module: a timm pre-norm block.
@@ -70,7 +70,7 @@ class FirstBlock:
         return attention.qkv(normed).reshape(len(normed), 3, attention.num_heads, -1).permute(1, 2, 0, 3)
 
     def residuals(self, attended: Tensor) -> Tensor:
-        """What of the MLP's inputs lies outside the spans, (S, D + hidden + 2), for tokens plus attention (S, D)."""
+        """Parts of the MLP's inputs outside the spans, (S, D + hidden + 2), for tokens plus attention (S, D)."""
         mlp = self.module.mlp
         first = self.module.norm2(attended)
         return torch.cat([outside(first, self.spans[0]), outside(mlp.act(mlp.fc1(first)), self.spans[1])], dim=1)
@@ -106,7 +106,7 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer) -> FirstBlo
     """Take the first block out of the model and the spans out of the update.
 
     Raises:
-        UsageError: the model is built otherwise, or its layers are too narrow to say anything.
+        UsageError: the model is built otherwise, or its layers are too narrow for a span to be a condition.
     """
     blocks = getattr(observation.model, "blocks", None)
     names = dict(blocks[0].named_modules()) if blocks is not None else {}
@@ -116,7 +116,7 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer) -> FirstBlo
             f"the first block of {type(observation.model).__name__} is not timm's pre-norm block (no {lacking[0]})"
         )
     parameters = {n: p.detach().to(torch.float64) for n, p in observation.model.named_parameters()}
-    extra = [p.reshape(-1, tokenizer.width) for n, p in parameters.items() if n in ("cls_token", "reg_token")]
+    extra = [parameters[n].reshape(-1, tokenizer.width) for n in tokenizer.prefix_tokens]
     prefix = torch.cat(extra) if extra else parameters[tokenizer.positions].reshape(-1, tokenizer.width)[:0]
     tokens = tokenizer.num_patches + len(prefix)
     if tokens >= tokenizer.width:
@@ -126,7 +126,7 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer) -> FirstBlo
         )
     position = parameters[tokenizer.positions].reshape(-1, tokenizer.width)  # (prefix + N, D)
     bias = parameters[tokenizer.bias] if tokenizer.bias else position.new_zeros(tokenizer.width)
-    shared = parameters.get("unk_embed")
+    shared = parameters[tokenizer.shared_position] if tokenizer.shared_position else None
     return FirstBlock(
         module=copy.deepcopy(blocks[0]).to(torch.float64).eval().requires_grad_(False),
         spans=tuple(_span(observation, f"blocks.0.{layer}", tokens) for layer in LAYERS),

@@ -1,12 +1,12 @@
 """The whole image from one update with masked positions: visible patches exactly, masked ones one by one, then placed.
 
-`attacks.linear.masked_update` leaves every patch known up to a subspace, x_p = rows_p + c_p B, c_p (k,) unknown, k at
-most the number of masked patches. `attacks.mjp.span_search` finds the coefficients whose tokens the first MLP's
-gradients admit, and `attacks.mjp.jigsaw_solver` puts the pieces into the holes by their borders. It is gradient
-matching in the reduced space without second derivatives.
+`attacks.linear.masked_update` gives every patch up to a subspace, x_p = rows_p + c_p B, c_p (k,) unknown, k at most the
+number of masked patches. `attacks.mjp.span_search` finds the coefficients whose tokens lie in the spans of the first
+MLP's gradients, and `attacks.mjp.jigsaw_solver` places the masked patches by their borders. It is gradient matching in
+the reduced space without second derivatives.
 
 The whole image stays below 40 dB where several masked patches are nearly uniform: few starts find them, and two that
-differ by less than the round-off of the spans cannot be told apart.
+differ by less than the round-off of the spans cannot be separated.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 from attacks.base import ATTACKS, Attack
 from attacks.linear.image_prior import VectorialVariation
-from attacks.linear.masked_update import read_update, tokenizer_and_rows, why_not
+from attacks.mjp.completion import VOUCHED_DEVIATION, complete, render
 from attacks.mjp.jigsaw_solver import place
+from attacks.mjp.joined_updates import JoinedUpdates, join_updates
 from attacks.mjp.mlp_spans import LAYERS, read_first_block
-from attacks.mjp.span_search import Evidence, Mixture, Search, expected_deviation
-from attacks.mjp.subspace import VOUCHED_DEVIATION, settle
+from attacks.mjp.span_search import KnownPatches, SearchResult, SpanSearch, UnknownTokens, expected_deviation
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
 # Residuals in units of the first MLP layer's (normalised) inputs above which nothing is vouched for; true images have
 # 5e-5 to 1.5e-3 in float32.
-UNSETTLED = 5e-3
+LARGEST_RESIDUAL = 5e-3
 
 
 @ATTACKS.register("unmix")
@@ -41,10 +41,10 @@ class Unmix(Attack):
 
     Attributes:
         search: for the patches that no update shows.
-        prior: where the search starts.
+        prior: gives the start of the search.
     """
 
-    search: Search = field(default_factory=Search)
+    search: SpanSearch = field(default_factory=SpanSearch)
     prior: VectorialVariation = field(default_factory=VectorialVariation)
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
@@ -54,73 +54,74 @@ class Unmix(Attack):
         wanted = [f"blocks.0.{layer}.weight" for layer in LAYERS]
         return tuple(name for name, _ in model.named_parameters() if name in wanted)
 
+    def updates(self, observations: Sequence[Observation]) -> Sequence[Observation]:
+        """Those of a client's updates that the attack uses: the last one."""
+        return observations[-1:]
+
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; patches that the residuals pin down are vouched for, those never shown never."""
-        observation = observations[-1]
-        tokenizer, rows = tokenizer_and_rows(observation)
-        evidence, guess, told = self.evidence(observations, tokenizer, rows)
-        if not len(evidence.basis):
-            return _rendered(observation, tokenizer, guess, torch.ones_like(evidence.unseen), "", told)
-        mixture = Mixture(evidence, read_first_block(observation, tokenizer))
-        found = self.search(mixture, mixture.coordinates(guess - evidence.rows))
-        told = {**told, "residual": found.residual, "rounds": found.rounds, "ends": found.ends}
-        scales = _scales(observation, tokenizer)
-        patches = mixture.patches(found.u)
-        patches = patches[place(tokenizer, patches * scales, evidence.unseen)]
-        sure = (expected_deviation(mixture, found.u, found.loss, scales) < VOUCHED_DEVIATION) & ~evidence.unseen
-        diagnosis = ""
-        if found.residual > UNSETTLED:
-            sure = torch.zeros_like(sure)
-            diagnosis = (
-                f"{told['masked']} of {len(rows)} position rows are exactly zero, and no image was found whose tokens "
-                f"the first MLP's gradients admit (residual {found.residual:.1e}, at most {UNSETTLED:.0e}): use "
-                "mjp_subspace or mjp_rounds, or more rounds and starts"
-            )
-        return _rendered(observation, tokenizer, patches, sure, diagnosis, told)
+        """See `Attack.reconstruct`; vouches for patches that the residuals determine, never for those never shown.
 
-    def evidence(
-        self, observations: Sequence[Observation], tokenizer: Tokenizer, rows: Tensor
-    ) -> tuple[Evidence, Tensor, dict[str, float]]:
-        """What the last update says by itself, the prior's guess of all patches (N, P), and numbers for the details.
+        `details` holds the numbers of `known_patches`, and residual, rounds and local optima of the search.
+        """
+        observation, joined = observations[-1], join_updates(self.updates(observations))
+        tokenizer = joined.tokenizer
+        known, guess, details = self.known_patches(joined, observation.std)
+        if not len(known.basis):
+            return render(observation, tokenizer, guess, torch.ones_like(known.unseen), "", details)
+        tokens = UnknownTokens(known, read_first_block(observation, tokenizer))
+        found = self.search(tokens, tokens.coordinates(guess - known.rows))
+        details |= {"residual": found.residual, "rounds": found.rounds, "local_optima": found.local_optima}
+        scales = _pixel_scales(tokenizer, observation.std).to(guess)
+        patches = tokens.patches(found.u)
+        patches = patches[place(tokenizer, patches * scales, known.unseen)]
+        sure = (expected_deviation(tokens, found.u, found.loss, scales) < VOUCHED_DEVIATION) & ~known.unseen
+        return render(observation, tokenizer, patches, sure, _obstacle(found, joined), details)
 
-        Args:
-            rows: (N, D), the patches' rows of the last update's position gradient.
+    def known_patches(
+        self, joined: JoinedUpdates, std: tuple[float, ...]
+    ) -> tuple[KnownPatches, Tensor, dict[str, float]]:
+        """What the updates give of the patches, the prior's guess of all of them (N, P), and numbers for the details.
 
         Raises:
-            UsageError: it does not say what it would have to.
+            UsageError: the last update does not hold the equations that it would have to.
         """
-        update = read_update(observations[-1], tokenizer, rows)
-        masked = update.clean.masked
-        refuse_unless_read(why_not(observations[-1], update, tokenizer), masked)
-        settled = settle(self.prior, update.estimate(), tokenizer, observations[-1], ~masked)
-        spread = update.spread[masked][0] if masked.any() else None
-        evidence = Evidence(update.rows, update.basis, masked, masked, spread)
-        return evidence, settled.patches, {"masked": int(masked.sum()), "rank": update.rank}
+        last, estimate = joined.last, joined.estimate()
+        if joined.reasons:
+            words = mask_in_words(joined)
+            named = [] if not last.masked.any() or words in "; ".join(joined.reasons) else [words]
+            raise UsageError("; ".join([*named, *joined.reasons]))
+        settled = complete(self.prior, estimate, joined.tokenizer, std, joined.shown)
+        if joined.equations.updates == 1:
+            spread = last.spread[last.masked][0] if last.masked.any() else None
+            known = KnownPatches(last.rows, last.basis, last.masked, last.masked, spread)
+            return known, settled.patches, {"masked": int(last.masked.sum()), "rank": last.rank}
+        details = {
+            "masked": int(last.masked.sum()),
+            "updates": joined.equations.updates,
+            "never_seen": int((~joined.shown).sum()),
+            "open": len(estimate.open),
+        }
+        rows = estimate.patches(torch.zeros_like(estimate.centre))
+        return KnownPatches(rows, estimate.open, last.masked, ~joined.shown), settled.patches, details
 
 
-def refuse_unless_read(reasons: list[str], masked: Tensor) -> None:
-    """Raise `UsageError` where there is a reason not to trust the update, telling the mask too."""
-    hidden = f"{int(masked.sum())} of {len(masked)} position rows are exactly zero"
-    told = [hidden] if masked.any() and hidden not in "; ".join(reasons) else []
-    if reasons:
-        raise UsageError("; ".join([*told, *reasons]))
+def mask_in_words(joined: JoinedUpdates) -> str:
+    """How many position rows of the last update are zero."""
+    masked = joined.last.masked
+    return f"{int(masked.sum())} of {len(masked)} position rows are exactly zero"
 
 
-def _rendered(
-    observation: Observation,
-    tokenizer: Tokenizer,
-    patches: Tensor,
-    sure: Tensor,
-    diagnosis: str,
-    details: dict[str, float],
-) -> Reconstruction:
-    """One image of patches (N, P), of which `sure` (N,) are vouched for."""
-    images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
-    known = tokenizer.unpatchify(sure[None, :, None].expand(-1, -1, tokenizer.patch_dim).float())[:, :1] > 0
-    return Reconstruction(images, known, diagnosis=diagnosis, details=details)
+def _obstacle(found: SearchResult, joined: JoinedUpdates) -> str:
+    """Why the search's answer is not to be trusted, or ""."""
+    if found.residual <= LARGEST_RESIDUAL:
+        return ""
+    return (
+        f"{mask_in_words(joined)}, and no image was found whose tokens lie in the spans of the first MLP's gradients "
+        f"(residual {found.residual:.1e}, at most {LARGEST_RESIDUAL:.0e}): use mjp_subspace or mjp_rounds, or more "
+        "rounds and starts"
+    )
 
 
-def _scales(observation: Observation, tokenizer: Tokenizer) -> Tensor:
+def _pixel_scales(tokenizer: Tokenizer, std: tuple[float, ...]) -> Tensor:
     """(P,): from normalised pixels to units of [0, 1]."""
-    std = torch.tensor(observation.std, dtype=torch.float64)
-    return std.repeat_interleave(tokenizer.patch_dim // len(std)).to(observation.gradients[tokenizer.weight].device)
+    return torch.tensor(std, dtype=torch.float64).repeat_interleave(tokenizer.patch_dim // len(std))

@@ -140,4 +140,4 @@ def test_masked_positions_are_told_to_the_package() -> None:
     observation, _ = view(small_vit(masked=True), mask=mask)
     theirs = peer(observation, "invertinggradients", ["optim.max_iterations=1"])
     assert torch.equal(theirs.payload[0]["parameters"][0], observation.model.cls_token)
-    assert theirs.attacker.model_template.mask.tolist() == mask[0].tolist()
+    assert theirs.attacker.model_template.forward_kwargs["position_mask"][0].tolist() == mask[0].tolist()

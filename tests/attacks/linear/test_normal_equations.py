@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks.linear.normal_equations import Equations
+from attacks.linear.normal_equations import NormalEquations
 
 N, P = 5, 12
 
@@ -24,8 +24,8 @@ def draw(seed: int, hidden: list[int]) -> tuple[torch.Tensor, list[tuple[torch.T
     return x, updates
 
 
-def accumulate(updates) -> Equations:
-    equations = Equations(N, P)
+def accumulate(updates) -> NormalEquations:
+    equations = NormalEquations(N, P)
     for rows, basis in updates:
         equations.add(rows, basis)
     return equations
@@ -51,7 +51,7 @@ def test_open_directions_are_those_that_every_update_hides() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, P, generator=generator, dtype=torch.float64)
     axes = torch.eye(P, dtype=torch.float64)
-    equations = Equations(N, P)
+    equations = NormalEquations(N, P)
     for hidden in ([0, 1, 2], [1, 2, 3], [2, 1, 7]):
         equations.add(x, axes[hidden])
     estimate = equations.solve()
@@ -91,7 +91,7 @@ def test_a_tilted_basis_does_not_speak_of_what_every_update_hides() -> None:
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(N, P, generator=generator, dtype=torch.float64)
     hidden = torch.eye(P, dtype=torch.float64)[0]
-    plain, aware = Equations(N, P), Equations(N, P)
+    plain, aware = NormalEquations(N, P), NormalEquations(N, P)
     for _ in range(10):
         tilted = hidden + 1e-3 * torch.randn(P, generator=generator, dtype=torch.float64)
         tilted = (tilted / tilted.norm())[None]
@@ -104,19 +104,19 @@ def test_a_tilted_basis_does_not_speak_of_what_every_update_hides() -> None:
 
 
 def test_refuses_what_does_not_fit() -> None:
-    equations = Equations(N, P)
+    equations = NormalEquations(N, P)
     with pytest.raises(ValueError, match="no update"):
         equations.solve()
     with pytest.raises(ValueError, match="do not fit"):
         equations.add(torch.zeros(N, P + 1), torch.zeros(0, P + 1))
     with pytest.raises(ValueError, match="does not fit"):
-        equations.merge(Equations(N, P + 1))
+        equations.merge(NormalEquations(N, P + 1))
 
 
 def test_what_a_distrusted_direction_explains_is_no_noise() -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(N, P, generator=generator, dtype=torch.float64)
-    equations = Equations(N, P)
+    equations = NormalEquations(N, P)
     for turn in (0.0, 0.05):  # the updates do tell of the first axis, but their bases are said to be less exact
         basis = torch.zeros(1, P, dtype=torch.float64)
         basis[0, 0], basis[0, 1] = np.cos(turn), np.sin(turn)

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks import ATTACKS, find_tokenizer
-from attacks.mjp.rounds import Signature
+from attacks import ATTACKS
+from attacks.linear.position_rows import read_position_rows
+from attacks.mjp.joined_updates import RowSpace
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
 from tests.attacks.mjp.test_mjp_subspace import jigsawed, jigsawed_32
@@ -79,9 +80,8 @@ def test_updates_of_other_images_are_left_out(models, views, image) -> None:
     found = attack([others[0], *views[:3], *others[1:], *views[3:]])
     assert found.details["updates"] == len(views)
     assert error(found, image) < 1e-6
-    tokenizer = find_tokenizer(models[0].module, (3, 64, 64))
-    signature = Signature.of(views[-1], tokenizer)
-    shares = [signature.share_outside(v, tokenizer) for v in (*views, *others)]
+    space = RowSpace.of(read_position_rows(views[-1]))
+    shares = [space.share_outside(read_position_rows(v)) for v in (*views, *others)]
     assert max(shares[: len(views)]) < 1e-7 < 1e-3 < min(shares[len(views) :])
 
 
@@ -103,7 +103,7 @@ def test_each_round_adds(models, image) -> None:
 def test_patches_that_do_not_tell_images_apart() -> None:
     model = build_model("vit_mini_32_mjp", num_classes=8, weights="random")
     found = attack([jigsawed_32(model, gamma=0.3)] * 2)
-    assert "do not tell which of them show the same image" in found.diagnosis
+    assert "row spaces do not show which updates are of the same image" in found.diagnosis
 
 
 @pytest.mark.slow

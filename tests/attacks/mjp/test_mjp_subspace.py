@@ -13,8 +13,8 @@ from attacks import ATTACKS, Observation, find_tokenizer
 from attacks.closed_form.patch_embedding import PatchEmbedding
 from attacks.linear.image_prior import VectorialVariation, _Scene
 from attacks.linear.least_squares import solve_rows
-from attacks.linear.masked_update import read_update, tokenizer_and_rows
-from attacks.linear.position_rows import clean_rows, masked_rows
+from attacks.linear.masked_update import solve_masked
+from attacks.linear.position_rows import masked_rows, position_gradient, read_position_rows
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -54,9 +54,15 @@ def patches_of(model: BuiltModel, image: torch.Tensor) -> torch.Tensor:
     return find_tokenizer(model.module, (3, 64, 64)).patchify(model.normalise(image))[0].double()
 
 
+def sent_rows(view: Observation) -> torch.Tensor:
+    """The patches' rows of the position gradient as sent, (N, D)."""
+    tokenizer = find_tokenizer(view.model, view.image_shape)
+    return position_gradient(view, tokenizer)[tokenizer.prefix :]
+
+
 def read(view: Observation):
-    tokenizer, rows = tokenizer_and_rows(view)
-    return read_update(view, tokenizer, rows), tokenizer
+    rows = read_position_rows(view)
+    return solve_masked(rows), rows.tokenizer
 
 
 @settings(max_examples=12, deadline=None)
@@ -68,7 +74,7 @@ def test_every_patch_is_exact_off_the_basis(exact: BuiltModel, gamma: float, see
     off = (update.rows - x) - (update.rows - x) @ update.basis.T @ update.basis
     # Tiny singular values make a basis shorter than the span by what they weigh, hence not 1e-12.
     assert float(off.abs().max()) < 1e-6
-    hidden = int(update.clean.masked.sum())
+    hidden = int(update.masked.sum())
     assert update.rank == hidden
     # The constant pixel takes one direction out of the span.
     assert len(update.basis) == max(hidden - 1, 0)
@@ -77,7 +83,7 @@ def test_every_patch_is_exact_off_the_basis(exact: BuiltModel, gamma: float, see
 def test_the_span_is_that_of_the_masked_patches(exact: BuiltModel) -> None:
     image = photographs(64, 1).double()
     update, _ = read(jigsawed(exact, image, 0.2))
-    masked = patches_of(exact, image)[update.clean.masked]
+    masked = patches_of(exact, image)[update.masked]
     oracle = torch.linalg.svd(masked - masked.mean(dim=0))[2][: len(masked) - 1]
     torch.testing.assert_close(update.basis.T @ update.basis, oracle.T @ oracle, atol=1e-6, rtol=0)
 
@@ -98,7 +104,7 @@ def test_spread_is_the_size_of_the_error(exact: BuiltModel) -> None:
     for i, image in enumerate(photographs(64, 6).double()):
         update, _ = read(jigsawed(exact, image[None], 0.1, seed=i))
         error = (patches_of(exact, image[None]) - update.rows) @ update.basis.T / update.spread
-        scores.append(error[~update.clean.masked].square().flatten())
+        scores.append(error[~update.masked].square().flatten())
     assert 0.3 < float(torch.cat(scores).median()) < 3
 
 
@@ -120,9 +126,8 @@ def test_localisation_loss_is_found_and_removed(kind: str) -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal=kind)
     image = photographs(64, 1)
     clean, dirty = jigsawed(model, image, 0.1), with_dal(model, image, 0.01)
-    tokenizer, honest = tokenizer_and_rows(clean)
-    _, rows = tokenizer_and_rows(dirty)
-    removed = clean_rows(dirty, tokenizer, rows)
+    honest, rows = sent_rows(clean), sent_rows(dirty)
+    removed = read_position_rows(dirty)
     assert removed.dal_weight == pytest.approx(0.01, rel=1e-3)
     assert removed.imbalance < 1e-4
     aware = float((removed.rows - honest).norm() / honest.norm())
@@ -133,7 +138,7 @@ def test_localisation_loss_is_found_and_removed(kind: str) -> None:
     found = ATTACKS.get("mjp_subspace")()([dirty])
     assert found.diagnosis == ""
     assert float(psnr(found.images, image)) > float(psnr(blind.images, image)) + 3
-    assert "something else than tokens feeds them" in blind.diagnosis
+    assert "something else than tokens contributes to them" in blind.diagnosis
     assert not blind.known.any()
 
 
@@ -145,10 +150,9 @@ def without_dal(model: BuiltModel) -> torch.nn.Module:
 
 def test_no_localisation_loss_is_invented(exact: BuiltModel) -> None:
     view = jigsawed(exact, photographs(64, 1).double(), 0.3)
-    tokenizer, rows = tokenizer_and_rows(view)
-    cleaned = clean_rows(view, tokenizer, rows)
+    cleaned = read_position_rows(view)
     assert cleaned.dal_weight == 0.0
-    assert torch.equal(cleaned.rows, rows)
+    assert torch.equal(cleaned.rows, sent_rows(view))
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -216,7 +220,7 @@ def test_the_mask_shows_through_noise(relative: float) -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
     view = jigsawed(model, photographs(64, 1), 0.2)
     generator = torch.Generator().manual_seed(0)
-    rows = tokenizer_and_rows(view)[1]
+    rows = sent_rows(view)
     noisy = rows + relative * rows.square().mean().sqrt() * torch.randn(rows.shape, generator=generator)
     assert torch.equal(masked_rows(noisy), masked_rows(rows))
     assert int(masked_rows(rows).sum()) == 13
@@ -224,7 +228,7 @@ def test_the_mask_shows_through_noise(relative: float) -> None:
 
 def test_no_mask_is_invented(exact: BuiltModel) -> None:
     for i, image in enumerate(photographs(64, 6).double()):
-        assert not masked_rows(tokenizer_and_rows(jigsawed(exact, image[None], 0.0, seed=i))[1]).any()
+        assert not masked_rows(sent_rows(jigsawed(exact, image[None], 0.0, seed=i))).any()
 
 
 @pytest.mark.slow

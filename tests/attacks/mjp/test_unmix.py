@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attacks import ATTACKS, Observation, UsageError, find_tokenizer
-from attacks.linear.masked_update import read_update
+from attacks.linear.masked_update import solve_masked
+from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.jigsaw_solver import _Board, border_costs, place
 from attacks.mjp.mlp_spans import outside, read_first_block
-from attacks.mjp.span_search import Evidence, Mixture, Search, distinct, most_spanning, refine
+from attacks.mjp.span_search import KnownPatches, SpanSearch, UnknownTokens, distinct_optima, most_spanning, refine
 from fedmjp.data import load_data
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import score
@@ -83,17 +84,16 @@ def test_curvature_agrees_with_automatic_differentiation(exact_update) -> None:
 def test_truth_is_the_minimum(exact, exact_update) -> None:
     view, mask, moved = exact_update
     tokenizer = find_tokenizer(view.model, view.image_shape)
-    rows = view.gradients["pos_embed"][0, 1:]
-    update = read_update(view, tokenizer, rows)
-    evidence = Evidence(update.rows, update.basis, update.clean.masked, update.clean.masked)
-    mixture = Mixture(evidence, read_first_block(view, tokenizer))
+    update = solve_masked(read_position_rows(view))
+    known = KnownPatches(update.rows, update.basis, update.masked, update.masked)
+    tokens = UnknownTokens(known, read_first_block(view, tokenizer))
     patches = tokenizer.patchify(exact.normalise(moved))[0]
-    truth = mixture.coordinates(patches - mixture.rows)
-    torch.testing.assert_close(mixture.patches(truth), patches, atol=1e-6, rtol=0)
+    truth = tokens.coordinates(patches - tokens.rows)
+    torch.testing.assert_close(tokens.patches(truth), patches, atol=1e-6, rtol=0)
     noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found, loss = refine(mixture, truth + 0.05 * truth.std() * noise, steps=12)
+    found, loss = refine(tokens, truth + 0.05 * truth.std() * noise, steps=12)
     assert loss < 1e-10
-    torch.testing.assert_close(mixture.patches(found), patches, atol=1e-4, rtol=0)
+    torch.testing.assert_close(tokens.patches(found), patches, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_float32_beats_the_image_prior() -> None:
 def test_does_not_vouch_for_a_fit_that_failed() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
     view, _, _ = masked_update(model, photographs(64, 1), gamma=0.5)
-    found = ATTACKS.get("unmix")(search=Search(rounds=1, steps=1))([view])
+    found = ATTACKS.get("unmix")(search=SpanSearch(rounds=1, steps=1))([view])
     assert "no image was found whose tokens the first MLP's gradients admit" in found.diagnosis
     assert not found.known.any()
 
@@ -141,13 +141,13 @@ def test_says_which_block_or_width_does_not_do() -> None:
 def test_distinct_ends_and_spanning_points() -> None:
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(5, 4, generator=generator, dtype=torch.float64)
-    ends = truth.repeat(6, 1) + 1e-7 * torch.randn(30, 4, generator=generator, dtype=torch.float64)
+    optima = truth.repeat(6, 1) + 1e-7 * torch.randn(30, 4, generator=generator, dtype=torch.float64)
     losses = 1e-6 * (1 + torch.arange(30, dtype=torch.float64))
-    kept = distinct(ends, losses, torch.eye(4, dtype=torch.float64).expand(30, 4, 4))
+    kept = distinct_optima(optima, losses, torch.eye(4, dtype=torch.float64).expand(30, 4, 4))
     assert len(kept) == 5
-    torch.testing.assert_close(kept, ends[:5])
+    torch.testing.assert_close(kept, optima[:5])
     losses[3::5] = 1.0  # all starts that ended at the fourth point stopped short
-    assert len(distinct(ends, losses, torch.eye(4, dtype=torch.float64).expand(30, 4, 4))) == 4
+    assert len(distinct_optima(optima, losses, torch.eye(4, dtype=torch.float64).expand(30, 4, 4))) == 4
     mixed = torch.cat([0.5 * (truth[:1] + truth[1:2]), truth, truth.mean(dim=0, keepdim=True)])
     chosen = most_spanning(mixed, 5)
     assert torch.linalg.matrix_rank(torch.cat([chosen, torch.ones(5, 1, dtype=torch.float64)], dim=1)) == 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS
-from attacks.mjp.span_search import Search
+from attacks.mjp.span_search import SpanSearch
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from tests.attacks.mjp.test_unmix import masked_update
@@ -38,7 +38,7 @@ def test_finds_what_no_update_shows(views, image) -> None:
 
 @pytest.mark.slow
 def test_one_update_is_unmix(views) -> None:
-    quick = Search(rounds=1, steps=2)
+    quick = SpanSearch(rounds=1, steps=2)
     ours, single = (ATTACKS.get(name)(search=quick)(views[-1:]) for name in ("unmix_rounds", "unmix"))
     assert torch.equal(ours.images, single.images)
     assert ours.details == single.details
