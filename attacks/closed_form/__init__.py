@@ -1,1 +1,1 @@
-"""Attacks that invert a gradient by solving linear equations; none of them knows of a defence."""
+"""Attacks that invert a gradient by solving linear equations; none of them takes a defence into account."""

@@ -54,7 +54,7 @@ class ClosedForm(Attack):
         """The model's system.
 
         Raises:
-            UsageError: the model lacks a part that the equation speaks of.
+            UsageError: the model lacks a part that the equation needs.
         """
 
     def settle(

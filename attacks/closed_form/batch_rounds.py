@@ -238,7 +238,7 @@ class BatchRounds(Attack):
     Attributes:
         tolerance: largest relative misfit (of squared norms) of steps that are taken to share an image.
         max_error: largest error that the equations leave possible in an image that is vouched for, root mean square in
-            normalised pixels (0.1 is about 26 dB); an image below it is known before any prior is asked.
+            normalised pixels (0.1 is about 26 dB); an image below it is determined before any prior is applied.
         max_trials: most sets of steps tried.
         prior: settles what the equations leave open.
     """

@@ -6,8 +6,8 @@ labels and no change to the architecture are needed. Where N > D, or the network
 few combinations of rows stay free; where G is badly conditioned or the gradient noisy, more are known badly. An image
 prior settles them.
 
-The idea that position gradients open the door is APRIL's (Lu et al. 2021); inverting the projection instead of the
-attention is a step further: it holds on pre-norm blocks, where APRIL's equation does not.
+The use of position gradients is APRIL's (Lu et al. 2021); inverting the projection instead of the attention is a step
+further: it holds on pre-norm blocks, where APRIL's equation does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The image prior that settles open directions, as one weighted least-squares problem after another.
+"""The image prior that settles open directions: total variation, by iteratively reweighted least squares.
 
     minimise over c (N, k):  sum_pj precision_pj (c_pj - centre_pj)^2 / 2  +  STRENGTH sum_pixels |grad Y(c)|
 
@@ -7,11 +7,12 @@ three channels) go into one norm: edges of the channels belong together. Each ro
 touches it at the present image (iterative reweighting; the first round has equal weights, which is the Gaussian prior
 of natural images with spectrum 1/f^2), and solves for c by conjugate gradients, preconditioned patch by patch with the
 equal-weight Hessian scaled by the patch's mean weight. Data and prior are both in units of negative log-likelihood, so
-what the equations know with an error that they can name enters with exactly that weight.
+what the equations give with a known error enters with exactly that weight.
 
 The inverse of a patch's block of the last Hessian is the covariance of its pixels given its neighbours: the confidence.
-Neighbours are not known either, and reweighting trusts what it made smooth, so it is too small: on visible patches of
-sixteen photographs by a factor of 1.5 to 3. CALIBRATION makes up for it. For patches that no update shows it is idle.
+Neighbours are uncertain too, and reweighting lowers the variance where it smooths, so it is too small: on visible
+patches of sixteen photographs by a factor of 1.5 to 3. CALIBRATION corrects for that; it is not used for patches that
+no update shows.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class MaskedUpdate:
         equations.add(self.rows, self.basis, self.noise**-2, self.tilt)
 
     def estimate(self) -> Estimate:
-        """What this update alone says; `NormalEquations.solve` without an eigendecomposition."""
+        """The estimate from this update alone; equals `NormalEquations.solve` without an eigendecomposition."""
         centre = self.rows @ self.basis.T
         fixed = self.rows - centre @ self.basis
         return Estimate(fixed, self.basis, centre, self.spread.square().reciprocal(), self.noise, 0.0)

@@ -78,7 +78,7 @@ class NormalEquations:
     Args:
         num_patches: N.
         patch_dim: P.
-        device: where the sums live.
+        device: of the sums.
     """
 
     def __init__(self, num_patches: int, patch_dim: int, device: torch.device | str = "cpu") -> None:

@@ -1,14 +1,14 @@
-"""Combinations of patches that the equations settle badly or not at all, settled with the help of an image prior.
+"""Combinations of patches that the equations leave uncertain (null space and noise), settled by an image prior.
 
 Where there are more patches than channels, where a position gradient is badly conditioned, or where a gradient is
-noisy, the solve of G^T X = S leaves X + F C open: F (N, f) orthonormal combinations of patches, C (f, P) known with a
-standard error that the solve names (infinite in the null space of G^T). The prior is that of
+noisy, the solve of G^T X = S leaves X + F C open: F (N, f) orthonormal combinations of patches, C (f, P) with a
+standard error that the solve gives (infinite in the null space of G^T). The prior is that of
 `attacks.linear.image_prior`; here the unknown multiplies from the left, the same few combinations for every pixel:
 
     minimise over C:  sum_iq (C_iq - o_iq)^2 / (2 deviation_i^2)  +  prior(X + F C),
 
-where X is the linear estimate, which has shrunk what it is unsure of, and o what it took away: o_i / deviation_i^2 =
-F_i^T X.
+where X is the linear estimate, in which uncertain combinations are shrunk towards zero, and o the part removed by that:
+o_i / deviation_i^2 = F_i^T X.
 
 The Hessian of the whole is about M x K x L + diag(deviation^-2): M = F^T diag(mean weight of each patch) F, K the
 channels' mixing into luma and chroma, L the Laplacian of one patch among fixed neighbours. All are small, and the

@@ -50,7 +50,7 @@ class PositionRows:
             constant value 1; (D, P) without a bias.
         dtype: of the gradients as sent. dal_weight: lambda as found; 0.0 where no term was found. imbalance: |sum of
         rows + shared row - dL/db| / |dL/db|, near 0 where the rows are token gradients; NaN where the
-            update lacks what it takes to tell.
+            update lacks the gradients for it.
         num_examples, local_steps: of the update.
     """
 

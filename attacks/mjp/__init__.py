@@ -1,1 +1,1 @@
-"""Attacks that know Masked Jigsaw Puzzle: from one update, over rounds, and piece by piece."""
+"""Attacks on clients under Masked Jigsaw Puzzle: from one update, over rounds, and with masked patches separated."""

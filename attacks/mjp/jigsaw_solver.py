@@ -1,4 +1,4 @@
-"""Which piece goes into which hole: a jigsaw with square pieces and a frame of pieces already in place.
+"""Jigsaw solver: assigns square pieces to the empty places of a grid by how well their borders continue each other.
 
 Two pieces fit side by side if each continues the other linearly over the border (prediction-based compatibility of
 Pomeranz, Shemesh and Ben-Shahar 2011): for the border's inner columns a2, a1 | b1, b2,
@@ -6,8 +6,8 @@ Pomeranz, Shemesh and Ben-Shahar 2011): for the border's inner columns a2, a1 | 
     cost = sum over rows and channels  |2 a1 - a2 - b1|^Q + |2 b1 - b2 - a1|^Q,      Q = 0.3.
 
 The sum over all borders is minimised over the permutations of the pieces: from several starts, each a linear assignment
-of the pieces to the holes by the borders whose other side is known so far, the holes with the best-known borders first,
-then exchanges of two pieces until none helps.
+of the pieces to the holes by the borders whose other side is filled so far, followed by exchanges of two pieces until
+none lowers the cost.
 """
 
 from __future__ import annotations
