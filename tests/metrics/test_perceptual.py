@@ -10,12 +10,13 @@ from torch import nn
 
 from attacks.registry import UsageError
 from fedmjp.metrics import load_lpips
-from fedmjp.metrics.perceptual import SMALLEST
+from fedmjp.metrics.perceptual import SHIPPED, SMALLEST
 
 
 @pytest.fixture(scope="module")
-def squeeze(lpips_weights):
-    return load_lpips("squeeze", lpips_weights)
+def squeeze():
+    """The metric as it ships, in half precision."""
+    return load_lpips("squeeze")
 
 
 @pytest.fixture
@@ -40,7 +41,22 @@ def test_gives_the_numbers_of_torchmetrics_documentation(squeeze):
     np.testing.assert_allclose(squeeze(first, second), [0.1024, 0.0938], atol=5e-5)
 
 
-def test_agrees_with_the_package_itself(squeeze, lpips_weights, noisy, photographs):
+def test_half_precision_is_within_a_thousandth_of_full(squeeze, lpips_weights, noisy, photographs):
+    full = load_lpips("squeeze", lpips_weights)
+    np.testing.assert_allclose(squeeze(noisy, photographs), full(noisy, photographs), atol=1e-3)
+
+
+def test_damaged_weights_are_refused(tmp_path, monkeypatch):
+    content = bytearray(SHIPPED.read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "damaged.safetensors").write_bytes(content)
+    monkeypatch.setattr("fedmjp.metrics.perceptual.SHIPPED", tmp_path / "damaged.safetensors")
+    with pytest.raises(UsageError, match="damaged.safetensors is missing or damaged"):
+        load_lpips("squeeze")
+
+
+def test_agrees_with_the_package_itself(lpips_weights, noisy, photographs):
+    squeeze = load_lpips("squeeze", lpips_weights)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         package = lpips.LPIPS(net="squeeze", pnet_rand=True, verbose=False)
@@ -85,7 +101,7 @@ def test_the_smallest_sides_are_those_of_the_trunks(net, side):
 
 @pytest.mark.parametrize(
     ("net", "trunk"),
-    [("squeeze", "squeezenet1_1-b8a52dc0.pth"), ("alex", "alexnet-owt-7be5be79.pth"), ("vgg", "vgg16-397923af.pth")],
+    [("alex", "alexnet-owt-7be5be79.pth"), ("vgg", "vgg16-397923af.pth")],
 )
 def test_without_weights_warns_once_which_file_is_missing(empty_hub, no_download, net, trunk):
     (empty_hub / "checkpoints" / trunk.replace("-", "-other-")).touch()
@@ -95,17 +111,14 @@ def test_without_weights_warns_once_which_file_is_missing(empty_hub, no_download
     assert "\n" not in str(caught[0].message)
 
 
-def test_takes_the_trunk_from_the_hub_cache(empty_hub, no_download, squeeze, lpips_weights, noisy, photographs):
-    from torchvision.models import squeezenet1_1
+def test_takes_the_trunk_from_the_hub_cache(empty_hub, no_download):
+    from torchvision.models import alexnet
 
-    # The package copies the trunk's layers in order, so the complete state dict gives back torchvision's.
-    whole = torch.load(lpips_weights, weights_only=True)
-    layers = {key.split(".", 2)[2]: value for key, value in whole.items() if key.startswith("net.slice")}
-    trunk = squeezenet1_1().state_dict()
-    trunk |= {f"features.{name}": value for name, value in layers.items()}
-    torch.save(trunk, empty_hub / "checkpoints" / "squeezenet1_1-b8a52dc0.pth")
-    cached = load_lpips("squeeze")
-    np.testing.assert_allclose(cached(noisy, photographs), squeeze(noisy, photographs), rtol=1e-6)
+    trunk = alexnet()
+    torch.save(trunk.state_dict(), empty_hub / "checkpoints" / "alexnet-owt-7be5be79.pth")
+    cached = load_lpips("alex").network.net
+    assert torch.equal(cached.slice1[0].weight, trunk.features[0].weight)
+    assert torch.equal(cached.slice5[-2].weight, trunk.features[10].weight)
 
 
 def test_wrong_weights_are_told_in_one_line(tmp_path):
@@ -123,20 +136,20 @@ def test_wrong_weights_are_told_in_one_line(tmp_path):
         load_lpips("resnet")
 
 
-def test_loading_leaves_the_random_numbers_alone_and_is_silent(lpips_weights):
+def test_loading_leaves_the_random_numbers_alone_and_is_silent():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_lpips("squeeze", lpips_weights)
+        load_lpips("squeeze")
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_a_missing_package_is_named(lpips_weights, monkeypatch):
+def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lpips", None)
     with pytest.raises(UsageError, match="pip install lpips"):
-        load_lpips("squeeze", lpips_weights)
+        load_lpips("squeeze")
 
 
 def test_ranks_blur_against_noise_as_people_do(squeeze, photographs):
