@@ -1,4 +1,4 @@
-"""What the site needs beyond mkdocs: pictures from results/, reference pages made from the registries, and the help texts.
+"""What the site needs beyond mkdocs: pictures from results/, reference pages from the registries, and help texts.
 
 A page links to a committed file as `../results/FOLDER/FILE`, which works where the repository is browsed; the site gets
 a copy under `results/` and the link to it. In a page, the line `<!-- reference: attacks -->` is replaced by one entry a
@@ -8,10 +8,12 @@ prints.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -33,7 +35,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add every file under results/ that a page links to."""
     linked = {
-        name for file in files.documentation_pages() for name in RESULT.findall(Path(file.abs_src_path).read_text("utf-8"))
+        name
+        for file in files.documentation_pages()
+        for name in RESULT.findall(Path(file.abs_src_path).read_text("utf-8"))
     }
     for name in sorted(linked):
         if (ROOT / name).is_file():  # a missing one is left to mkdocs' own check of links, which fails the build
@@ -55,25 +59,32 @@ def reference(kind: str) -> str:
         kind: "attacks" or "defenses".
     """
     from attacks import ATTACKS  # torch is imported only where a page needs it
-    from fedmjp.defenses import DEFENSES
+    from fedmjp.defenses import DEFENSES, Defense
 
     registry = {"attacks": ATTACKS, "defenses": DEFENSES}[kind]
     entries, documented = [], set()
     for name in registry.names():
         built = registry.get(name)
         entries.append(f"## `{name}` {{ #{name} }}\n")
+        if built is Defense:
+            entries.append(
+                "Sends what it computes: the base class, see [interfaces](interfaces.md#what-a-defence-is).\n"
+            )
+            continue
         if kind == "attacks":
             needs = ", ".join(f"`{capability.value}`" for capability in sorted(built.needs))
             entries.append(f"Needs: {needs or 'nothing beyond the update'}.\n")
         if built.__module__ not in documented:  # a module may hold several
             documented.add(built.__module__)
-            entries.append(_entry(built.__module__, "show_root_heading: false"))
-        entries.append(_entry(f"{built.__module__}.{built.__qualname__}", "show_root_toc_entry: false"))
+            entries.append(_entry(built.__module__, (), "show_root_heading: false"))
+        options = [field.name for field in dataclasses.fields(built)]
+        entries.append(_entry(f"{built.__module__}.{built.__qualname__}", options, "show_root_toc_entry: false"))
     return "\n".join(entries)
 
 
-def _entry(name: str, option: str) -> str:
-    return f"::: {name}\n    options:\n      members: false\n      {option}\n"
+def _entry(name: str, members: Sequence[str], option: str) -> str:
+    shown = f"[{', '.join(members)}]" if members else "false"
+    return f"::: {name}\n    options:\n      members: {shown}\n      {option}\n"
 
 
 def help_text(module: str) -> str:
