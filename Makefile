@@ -1,12 +1,13 @@
 # Two commands that work on a fresh machine with Python 3.11+ and make:
 #   make simulate   create the environment, run the main job on the embedded photographs, print the path of the report
 #   make test       create the environment, run the tests (make test-fast: without the slow ones)
+# make docs builds the documentation into site/, make lint checks style and format.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: simulate test test-fast lint clean
+.PHONY: simulate test test-fast lint docs clean
 
 simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense mjp $(ARGS)
@@ -24,6 +25,10 @@ lint: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
+# Strict: a broken link or a missing picture fails the build. Needs no network once the environment is installed.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 $(STAMP): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
@@ -31,4 +36,4 @@ $(STAMP): setup.cfg pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -1,0 +1,292 @@
+"""README and documentation against the code: links, commands, options, names, examples and figures."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+
+from attacks import ATTACKS, Observation
+from fedmjp.defenses import DEFENSES
+from tests.attacks.test_tokenizer import timm_vit
+from tests.conftest import photographs
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+# Here the rows' `setting` is the schedule of the updates; elsewhere it is what a reconstruction is compared with.
+SCHEDULED = ("mjp_adaptive", "mjp_adaptive_trained")
+
+COMMAND = re.compile(r"(?<!``)python (-m )?([\w./]+)((?: [^\s#`|]+)*)")
+BLOCK = re.compile(r"<!-- (\w+) -->.*?<!-- /\1 -->", re.DOTALL)
+PYTHON = re.compile(r"^```python.*?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def commands() -> list[tuple[str, bool, str, tuple[str, ...]]]:
+    """(page, whether it is `python -m`, module or script, options) of every command shown."""
+    found = []
+    for page in PAGES:
+        for module, target, rest in COMMAND.findall(text_of(page)):
+            options = (word.split("=")[0] for word in rest.split() if word.startswith("--"))
+            found.append((name_of(page), bool(module), target, tuple(options)))
+    return found
+
+
+@cache
+def hooks() -> ModuleType:
+    """docs/hooks.py, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def options_of(help_text: str) -> set[str]:
+    return set(re.findall(r"--[a-z][\w.-]*", help_text))
+
+
+@cache
+def module_options(module: str) -> set[str]:
+    return options_of(hooks().help_text(module))
+
+
+def test_readme_is_one_page() -> None:
+    assert len(text_of(README).splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_and_pictures_exist(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(([^)\s]+)\)", prose)
+    missing = [
+        link
+        for link in links
+        if not re.match(r"\w+:", link) and not (page.parent / link.partition("#")[0]).resolve().exists()
+    ]
+    assert not missing
+
+
+def test_pages_link_to_sections_that_exist() -> None:
+    """Of the pages themselves mkdocs checks it; it does not read README.md and CONTRIBUTING.md."""
+    for page in (README, ROOT / "CONTRIBUTING.md"):
+        for target, section in re.findall(r"\]\((docs/[\w-]+\.md)#([\w-]+)\)", text_of(page)):
+            heads = re.findall(r"^#+ (.*)$", text_of(ROOT / target), re.MULTILINE)
+            assert section in [re.sub(r"[^\w\s-]", "", head).strip().lower().replace(" ", "-") for head in heads]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == [page.name for page in DOCS]
+
+
+@pytest.mark.parametrize(("module", "target"), sorted({(m, t) for _, m, t, _ in commands()}))
+def test_commands_exist(module: bool, target: str) -> None:
+    assert importlib.util.find_spec(target) if module else (ROOT / target).is_file()
+
+
+PENDING_TARGET = pytest.mark.xfail(strict=True, reason="`make tables` comes with benchmarks/render.py")
+TARGETS = sorted(
+    {name for page in PAGES for name in re.findall(r"(?:`|^    )make ([\w-]+)", text_of(page), re.MULTILINE)}
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(t, marks=PENDING_TARGET if t == "tables" else ()) for t in TARGETS])
+def test_make_targets_exist(name: str) -> None:
+    assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+PENDING_OPTION = pytest.mark.xfail(strict=True, reason="--attack-options comes with the settings of attacks")
+MODULE_OPTIONS = sorted({(target, option) for _, module, target, options in commands() if module for option in options})
+
+
+@pytest.mark.parametrize(
+    ("module", "option"),
+    [pytest.param(*pair, marks=PENDING_OPTION if pair[1] == "--attack-options" else ()) for pair in MODULE_OPTIONS],
+)
+def test_options_of_modules_exist(module: str, option: str) -> None:
+    assert option in module_options(module)
+
+
+SCRIPTS = sorted({target for _, module, target, options in commands() if not module and options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_options_of_scripts_exist(script: str) -> None:
+    shown = {option for _, _, target, options in commands() if target == script for option in options}
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert shown <= options_of(done.stdout)
+
+
+def table_names(page: str) -> dict[str, str]:
+    """Names in the first column of the page's first table of names -> last cell of their row."""
+    found = {}
+    for line in text_of(ROOT / "docs" / page).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            found |= {name: cells[-1] for name in re.findall(r"`(\w+)`", cells[0])}
+    return found
+
+
+def test_every_attack_is_listed_with_what_it_needs() -> None:
+    listed = table_names("attacks.md")
+    assert set(listed) == set(ATTACKS.names())
+    for name, cell in listed.items():
+        assert {need.strip().replace(" ", "_") for need in cell.split(",")} == {
+            c.value for c in ATTACKS.get(name).needs
+        }
+
+
+def test_every_defence_is_listed() -> None:
+    assert set(table_names("defenses.md")) == set(DEFENSES.names())
+
+
+@pytest.mark.parametrize(("kind", "registry"), [("attacks", ATTACKS), ("defenses", DEFENSES)])
+def test_reference_is_made_from_the_registry(kind: str, registry) -> None:
+    assert f"<!-- reference: {kind} -->" in text_of(ROOT / "docs" / f"{kind}.md")
+    page = hooks().reference(kind)
+    assert re.findall(r"^## `(\w+)`", page, re.MULTILINE) == registry.names()
+
+
+def test_findings_are_figures_of_generated_tables() -> None:
+    readme = text_of(README)
+    findings = readme[readme.index("## Three findings") : readme.index("## Threat model")]
+    tables = "".join(match[0] for page in PAGES for match in BLOCK.finditer(text_of(page)))
+    figures = re.findall(r"\d+\.\d+", findings)
+    assert len(figures) > 10
+    known = set(re.findall(r"\d+\.\d+", tables))
+    assert [figure for figure in figures if figure not in known] == []
+
+
+def attack_minutes(folder: Path) -> float:
+    """Minutes that the rows of a results folder record for attacks, each run of an attack counted once."""
+    runs: dict[str, float] = {}
+    keys = "image_id model weights block defense defense_parameters precision batch_size seed attack attack_parameters"
+    keys += " round client threat_model" + (" setting" if folder.name in SCHEDULED else "")
+    with gzip.open(folder / "rows.jsonl.gz", "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            if row["image"] == 0 and row["seconds"]:  # a batch is one run; its images share the seconds
+                key = json.dumps([row[k] for k in keys.split()], sort_keys=True)
+                runs[key] = max(runs.get(key, 0.0), row["seconds"])
+    return sum(runs.values()) / 60
+
+
+def test_minutes_of_attacks_are_those_of_the_rows() -> None:
+    lines = re.findall(r"`(results/\S+)` \| ([\d.]+) \|$", text_of(ROOT / "docs" / "reproduce.md"), re.MULTILINE)
+    assert len(lines) == 9
+    for folder, minutes in lines:
+        assert float(minutes) == pytest.approx(attack_minutes(ROOT / folder), rel=0.05, abs=0.5), folder
+
+
+def test_readme_audit_runs(capsys) -> None:
+    """The lines under "Audit your own model", on a small ViT."""
+    code = PYTHON.findall(text_of(README))[0]
+    assert len([line for line in code.splitlines() if line]) == 5
+    torch.manual_seed(0)
+    exec(code, {"torch": torch, "model": timm_vit(), "images": photographs(32, 1), "labels": torch.tensor([1])})
+    assert "patch_embedding" in capsys.readouterr().out
+
+
+PENDING_INSTANCES = pytest.mark.xfail(strict=True, reason="instances come with the settings of attacks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=PENDING_INSTANCES)])
+def test_audit_page_runs(blocks: int, capsys) -> None:
+    """The first examples of docs/audit.md, one after the other."""
+    exec("\n".join(PYTHON.findall(text_of(ROOT / "docs" / "audit.md"))[:blocks]), {})
+    assert capsys.readouterr().out.count("patch_embedding") == blocks
+
+
+def toy_module(name: str, folder: Path, monkeypatch) -> ModuleType:
+    """The module `name` that docs/extending.md shows."""
+    page = text_of(ROOT / "docs" / "extending.md")
+    code = re.search(rf'^```python title="{name}.py"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)[1]
+    (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    return __import__(name)
+
+
+def test_toy_attack_of_the_guide_works(tmp_path, monkeypatch) -> None:
+    toy, model = toy_module("fedmjp_grey", tmp_path, monkeypatch), timm_vit()
+    gradients = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    observation = Observation(gradients, model, 2, (3, 32, 32), (0.5,) * 3, (0.5,) * 3)
+    found = toy.Grey(level=0.25)([observation])
+    assert found.images.shape == (2, 3, 32, 32)
+    assert float(found.images.mean()) == 0.25
+    assert found.diagnosis == "a guess"
+    assert toy.Grey(level=2.0)([observation]).diagnosis == "level must lie in [0, 1], not 2.0"
+
+
+def test_toy_defence_of_the_guide_works(tmp_path, monkeypatch) -> None:
+    toy = toy_module("fedmjp_sign", tmp_path, monkeypatch)
+    sent = toy.SignUpdate(magnitude=0.5).on_update({"w": torch.tensor([-2.0, 0.0, 3.0])}, torch.Generator())
+    assert sent["w"].tolist() == [-0.5, 0.0, 0.5]
+    with pytest.raises(ValueError, match="--magnitude must be positive"):
+        toy.SignUpdate(magnitude=0.0).validate()
+
+
+def test_metadata_of_the_guide_names_the_toys() -> None:
+    files = re.findall(
+        r'^```toml title="pyproject.toml"\n(.*?)^```$', text_of(ROOT / "docs" / "extending.md"), re.S | re.M
+    )
+    points = {}
+    for text in files:
+        points |= tomllib.loads(text)["project"]["entry-points"]
+    assert points == {
+        "fedmjp.attacks": {"grey": "fedmjp_grey:Grey"},
+        "fedmjp.defenses": {"sign": "fedmjp_sign:SignUpdate"},
+    }
+
+
+def test_citation_has_the_version_and_licence_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (str(citation["version"]), citation["license"]) == (project["version"], project["license"])
+    assert {"cff-version", "message", "title", "type", "authors"} <= set(citation)
+
+
+@pytest.mark.parametrize("package", ["attacks", "fedmjp"])
+def test_packages_ship_their_type_information(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+    assert re.search(rf"^{package} = py.typed$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_site_builds_strictly_and_requests_nothing_from_elsewhere(tmp_path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(DOCS)
+    for page in pages:
+        html = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|img|iframe|source|video)\b[^>]*?\bsrc=[\"']?([^\"'\s>]+)", html)
+        loaded += re.findall(r"<link\b[^>]*?\bhref=[\"']?([^\"'\s>]+)", html)
+        assert loaded
+        assert not [url for url in loaded if re.match(r"(\w+:)?//", url)], page
+    pictures = re.findall(r"<img[^>]*src=[\"']?([^\"'\s>]+)", (tmp_path / "adaptive" / "index.html").read_text("utf-8"))
+    assert len(pictures) >= 4
+    assert all((tmp_path / "adaptive" / url).resolve().is_file() for url in pictures)
