@@ -101,8 +101,12 @@ class Reconstruction:
     """What an attack gives back.
 
     Attributes:
-        images: (B, C, H, W) float32 in [0, 1], or None where the attack cannot give any.
-        known: (B, 1, H, W) bool, the pixels that the attack vouches for; all False when `diagnosis` says why not.
+        images: (B, C, H, W) float32 in [0, 1], or None where the attack cannot give any. known: (B, 1, H, W) bool, the
+        pixels that the attack vouches for, by its own estimate of its error; all False when
+            `diagnosis` says why not.
+        certified: the answer reproduces the update to the precision of the message (`attacks.certificate`). Set by the
+            auditor where the threat model grants the weights.
+        residual: relative difference of the gradients of answer and client; NaN where it was not computed.
         labels: (B,) where the attack inferred them.
         diagnosis: "" when the attack's assumptions hold, else in words a user can act on why its answer is not to be
             trusted.
@@ -120,3 +124,5 @@ class Reconstruction:
     seconds: float = 0.0
     details: Mapping[str, float] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    certified: bool = False
+    residual: float = float("nan")

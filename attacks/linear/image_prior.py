@@ -31,7 +31,7 @@ from attacks.tokenizer import Tokenizer
 # RGB to luma and doubled chroma, rows of ITU-R BT.601.
 LUMA_CHROMA = ((0.299, 0.587, 0.114), (-0.338, -0.662, 1.0), (1.0, -0.838, -0.162))
 
-CALIBRATION = 2.0
+CALIBRATION = 2.5
 # Above so many open directions the blocks are too large to factor and their diagonals precondition.
 LARGE = 256
 

@@ -1,0 +1,90 @@
+"""Only answers that reproduce the update are certified, and those are right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attacks import ATTACKS, Reconstruction
+from attacks.certificate import certify
+from fedmjp.metrics import patch_recovery
+from fedmjp.models import build_model
+from tests.attacks.mjp.test_mjp_subspace import jigsawed, with_dal
+from tests.conftest import observe, photographs
+
+
+def test_the_original_is_certified_and_a_slightly_wrong_one_is_not(mini) -> None:
+    images = photographs(64, 1)
+    view = observe(mini, images)
+    assert certify(view, Reconstruction(images))[0]
+    wrong = images.clone()
+    wrong[..., :8, :8] = 1 - wrong[..., :8, :8]  # one patch of 64
+    sure, residual = certify(view, Reconstruction(wrong))
+    assert not sure
+    assert residual > 1e-2
+
+
+def test_the_residual_is_the_difference_of_gradients(mini) -> None:
+    images = photographs(64, 2)
+    view, other = (observe(mini, image[None], torch.zeros(1, dtype=torch.int64)) for image in images)
+    _, residual = certify(view, Reconstruction(images[1:]))
+    names = [n for n in view.gradients if n != "pos_embed"]
+    difference, size = (
+        torch.cat([(view.gradients[n] - x * other.gradients[n]).flatten() for n in names]).norm() for x in (1, 0)
+    )
+    assert residual == pytest.approx(float(difference / size), rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_small_batches_in_any_order_of_their_labels(mini, count: int) -> None:
+    images = photographs(64, count)
+    view = observe(mini, images, torch.tensor([3, 1, 5][:count]))
+    assert certify(view, Reconstruction(images))[0]
+    assert not certify(view, Reconstruction(photographs(64, count + 1)[1:]))[0]
+
+
+@pytest.mark.parametrize("view_of", [lambda m, i: jigsawed(m, i, 0.3), lambda m, i: with_dal(m, i, 0.01)])
+def test_masked_jigsawed_updates_with_a_localisation_loss(view_of) -> None:
+    model, image = build_model("vit_mini_64_mjp", num_classes=8, weights="random"), photographs(64, 1)
+    assert certify(view_of(model, image), Reconstruction(image))[0]
+    assert not certify(view_of(model, image), Reconstruction(image.flip(3)))[0]
+
+
+def test_what_cannot_be_reproduced_is_not_certified(mini) -> None:
+    images = photographs(64, 1)
+    view = observe(mini, images)
+    for changed in (
+        dataclasses.replace(view, local_steps=2, kind="weights"),
+        dataclasses.replace(view, num_examples=2),
+        dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n != "head.bias"}),
+        dataclasses.replace(view, gradients={}),
+    ):
+        sure, residual = certify(changed, Reconstruction(images))
+        assert not sure
+        assert residual != residual
+    assert certify(view, Reconstruction(None)) == (False, pytest.approx(float("nan"), nan_ok=True))
+
+
+def test_the_model_is_left_as_it_was(mini) -> None:
+    view = observe(mini, photographs(64, 1))
+    before = {n: (p.requires_grad, p.grad) for n, p in mini.module.named_parameters()}
+    certify(view, Reconstruction(photographs(64, 1)))
+    assert {n: (p.requires_grad, p.grad) for n, p in mini.module.named_parameters()} == before
+
+
+def test_certified_means_right() -> None:
+    """Of MJP's clients over gammas and photographs, every certified answer has all patches above 25 dB."""
+    model = build_model("vit_mini_64_mjp", num_classes=200, weights="auto")
+    certified = wrong = 0
+    for index, image in enumerate(photographs(64, 8)):
+        for gamma in (0.05, 0.3):
+            views = [jigsawed(model, image[None], gamma, seed=10 * index + t) for t in range(4)]
+            for name, number in (("mjp_subspace", 1), ("mjp_rounds", 2), ("mjp_rounds", 4)):
+                found = ATTACKS.get(name)()(views[-number:])
+                if certify(views[-1], found)[0]:
+                    certified += 1
+                    wrong += float(patch_recovery(found.images, image[None], 8)) < 1
+    assert certified >= 10
+    assert wrong == 0
