@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.closed_form.base import missing_positions, position_rows
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.least_squares import noise_floor
@@ -239,7 +239,6 @@ def possible_error(estimate: Estimate) -> float:
     return float(variance.sum() / estimate.rows.shape[1]) ** 0.5
 
 
-@ATTACKS.register("batch_rounds")
 @dataclass(frozen=True, kw_only=True)
 class BatchRounds(Attack):
     """Separates the images of small batches by the steps that share one.

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import HiddenUpdate, products, read_update, tokenizer_and_rows, why_not
 from attacks.linear.normal_equations import Equations
@@ -38,7 +38,6 @@ SAME = 0.5
 OTHER_SHARE = 3e-3
 
 
-@ATTACKS.register("mjp_rounds")
 @dataclass(frozen=True, kw_only=True)
 class MJPRounds(Attack):
     """Whole image of the last update, from all updates that show it.

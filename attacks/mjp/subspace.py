@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.linear.image_prior import Settled, VectorialVariation
 from attacks.linear.masked_update import HiddenUpdate, read_update, tokenizer_and_rows, why_not
 from attacks.linear.normal_equations import Estimate
@@ -31,7 +31,6 @@ from attacks.tokenizer import Tokenizer
 VOUCHED_DEVIATION = 0.056
 
 
-@ATTACKS.register("mjp_subspace")
 @dataclass(frozen=True, kw_only=True)
 class MJPSubspace(Attack):
     """Whole image from one update with masked positions.

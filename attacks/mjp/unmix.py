@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import read_update, tokenizer_and_rows, why_not
 from attacks.mjp.jigsaw_solver import place
@@ -34,7 +34,6 @@ from attacks.tokenizer import Tokenizer
 UNSETTLED = 5e-3
 
 
-@ATTACKS.register("unmix")
 @dataclass(frozen=True, kw_only=True)
 class Unmix(Attack):
     """Whole image from one update with masked positions and the first block's weights and gradients.

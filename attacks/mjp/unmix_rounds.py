@@ -20,7 +20,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import ATTACKS
 from attacks.mjp.rounds import gather
 from attacks.mjp.span_search import Evidence
 from attacks.mjp.subspace import settle
@@ -29,7 +28,6 @@ from attacks.observation import Capability, Observation
 from attacks.tokenizer import Tokenizer
 
 
-@ATTACKS.register("unmix_rounds")
 @dataclass(frozen=True, kw_only=True)
 class UnmixRounds(Unmix):
     """Whole image of the last update, from all updates that show it and the last one's first block."""
