@@ -8,7 +8,7 @@ import pytest
 
 from attacks import UsageError
 from fedmjp import simulate
-from fedmjp.budgets import EVERY, chosen, made, read_budget
+from fedmjp.budgets import EVERY, build_attack, read_budget, spread_evenly, steps_of
 from fedmjp.config import from_flat
 
 UPDATES = [(number, client) for number in (1, 5, 9) for client in range(4)]
@@ -25,14 +25,16 @@ def test_reading() -> None:
 
 def test_steps_reach_searches_only() -> None:
     budget = {EVERY: 20, "dlg": 3}
-    assert [made(name, budget).parameters().get("steps") for name in ("gradvit", "dlg", "april")] == [20, 3, None]
+    assert [
+        build_attack(name, steps_of(name, budget)).parameters().get("steps") for name in ("gradvit", "dlg", "april")
+    ] == [20, 3, None]
 
 
 def test_a_budget_is_spread_evenly() -> None:
-    assert chosen(UPDATES, None) == chosen(UPDATES, 50) == UPDATES
-    assert chosen(UPDATES, 1) == [(9, 3)]
-    assert chosen(UPDATES, 2) == [(1, 0), (9, 3)]
-    four = chosen(UPDATES, 4)
+    assert spread_evenly(UPDATES, None) == spread_evenly(UPDATES, 50) == UPDATES
+    assert spread_evenly(UPDATES, 1) == [(9, 3)]
+    assert spread_evenly(UPDATES, 2) == [(1, 0), (9, 3)]
+    four = spread_evenly(UPDATES, 4)
     assert len(set(four)) == 4
     assert {number for number, _ in four} == {1, 5, 9}
 
