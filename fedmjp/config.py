@@ -227,12 +227,18 @@ class RunConfig:
         return ThreatModel.parse(sorted(grants))
 
     def to_json(self) -> str:
-        """Canonical JSON, the same for equal configurations."""
-        return json.dumps(dataclasses.asdict(self), default=str, sort_keys=True)
+        """Canonical JSON of all that the run reads: the same for equal runs, whichever other defences are installed."""
+        values = dataclasses.asdict(self)
+        values["options"] = {name: values["options"][name] for name in self.defense if name in values["options"]}
+        return json.dumps(values, default=str, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`; options of defences that do not run have their defaults.
+
+        Raises:
+            UsageError: an option that is unknown here, such as those of a defence that is not installed.
+        """
         return _build(cls, json.loads(text))
 
 
@@ -245,6 +251,8 @@ def _build(cls: type, values: dict[str, Any]) -> Any:
     hints = get_type_hints(cls)
     built = {}
     for name, value in values.items():
+        if name not in hints:
+            raise UsageError(f"the configuration holds {name!r}, which is unknown here; is its package installed?")
         kind = hints[name]
         if dataclasses.is_dataclass(kind):
             value = _build(kind, value)

@@ -101,6 +101,7 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """Everything that decides about the weights, as plain values."""
         values = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        values["options"] = {k: v for k, v in values["options"].items() if k == self.defense}
         return {k: v for k, v in values.items() if k not in ("out", "resume")}
 
     def validate(self) -> None:
