@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from attacks.closed_form.april import April
 from fedmjp import simulate
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat, option_places
@@ -126,10 +127,25 @@ def test_failed_client_is_named_and_its_run_resumes(tmp_path, monkeypatch, capsy
     assert run(tmp_path / "run", "--resume") == 0
 
 
+def test_an_attack_that_raises_is_a_diagnosis_in_its_rows(tmp_path, monkeypatch) -> None:
+    def break_down(self, cases):
+        raise ZeroDivisionError("no pivot in column 3")
+
+    monkeypatch.setattr(April, "reconstruct_many", break_down)
+    assert run(tmp_path / "run", "--rounds", "1") == 0
+    rows = rows_of(tmp_path / "run")
+    said = {r["attack"]: r["diagnosis"] for r in rows}
+    assert said["april"] == "the attack failed: ZeroDivisionError: no pivot in column 3"
+    assert said["patch_embedding"] == ""
+    assert "the attack failed: ZeroDivisionError" in (tmp_path / "run" / "report.html").read_text()
+
+
 MISTAKES = [
     (["--defense", "mjq"], "did you mean 'mjp'"),
     (["--defense", "none", "none"], "--defense takes different names"),
     (["--attacks", "aprill"], "did you mean 'april'"),
+    (["--attack-options", "april.x=1"], "attack 'april' has no setting 'x'"),
+    (["--attack-options", "dlg.steps=1"], "dlg does not run; choose from: patch_embedding, april"),
     (["--model", "vit_xxl"], "choose from: vit_ti"),
     (["--data", "cifar11"], "cifar10"),
     (["--data", "folder:nowhere"], "nowhere"),

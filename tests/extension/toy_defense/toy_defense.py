@@ -22,8 +22,8 @@ class Sparse(Defense):
 
     gamma: float = 0.9
     """Share of the entries of each tensor that are not sent, in [0, 1)."""
-    per_tensor: bool = True
-    """Choose the largest entries of each tensor, or of the whole update."""
+    rescale: bool = False
+    """Divide the entries that are sent by the share of them."""
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
@@ -34,9 +34,10 @@ class Sparse(Defense):
         """Zero the smallest entries."""
         import torch
 
-        def limit(values: Tensor) -> Tensor:
-            return values.sort().values[int(self.gamma * (len(values) - 1))]
-
-        sizes = {n: t.abs().flatten() for n, t in update.items()}
-        limits = {n: limit(sizes[n] if self.per_tensor else torch.cat(list(sizes.values()))) for n in sizes}
-        return {n: torch.where(t.abs() >= limits[n], t, torch.zeros_like(t)) for n, t in update.items()}
+        factor = 1 / (1 - self.gamma) if self.rescale else 1.0
+        sent = {}
+        for name, tensor in update.items():
+            sizes = tensor.abs().flatten().sort().values
+            least = sizes[int(self.gamma * (len(sizes) - 1))]
+            sent[name] = torch.where(tensor.abs() >= least, factor * tensor, torch.zeros_like(tensor))
+        return sent
