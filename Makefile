@@ -32,7 +32,7 @@ docs: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable ".[test]"
+	$(RUN) -m pip install --quiet --editable ".[federation,test]"
 	touch $(STAMP)
 
 clean:

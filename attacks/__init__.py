@@ -1,16 +1,22 @@
 """The adversary: closed-form and optimisation attacks on the updates of federated ViTs.
 
-Imports torch and never `fedmjp` or Flower: an attack sees `Observation`s and nothing else.
+Imports torch and never `fedmjp` or Flower: an attack sees `Observation`s and nothing else. A new built-in attack is one
+file and one line in `ATTACKS`; another package adds its own through the entry points `fedmjp.attacks`; a class defined
+in a notebook takes the decorator `@ATTACKS.register("name")`. An attack is imported when it is asked for.
 """
 
-from attacks import breaching, gradient_matching  # noqa: F401  (importing an attack registers it)
-from attacks.attention import FirstAttention, find_first_attention
-from attacks.base import ATTACKS, Attack, Interrupted
-from attacks.closed_form import april, batch_rounds, patch_embedding  # noqa: F401
-from attacks.mjp import rounds, subspace, unmix, unmix_rounds  # noqa: F401
-from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attacks.lazy import lazy_exports
 from attacks.registry import Registry, UsageError
-from attacks.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, has_tokenizer
+
+if TYPE_CHECKING:
+    from attacks.attention import FirstAttention, find_first_attention
+    from attacks.base import Attack, Interrupted
+    from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
+    from attacks.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, has_tokenizer
 
 __all__ = [
     "ATTACKS",
@@ -29,3 +35,38 @@ __all__ = [
     "find_tokenizer",
     "has_tokenizer",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "attacks.attention": ("FirstAttention", "find_first_attention"),
+        "attacks.base": ("Attack", "Interrupted"),
+        "attacks.observation": ("Capability", "Observation", "Reconstruction", "ThreatModel"),
+        "attacks.tokenizer": ("Tokenizer", "check_tokenizer", "find_tokenizer", "has_tokenizer"),
+    },
+)
+
+ATTACKS: Registry[type[Attack]] = Registry(
+    "attack",
+    {
+        "april_optimisation": "attacks.gradient_matching.april_optimisation:AprilOptimisation",
+        "dlg": "attacks.gradient_matching.dlg:DeepLeakage",
+        "gradvit": "attacks.gradient_matching.gradvit:GradViT",
+        "idlg": "attacks.gradient_matching.idlg:ImprovedDeepLeakage",
+        "inverting_gradients": "attacks.gradient_matching.inverting_gradients:InvertingGradients",
+        "see_through_gradients": "attacks.gradient_matching.see_through_gradients:SeeThroughGradients",
+        "breaching_inverting_gradients": "attacks.breaching:BreachingInvertingGradients",
+        "breaching_see_through_gradients": "attacks.breaching:BreachingSeeThroughGradients",
+        "breaching_dlg": "attacks.breaching:BreachingDeepLeakage",
+        "breaching_april": "attacks.breaching:BreachingApril",
+        "april": "attacks.closed_form.april:April",
+        "batch_rounds": "attacks.closed_form.batch_rounds:BatchRounds",
+        "patch_embedding": "attacks.closed_form.patch_embedding:PatchEmbedding",
+        "mjp_subspace": "attacks.mjp.subspace:MJPSubspace",
+        "mjp_rounds": "attacks.mjp.rounds:MJPRounds",
+        "unmix": "attacks.mjp.unmix:Unmix",
+        "unmix_rounds": "attacks.mjp.unmix_rounds:UnmixRounds",
+    },
+    group="fedmjp.attacks",
+    base="attacks.base:Attack",
+)

@@ -1,24 +1,30 @@
 """The attack interface and its registry.
 
 A new attack is one file: a class with a keyword-only frozen configuration, `needs` (the capabilities it uses), and
-`reconstruct(observations)`; the decorator `@ATTACKS.register("name")` puts it into every table.
+`reconstruct(observations)`. A line in `attacks.ATTACKS`, or an entry point of another package, puts it into every
+table.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
-from attacks.registry import Registry, UsageError
+from attacks.registry import UsageError
 from attacks.tokenizer import SecondTable, find_tokenizer
 
+T = TypeVar("T")
+
+# What asks for smaller batches (`attack_many`), and is no failure of an attack.
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # A gradient below this norm holds nothing but round-off of a float32 loss.
 NEGLIGIBLE_NORM = 1e-10
 # Below this one a saturated model, and no defence, may be what blunts an attack.
@@ -59,14 +65,17 @@ class Attack(ABC):
     def attack_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
         """Attack many clients at once, each with its own sequence of updates; `seconds` is each one's equal share.
 
+        An exception in the attack's code becomes the diagnosis of its case, and the other cases are attacked.
+
         Raises:
             ValueError: see `__call__`.
+            MemoryError, torch.OutOfMemoryError: the cases do not fit the memory; fewer of them may.
         """
         started = time.perf_counter()
         refused = [_refusal(case) for case in cases]
         open_cases = [case for case, reason in zip(cases, refused, strict=True) if not reason]
         with torch.no_grad():
-            found = iter(self.reconstruct_many(open_cases) if open_cases else [])
+            found = iter(self._answers(open_cases) if open_cases else [])
         results = [Reconstruction(images=None, diagnosis=reason) if reason else next(found) for reason in refused]
         share = (time.perf_counter() - started) / max(len(cases), 1)
         small = [("gradient_near_zero",) if case[-1].gradient_norm() < SMALL_NORM else () for case in cases]
@@ -80,7 +89,8 @@ class Attack(ABC):
         """The attack itself, called under `torch.no_grad` with finite, non-negligible gradients.
 
         Raises:
-            UsageError: it cannot work on this model or update at all; the message becomes the diagnosis.
+            UsageError: it cannot work on this model or update at all; the message becomes the diagnosis. So does any
+                other exception, with its name.
         """
 
     def reconstruct_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
@@ -88,10 +98,18 @@ class Attack(ABC):
         return [self._answer(case) for case in cases]
 
     def _answer(self, observations: Sequence[Observation]) -> Reconstruction:
-        try:
-            return self.reconstruct(observations)
-        except UsageError as error:
-            return Reconstruction(images=None, diagnosis=str(error))
+        """What `reconstruct` finds, or why it fails."""
+        found = _found_or_why_not(lambda: self.reconstruct(observations))
+        return Reconstruction(images=None, diagnosis=found) if isinstance(found, str) else found
+
+    def _answers(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
+        """What `reconstruct_many` finds; where it fails on several cases, what it finds of each alone."""
+        found = _found_or_why_not(lambda: self.reconstruct_many(cases))
+        if not isinstance(found, str):
+            return found
+        if len(cases) == 1:
+            return [Reconstruction(images=None, diagnosis=found)]
+        return [self._answers([case])[0] for case in cases]
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """Weight matrices, by name, whose gradients the attack reads beside those of the layers that make the tokens.
@@ -120,6 +138,19 @@ class Attack(ABC):
             )
 
 
+def _found_or_why_not(work: Callable[[], T]) -> T | str:
+    """What `work` returns, or a diagnosis where it raises; want of memory and interrupts are raised on."""
+    try:
+        return work()
+    except UsageError as error:
+        return str(error)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as error:  # an attack may be anybody's code, and a run goes on without it
+        logging.getLogger(__name__).debug("an attack failed", exc_info=True)
+        return f"the attack failed: {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+
+
 def _refusal(observations: Sequence[Observation]) -> str:
     """Why the last update says nothing, or ""; raises on input that no attack can take."""
     if not observations:
@@ -138,6 +169,3 @@ def _refusal(observations: Sequence[Observation]) -> str:
     if norm < NEGLIGIBLE_NORM:
         return f"the gradient norm is {norm:.1e}: the update says nothing about the batch (a saturated model)"
     return ""
-
-
-ATTACKS: Registry[type[Attack]] = Registry("attack")

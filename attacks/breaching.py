@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.attention import find_first_attention
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.gradient_matching.labels import head_bias, infer_labels
 from attacks.gradient_matching.reading import read
 from attacks.gradient_matching.simulation import simulate
@@ -215,7 +215,6 @@ class BreachingOptimisation(BreachingAttack):
         return [f"optim.max_iterations={self.steps}"]
 
 
-@ATTACKS.register("breaching_inverting_gradients")
 @dataclass(frozen=True, kw_only=True)
 class BreachingInvertingGradients(BreachingOptimisation):
     """The package's invertinggradients.yaml."""
@@ -223,7 +222,6 @@ class BreachingInvertingGradients(BreachingOptimisation):
     config: ClassVar[str] = "invertinggradients"
 
 
-@ATTACKS.register("breaching_see_through_gradients")
 @dataclass(frozen=True, kw_only=True)
 class BreachingSeeThroughGradients(BreachingOptimisation):
     """The package's seethroughgradients.yaml; its batch-norm term is idle on a ViT."""
@@ -231,7 +229,6 @@ class BreachingSeeThroughGradients(BreachingOptimisation):
     config: ClassVar[str] = "seethroughgradients"
 
 
-@ATTACKS.register("breaching_dlg")
 @dataclass(frozen=True, kw_only=True)
 class BreachingDeepLeakage(BreachingOptimisation):
     """The package's deepleakage.yaml, which seeks labels with the images; up to 20 evaluations an iteration."""
@@ -239,7 +236,6 @@ class BreachingDeepLeakage(BreachingOptimisation):
     config: ClassVar[str] = "deepleakage"
 
 
-@ATTACKS.register("breaching_april")
 @dataclass(frozen=True, kw_only=True)
 class BreachingApril(BreachingAttack):
     """The package's april_analytic.yaml: the closed form, for a first block without norm and residual."""

@@ -1,7 +1,8 @@
 """What an attack is given, what it may assume, and what it gives back.
 
 An `Observation` is all that an honest-but-curious server has of one update; an attack sees a sequence of them and
-nothing else. The originals stay with the auditor.
+nothing else. The originals stay with the auditor. Command lines read the capabilities from here, so torch is imported
+only where a number is computed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Literal
 
 from attacks.registry import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Capability(StrEnum):
@@ -24,7 +25,6 @@ class Capability(StrEnum):
     POSITION_GRADIENT = "position_gradient"  # the gradient of the position embedding is part of the update
     SEVERAL_ROUNDS = "several_rounds"  # more than one update of the same client
     LABELS = "labels"  # labels of the batch are given, not inferred
-    AUXILIARY_IMAGES = "auxiliary_images"  # public images of the same kind
     TOKEN_GRADIENT = "token_gradient"  # dL/dz a token even where no position embedding sends it (no message holds it)
     MODIFIED_MODEL = "modified_model"  # the server chose the architecture to its advantage
 
@@ -85,11 +85,15 @@ class Observation:
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the whole update."""
+        import torch
+
         squares = [g.detach().to(torch.float64).square().sum() for g in self.gradients.values()]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def to_pixels(self, normalised: Tensor) -> Tensor:
         """Map normalised images (B, C, H, W) back to [0, 1], clipped."""
+        import torch
+
         shape = (1, -1, 1, 1)
         mean = torch.tensor(self.mean, dtype=normalised.dtype, device=normalised.device).view(shape)
         std = torch.tensor(self.std, dtype=normalised.dtype, device=normalised.device).view(shape)

@@ -1,15 +1,22 @@
-"""How often and how long attacks run in a federation, where some take milliseconds an update and others minutes.
+"""Attacks built from their options: which settings they have, how long they search, how often they run.
 
-Both are written as on a command line: `NAME=NUMBER` for one attack, a bare `NUMBER` for all that it applies to.
+Budgets are written as on a command line: `NAME=NUMBER` for one attack, a bare `NUMBER` for all that it applies to; and
+settings as `NAME.key=value`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
-from attacks import ATTACKS, Attack, UsageError
+from attacks import ATTACKS, UsageError
+from fedmjp.settings import split_entries, with_settings
 
+if TYPE_CHECKING:
+    from attacks import Attack
+
+DEFAULT_ATTACKS = ("patch_embedding", "april")
 EVERY = ""  # the name under which a bare number is kept
 
 
@@ -25,12 +32,36 @@ def read_budget(entries: Sequence[str], option: str) -> dict[str, int]:
     """
     found = {}
     for entry in entries:
-        name, _, number = str(entry).rpartition("=")  # `flwr run` hands over plain numbers
+        name, _, number = str(entry).rpartition("=")  # `flwr run` passes plain numbers
         if name:
-            ATTACKS.get(name)
+            ATTACKS.check(name)
         if not number.isdigit() or int(number) < 1:
             raise UsageError(f"{option} takes NUMBER or ATTACK=NUMBER of at least 1, not {entry!r}")
         found[name] = int(number)
+    return found
+
+
+def read_attack_options(entries: Sequence[str], attacks: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The settings of attacks, by attack and name of the setting; `build_attack` reads the values.
+
+    Args:
+        entries: such as ("mjp_subspace.prior.strength=20", "dlg.steps=50"). A comma begins a new entry, but for a part
+            without "=", which belongs to the value before it.
+        attacks: the attacks that run.
+
+    Raises:
+        UsageError: an entry of another form, no such attack, or one that does not run.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for part in split_entries(entries):
+        place, equals, value = part.partition("=")
+        name, dot, key = place.partition(".")
+        if not (equals and dot and key):
+            raise UsageError(f"--attack-options takes ATTACK.setting=value, not {part!r}")
+        ATTACKS.check(name)
+        if name not in attacks:
+            raise UsageError(f"--attack-options {part}: {name} does not run; choose from: {', '.join(attacks)}")
+        found.setdefault(name, {})[key] = value
     return found
 
 
@@ -39,13 +70,40 @@ def searches(name: str) -> bool:
     return "steps" in {f.name for f in fields(ATTACKS.get(name))}
 
 
-def made(name: str, steps: Mapping[str, int]) -> Attack:
-    """The attack, with its own number of steps where it takes one and the budget names one."""
-    asked = steps.get(name, steps.get(EVERY))
-    return ATTACKS.get(name)(**({"steps": asked} if asked and searches(name) else {}))
+def steps_of(name: str, budget: Mapping[str, int]) -> dict[str, int]:
+    """The setting `steps` of the attack, where it has one and the budget names a number for it."""
+    asked = budget.get(name, budget.get(EVERY))
+    return {"steps": asked} if asked and searches(name) else {}
 
 
-def chosen(updates: Sequence[tuple[int, int]], limit: int | None) -> list[tuple[int, int]]:
+def build_attack(name: str, settings: Mapping[str, Any] | None = None) -> Attack:
+    """The attack called `name`.
+
+    Args:
+        settings: dotted names of its fields -> values, or text that is read as the field's type
+            (`{"prior.strength": "20"}`); all others have their defaults.
+
+    Raises:
+        UsageError: no such attack or setting, or text that is not of the setting's type.
+    """
+    return with_settings(ATTACKS.get(name)(), settings or {}, f"attack {name!r}")
+
+
+def named_attacks(attacks: Sequence[str | Attack]) -> list[tuple[str, Attack]]:
+    """(name for rows, attack) of attacks given by name or as instances.
+
+    An instance has the name that its class is registered under, or the name of its class.
+
+    Raises:
+        UsageError: no attack of that name.
+    """
+    return [
+        (a, build_attack(a)) if isinstance(a, str) else (ATTACKS.name_of(type(a)) or type(a).__name__, a)
+        for a in attacks
+    ]
+
+
+def spread_evenly(updates: Sequence[tuple[int, int]], limit: int | None) -> list[tuple[int, int]]:
     """At most `limit` of the audited updates, spread evenly over rounds and clients, the first and the last among them.
 
     Args:

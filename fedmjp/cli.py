@@ -1,4 +1,7 @@
-"""What every command line of the project does alike: options from a dataclass, mistakes in one line, exit codes."""
+"""What every command line of the project does alike: options from a dataclass, mistakes in one line, exit codes.
+
+Imports no torch: a command imports what computes after its options are read.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from typing import TypeVar
 import tyro
 from rich.console import Console
 
-from attacks import UsageError
+from attacks.registry import UsageError
+from fedmjp import __version__
+from fedmjp.errors import ClientFailure
 
 T = TypeVar("T")
 
@@ -23,13 +28,19 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def parse(options: type[T], program: str, description: str | None, arguments: Sequence[str] | None = None) -> T:
-    """The options on the command line; leaves with code 2 and one line where they cannot be read.
+    """The options on the command line; exits with code 2 and one line where they cannot be read.
+
+    --help and --version are answered here, with code 0.
 
     Args:
         options: a dataclass; its fields are the options, their docstrings the help.
         program: how the command is typed, for the help.
         arguments: instead of those of the process.
     """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--version" in arguments:
+        print(f"fedmjp {__version__}")
+        sys.exit(0)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -37,7 +48,7 @@ def parse(options: type[T], program: str, description: str | None, arguments: Se
                 return tyro.cli(
                     tyro.conf.configure(tyro.conf.OmitArgPrefixes)(options),
                     prog=program,
-                    description=description,
+                    description=f"{description or ''} --version prints the version.".strip(),
                     args=arguments,
                 )
             finally:
@@ -66,10 +77,10 @@ def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:
     """Run `work` and turn what stops it into one line and an exit code.
 
     Args:
-        resume: tells where the finished rows are and how to go on, for an interrupt.
+        resume: where the finished rows are and how to go on, for an interrupt or a failed client.
 
     Returns:
-        0, 2 for a mistake of usage, 130 for an interrupt.
+        0, 1 for a failed client, 2 for a mistake of usage, 130 for an interrupt.
     """
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
@@ -77,6 +88,9 @@ def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except ClientFailure as error:
+        print(f"error: {error}\n{resume()}", file=sys.stderr)
+        return EXIT_FAILURE
     except KeyboardInterrupt:
         print(f"\ninterrupted; {resume()}", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,19 +1,39 @@
-"""The options of a run: the only place where a default stands. The command line is made from these dataclasses."""
+"""The options of a run: the only place where a default stands. The command line is made from these dataclasses.
+
+Neither torch nor any attack is imported here: names are checked against registries, and what they name is imported when
+a run begins. An option of a defence whose name is taken carries the defence's name (`fedmjp.defenses.options`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from attacks import ATTACKS, Attack, Capability, ThreatModel, UsageError
-from fedmjp.budgets import EVERY, chosen, made, read_budget
+from attacks import ATTACKS, UsageError
+from attacks.observation import Capability, ThreatModel
+from fedmjp.budgets import (
+    DEFAULT_ATTACKS,
+    EVERY,
+    build_attack,
+    read_attack_options,
+    read_budget,
+    spread_evenly,
+    steps_of,
+)
+from fedmjp.data.catalog import split_source
+from fedmjp.data.partitioning import read_alpha
 from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import split_name
+from fedmjp.settings import describe, read_value, replace_at
+
+if TYPE_CHECKING:
+    from attacks import Attack
 
 DEFENSE_HELP = (
     f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}."
@@ -80,7 +100,7 @@ class DataConfig:
 class AuditConfig:
     """Which updates are attacked, how, and under which threat model."""
 
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = ("patch_embedding", "april")
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = DEFAULT_ATTACKS
     audit_clients: tuple[int, ...] = (0, 1, 2, 3)
     """Ids of the clients whose updates are attacked."""
     audit_rounds: tuple[int, ...] = ()
@@ -90,22 +110,16 @@ class AuditConfig:
     over its audited rounds and clients."""
     steps: tuple[str, ...] = ()
     """Steps of the attacks that search, as a NUMBER for all or ATTACK=NUMBER (none given: each attack's own)."""
+    attack_options: tuple[str, ...] = ()
+    """Settings of attacks, as ATTACK.setting=value (mjp_subspace.prior.strength=20); --steps is short for
+    ATTACK.steps=NUMBER."""
     grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
     """What the adversary sees beyond an update: model_weights, position_gradient, several_rounds, labels,
-    auxiliary_images, modified_model. An attack that needs more is refused."""
+    token_gradient, modified_model. An attack that needs more is refused."""
     lpips_net: Literal["squeeze", "alex", "vgg"] = "squeeze"
     """Backbone of the LPIPS metric."""
     lpips_weights: Path | None = None
     """State dict of lpips.LPIPS; without it and without a cached backbone the LPIPS column stays empty."""
-
-
-# One group of options a defence, so that a new defence brings its options along by being registered.
-DefenseOptions = make_dataclass(
-    "DefenseOptions",
-    [(name, DEFENSES.get(name), field(default_factory=DEFENSES.get(name))) for name in DEFENSES],
-    frozen=True,
-    namespace={"__doc__": "Options of the defences."},
-)
 
 
 @dataclass(frozen=True)
@@ -117,7 +131,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
-    options: DefenseOptions = field(default_factory=DefenseOptions)  # type: ignore[valid-type]
+    options: DefenseOptions = field(default_factory=lambda: DefenseOptions())  # type: ignore[valid-type]
     device: str = "cpu"
     """cpu, cuda, or cuda:INDEX."""
     threads: int = 0
@@ -130,29 +144,41 @@ class RunConfig:
     """Go on with the unfinished run in --out; finished rows are not repeated."""
 
     def defence(self, name: str) -> Defense:
-        """The defence called `name` with this run's options."""
-        return getattr(self.options, name)
+        """The defence called `name` with this run's options (its defaults, if it was registered after this module).
+
+        Raises:
+            UsageError: no such defence, or one of another package that cannot be imported.
+        """
+        kind = DEFENSES.get(name)
+        return getattr(self.options, name, None) or kind()
 
     def sampled(self) -> int:
         """Clients per round."""
         return self.federation.clients_per_round or self.federation.clients
 
     def validate(self) -> None:
-        """Check every option against the others.
+        """Check every option against the others; names and numbers first, before an attack is imported.
 
         Raises:
             UsageError: one line that names the option and its choices.
         """
         for name in self.defense:
-            DEFENSES.get(name)
-            self.defence(name).validate()
+            DEFENSES.check(name)
         if not self.defense or len(set(self.defense)) < len(self.defense):
             raise UsageError(f"--defense takes different names from: {', '.join(DEFENSES.names())}")
+        for name in self.defense:
+            self.defence(name).validate()
         split_name(self.model.model)
-        read_budget(self.audit.at_most, "--at-most")
-        for name in self.audit.attacks:
-            self.attack(name).require(self.threat_model(), name)
+        split_source(self.data.data)
         self._validate_federation()
+        for name in self.audit.attacks:
+            ATTACKS.check(name)
+        for option in ("at_most", "steps"):
+            read_budget(getattr(self.audit, option), f"--{option.replace('_', '-')}")
+        read_attack_options(self.audit.attack_options, self.audit.attacks)
+        threat = self.threat_model()
+        for name in self.audit.attacks:
+            self.attack(name).require(threat, name)
 
     def _validate_federation(self) -> None:
         f = self.federation
@@ -163,6 +189,7 @@ class RunConfig:
             raise UsageError(
                 f"--clients-per-round must lie between 0 and --clients ({f.clients}), not {f.clients_per_round}"
             )
+        read_alpha(f.partition)
         if not f.learning_rate > 0:
             raise UsageError(f"--learning-rate must be positive, not {f.learning_rate}")
         if f.update == "gradient" and f.local_steps > 1:
@@ -175,12 +202,14 @@ class RunConfig:
             raise UsageError(f"--audit-rounds {strange[0]} is no round; choose from 1 to {f.rounds}")
 
     def attack(self, name: str) -> Attack:
-        """The attack called `name` with this run's number of steps.
+        """The attack called `name` with this run's settings.
 
         Raises:
-            UsageError: no such attack, or a budget that means nothing.
+            UsageError: no such attack or setting, or a value that is none.
         """
-        return made(name, read_budget(self.audit.steps, "--steps"))
+        audit = self.audit
+        settings = read_attack_options(audit.attack_options, audit.attacks).get(name, {})
+        return build_attack(name, {**steps_of(name, read_budget(audit.steps, "--steps")), **settings})
 
     def attacked(self, name: str) -> list[tuple[int, int]]:
         """The (round, client) whose updates the attack (or guess) called `name` gets, in order."""
@@ -188,7 +217,7 @@ class RunConfig:
         rounds = sorted(a.audit_rounds) or range(1, f.rounds + 1)
         clients = sorted(c for c in set(a.audit_clients) if c < f.clients)
         limits = read_budget(a.at_most, "--at-most") if name in ATTACKS else {}
-        return chosen([(r, c) for r in rounds for c in clients], limits.get(name, limits.get(EVERY)))
+        return spread_evenly([(r, c) for r in rounds for c in clients], limits.get(name, limits.get(EVERY)))
 
     def threat_model(self) -> ThreatModel:
         """What the adversary is granted."""
@@ -198,13 +227,23 @@ class RunConfig:
         return ThreatModel.parse(sorted(grants))
 
     def to_json(self) -> str:
-        """Canonical JSON, the same for equal configurations."""
-        return json.dumps(dataclasses.asdict(self), default=str, sort_keys=True)
+        """Canonical JSON of all that the run reads: the same for equal runs, whichever other defences are installed."""
+        values = dataclasses.asdict(self)
+        values["options"] = {name: values["options"][name] for name in self.defense if name in values["options"]}
+        return json.dumps(values, default=str, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`; options of defences that do not run have their defaults.
+
+        Raises:
+            UsageError: an option that is unknown here, such as those of a defence that is not installed.
+        """
         return _build(cls, json.loads(text))
+
+
+# A group of options a defence; only now are the names known that a run's other options take.
+DefenseOptions = defense_options(option_names(RunConfig))
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:
@@ -212,6 +251,8 @@ def _build(cls: type, values: dict[str, Any]) -> Any:
     hints = get_type_hints(cls)
     built = {}
     for name, value in values.items():
+        if name not in hints:
+            raise UsageError(f"the configuration holds {name!r}, which is unknown here; is its package installed?")
         kind = hints[name]
         if dataclasses.is_dataclass(kind):
             value = _build(kind, value)
@@ -226,31 +267,44 @@ def _build(cls: type, values: dict[str, Any]) -> Any:
 def from_flat(options: dict[str, Any], base: RunConfig | None = None) -> RunConfig:
     """A configuration from flat option names, as `flwr run --run-config` passes them (`gamma=0.5 clients=4`).
 
-    Tuples are written with commas (`defense="none,mjp"`).
+    Names are those of the command line, with underscores or dashes (`batch_size`, `toy.gamma`). A string is read as the
+    option's type; tuples are written with commas (`defense="none,mjp"`), and "" stands for none given.
+
+    Args:
+        base: what is not named is taken from here, by default from the defaults.
 
     Raises:
-        UsageError: no such option.
+        UsageError: no such option, or a value that is not of its type.
     """
-    nested = json.loads((base or RunConfig()).to_json())
-    places = dict(_places(RunConfig(), nested))
+    config, places = base or RunConfig(), option_places()
     for key, value in options.items():
         name = key.replace("-", "_")
         if name not in places:
             raise UsageError(f"unknown option {key!r}; choose from: {', '.join(sorted(places))}")
-        group = places[name]
-        if value == "" and group[name] is None:
-            continue
-        if isinstance(group[name], list):
-            parts = [p for p in str(value).split(",") if p]
-            value = [int(p) if p.isdigit() else p for p in parts]
-        group[name] = value
-    return RunConfig.from_json(json.dumps(nested))
+        path, kind = places[name]
+        text = value if isinstance(value, str) else json.dumps(value)
+        try:
+            config = replace_at(config, path, read_value(text, kind))
+        except ValueError:
+            raise UsageError(f"option {key} takes {describe(kind)}, not {value!r}") from None
+    return config
 
 
-def _places(config: Any, nested: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(option name, the nested dict that holds it) of every leaf."""
-    found = []
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        found += _places(value, nested[f.name]) if dataclasses.is_dataclass(value) else [(f.name, nested)]
+def option_places() -> dict[str, tuple[list[str], Any]]:
+    """Flat name of every option -> (the fields that lead to it from a `RunConfig`, its type)."""
+    found = _leaves(RunConfig, [])
+    for name, (defence, option) in DefenseOptions.places.items():
+        kind = get_type_hints(get_type_hints(DefenseOptions)[defence])[option]
+        found[name] = ["options", defence, option], kind
+    return found
+
+
+def _leaves(cls: type, path: list[str]) -> dict[str, tuple[list[str], Any]]:
+    """Those of a dataclass but for `options`."""
+    found = {}
+    for name, kind in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            found |= _leaves(kind, [*path, name]) if name != "options" else {}
+        else:
+            found[name] = [*path, name], kind
     return found

@@ -1,26 +1,25 @@
 """python -m fedmjp.simulate: train a federation of ViTs, attack its updates, write the report.
 
-Also the ServerApp of `flwr run`: the same run on a SuperLink with SuperNodes.
+What computes is imported after the options are read and checked, so that help and mistakes are answered at once.
+`fedmjp.flower_app` is the same run on a SuperLink with SuperNodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+from fedmjp.cli import guarded, parse, terminal
+from fedmjp.config import RunConfig
 
-from fedmjp.audited_federation import check_before_start, conduct_on, run_experiment
-from fedmjp.cli import EXIT_FAILURE, guarded, parse, terminal
-from fedmjp.config import RunConfig, from_flat
-from fedmjp.federation import ClientFailure, server_app_for
-from fedmjp.progress import RunProgress
-from fedmjp.records.run_folder import Workspace
-from fedmjp.report import as_text, load_rows, render, summarise
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedmjp.records.run_folder import Workspace
 
 
 def run(config: RunConfig, console: Console) -> Path:
@@ -29,6 +28,11 @@ def run(config: RunConfig, console: Console) -> Path:
     Raises:
         UsageError, ClientFailure: see `run_experiment`.
     """
+    config.validate()
+    from fedmjp.audited_federation import check_before_start, run_experiment
+    from fedmjp.progress import RunProgress
+    from fedmjp.records.run_folder import Workspace
+
     check_before_start(config)
     workspace = Workspace(config)
     if not workspace.is_finished():
@@ -39,6 +43,8 @@ def run(config: RunConfig, console: Console) -> Path:
 
 def report(workspace: Workspace, console: Console) -> Path:
     """Render a finished run and print its leakage table; the path of report.html."""
+    from fedmjp.report import as_text, load_rows, render, summarise
+
     page = render(workspace.out, workspace.panels())
     summary = summarise(load_rows(workspace.out / "rows.jsonl"))
     console.print(as_text(summary, width=max(console.width, 100)))
@@ -50,31 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = parse(RunConfig, "python -m fedmjp.simulate", RunConfig.__doc__, arguments)
     if config.out == RunConfig().out:
         config = dataclasses.replace(config, out=config.out / datetime.now().strftime("%Y%m%d-%H%M%S"))
-    console, hint = terminal(), f"finished rows are in {config.out}; go on with --resume --out {config.out}"
+    console = terminal()
 
     def work() -> None:
         console.print(f"report: {run(config, console)}", soft_wrap=True, highlight=False)
 
-    try:
-        return guarded(work, lambda: hint)
-    except ClientFailure as error:
-        print(f"error: {error}\n{hint}", file=sys.stderr)
-        return EXIT_FAILURE
+    return guarded(work, lambda: f"finished rows are in {config.out}; go on with --resume --out {config.out}")
 
-
-def _flower_main(grid: Any, run_config: Mapping[str, Any]) -> None:
-    """The run on Flower's grid, with options from `flwr run --run-config`."""
-    config = from_flat(dict(run_config))
-    clients = len(list(grid.get_node_ids()))
-    config = dataclasses.replace(config, federation=dataclasses.replace(config.federation, clients=clients))
-    check_before_start(config)
-    workspace, console = Workspace(config), terminal()
-    conduct_on(grid, config, workspace, RunProgress(console))
-    workspace.finish()
-    console.print(f"report: {report(workspace, console)}")
-
-
-server_app = server_app_for(_flower_main)
 
 if __name__ == "__main__":
     sys.exit(main())

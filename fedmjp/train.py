@@ -1,4 +1,7 @@
-"""python -m fedmjp.train: train a model in one place, with the clients' model, data, loss and defence."""
+"""python -m fedmjp.train: train a model in one place, with the clients' model, data, loss and defence.
+
+What computes is imported after the options are read and checked.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from fedmjp.cli import guarded, parse, terminal
-from fedmjp.training import TrainConfig, train
+from fedmjp.training.config import TrainConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = terminal()
 
     def work() -> None:
+        config.validate()
+        from fedmjp.training import train
+
         console.print(f"weights and model card: {train(config, console)}", soft_wrap=True, highlight=False)
 
     return guarded(work, lambda: f"finished epochs are in {config.out}; go on with --resume --out {config.out}")

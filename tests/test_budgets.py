@@ -1,14 +1,18 @@
-"""How often attacks run: reading budgets, and which updates they get."""
+"""Which settings attacks have, how often they run, and which updates they get."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 
 import pytest
 
 from attacks import UsageError
+from attacks.closed_form.april import April
+from attacks.mjp.subspace import MJPSubspace
 from fedmjp import simulate
-from fedmjp.budgets import EVERY, chosen, made, read_budget
+from fedmjp.budgets import EVERY, build_attack, named_attacks, read_attack_options, read_budget, spread_evenly, steps_of
 from fedmjp.config import from_flat
 
 UPDATES = [(number, client) for number in (1, 5, 9) for client in range(4)]
@@ -25,14 +29,69 @@ def test_reading() -> None:
 
 def test_steps_reach_searches_only() -> None:
     budget = {EVERY: 20, "dlg": 3}
-    assert [made(name, budget).parameters().get("steps") for name in ("gradvit", "dlg", "april")] == [20, 3, None]
+    assert [
+        build_attack(name, steps_of(name, budget)).parameters().get("steps") for name in ("gradvit", "dlg", "april")
+    ] == [20, 3, None]
+
+
+def test_settings_are_read_as_their_types() -> None:
+    prior = {"prior.strength": "20", "prior.smoothing": "none,0.1", "prior.iterations": 7}
+    built = build_attack("mjp_subspace", prior).prior
+    assert (built.strength, built.smoothing, built.iterations) == (20.0, (None, 0.1), 7)
+    assert build_attack("gradvit", {"init": "zeros", "tv": "1e-3"}).parameters()["tv"] == 0.001
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("dlg", {"stepz": "3"}, "attack 'dlg' has no setting 'stepz' (did you mean 'steps'?); choose from: steps, "),
+        ("dlg", {"steps": "many"}, "steps of attack 'dlg' takes a whole number, not 'many'"),
+        ("dlg", {"on_step": "print"}, "has no setting 'on_step'"),
+        ("mjp_subspace", {"prior": "3"}, "has no setting 'prior'"),
+        ("mjp_subspace", {"prior.smoothing": "a"}, "(with commas), not 'a'"),
+        ("april", {"steps": "3"}, "attack 'april' has no setting 'steps'; it has none"),
+        ("aprill", {}, "did you mean 'april'"),
+    ],
+)
+def test_settings_that_an_attack_does_not_have(name: str, settings: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        build_attack(name, settings)
+
+
+def test_attack_options_by_attack() -> None:
+    entries = ("mjp_subspace.prior.smoothing=none,0.1,dlg.steps=5", "dlg.seed=1")
+    found = read_attack_options(entries, ("dlg", "mjp_subspace"))
+    assert found == {"mjp_subspace": {"prior.smoothing": "none,0.1"}, "dlg": {"steps": "5", "seed": "1"}}
+    for wrong, words in {
+        "dlg": "takes ATTACK.setting=value, not 'dlg'",
+        "steps=3": "takes ATTACK.setting=value",
+        "dlgg.steps=3": "did you mean 'dlg'",
+        "april.x=3": "april does not run; choose from: dlg",
+    }.items():
+        with pytest.raises(UsageError, match=words):
+            read_attack_options((wrong,), ("dlg",))
+
+
+def test_steps_are_short_for_a_setting() -> None:
+    config = from_flat({"attacks": "dlg,gradvit", "steps": "20", "attack_options": "dlg.steps=3,gradvit.tv=0.5"})
+    assert (config.attack("dlg").steps, config.attack("gradvit").steps, config.attack("gradvit").tv) == (3, 20, 0.5)
+
+
+def test_names_of_instances() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(April):
+        """An attack that nobody has registered."""
+
+    named = named_attacks(["april", MJPSubspace(), Mine()])
+    assert [name for name, _ in named] == ["april", "mjp_subspace", "Mine"]
+    assert isinstance(named[0][1], April)
 
 
 def test_a_budget_is_spread_evenly() -> None:
-    assert chosen(UPDATES, None) == chosen(UPDATES, 50) == UPDATES
-    assert chosen(UPDATES, 1) == [(9, 3)]
-    assert chosen(UPDATES, 2) == [(1, 0), (9, 3)]
-    four = chosen(UPDATES, 4)
+    assert spread_evenly(UPDATES, None) == spread_evenly(UPDATES, 50) == UPDATES
+    assert spread_evenly(UPDATES, 1) == [(9, 3)]
+    assert spread_evenly(UPDATES, 2) == [(1, 0), (9, 3)]
+    four = spread_evenly(UPDATES, 4)
     assert len(set(four)) == 4
     assert {number for number, _ in four} == {1, 5, 9}
 

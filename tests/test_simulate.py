@@ -12,9 +12,10 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from attacks.closed_form.april import April
 from fedmjp import simulate
 from fedmjp.client import ClientTask
-from fedmjp.config import RunConfig, from_flat
+from fedmjp.config import RunConfig, from_flat, option_places
 
 SMALL = ["--model", "vit_mini_32", "--weights", "random", "--clients", "3", "--rounds", "2"]
 SMALL += ["--audit-clients", "0", "1", "--test-limit", "8"]
@@ -126,10 +127,25 @@ def test_failed_client_is_named_and_its_run_resumes(tmp_path, monkeypatch, capsy
     assert run(tmp_path / "run", "--resume") == 0
 
 
+def test_an_attack_that_raises_is_a_diagnosis_in_its_rows(tmp_path, monkeypatch) -> None:
+    def break_down(self, cases):
+        raise ZeroDivisionError("no pivot in column 3")
+
+    monkeypatch.setattr(April, "reconstruct_many", break_down)
+    assert run(tmp_path / "run", "--rounds", "1") == 0
+    rows = rows_of(tmp_path / "run")
+    said = {r["attack"]: r["diagnosis"] for r in rows}
+    assert said["april"] == "the attack failed: ZeroDivisionError: no pivot in column 3"
+    assert said["patch_embedding"] == ""
+    assert "the attack failed: ZeroDivisionError" in (tmp_path / "run" / "report.html").read_text()
+
+
 MISTAKES = [
     (["--defense", "mjq"], "did you mean 'mjp'"),
     (["--defense", "none", "none"], "--defense takes different names"),
     (["--attacks", "aprill"], "did you mean 'april'"),
+    (["--attack-options", "april.x=1"], "attack 'april' has no setting 'x'"),
+    (["--attack-options", "dlg.steps=1"], "dlg does not run; choose from: patch_embedding, april"),
     (["--model", "vit_xxl"], "choose from: vit_ti"),
     (["--data", "cifar11"], "cifar10"),
     (["--data", "folder:nowhere"], "nowhere"),
@@ -225,7 +241,7 @@ def test_help_documents_every_option() -> None:
         [sys.executable, "-m", "fedmjp.simulate", "--help"], capture_output=True, text=True, check=True
     ).stdout
     flags = set(re.findall(r"--[a-z-]+", text))
-    wanted = {f"--{name.replace('_', '-')}" for name in _leaf_names(json.loads(RunConfig().to_json()))}
+    wanted = {f"--{name.replace('_', '-')}" for name in option_places()}
     assert wanted <= flags
     assert "released code: 0.5" in re.sub(r"\s+", " ", re.sub(r"[│╰╭─╮╯]", " ", text))
 
@@ -236,10 +252,6 @@ def test_help_that_is_not_read_to_its_end_ends_quietly() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
-
-
-def _leaf_names(values: dict) -> list[str]:
-    return [n for k, v in values.items() for n in (_leaf_names(v) if isinstance(v, dict) else [k])]
 
 
 def test_configuration_survives_json() -> None:

@@ -20,14 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from attacks.attention import FirstAttention, find_first_attention
-from attacks.base import ATTACKS
 from attacks.closed_form.base import ClosedForm, Equation
 from attacks.observation import Capability
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
 
-@ATTACKS.register("april")
 @dataclass(frozen=True, kw_only=True)
 class April(ClosedForm):
     """APRIL's analytic attack on the first attention layer."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.least_squares import solve_rows
 from attacks.linear.normal_equations import Estimate, NormalEquations
@@ -230,7 +230,6 @@ def possible_error(estimate: Estimate) -> float:
     return float(variance.sum() / estimate.rows.shape[1]) ** 0.5
 
 
-@ATTACKS.register("batch_rounds")
 @dataclass(frozen=True, kw_only=True)
 class BatchRounds(Attack):
     """Separates the images of small batches by the steps that share one.

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from attacks.base import ATTACKS
 from attacks.closed_form.base import ClosedForm, Equation
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.least_squares import RowSolution
@@ -32,7 +31,6 @@ LEAST_KNOWN = 0.5
 STRENGTH = 40.0
 
 
-@ATTACKS.register("patch_embedding")
 @dataclass(frozen=True, kw_only=True)
 class PatchEmbedding(ClosedForm):
     """Solve G^T X = dL/dE for the patches X.

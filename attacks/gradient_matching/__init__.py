@@ -3,12 +3,3 @@
 One engine (`engine`), simulated clients (`simulation`), and parts to exchange: `distances`, `priors`, `optimisers`,
 `labels`. A named attack is a small file that composes them and cites its paper.
 """
-
-from attacks.gradient_matching import (  # noqa: F401  (importing an attack registers it)
-    april_optimisation,
-    dlg,
-    gradvit,
-    idlg,
-    inverting_gradients,
-    see_through_gradients,
-)

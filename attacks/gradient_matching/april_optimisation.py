@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attacks.base import ATTACKS
 from attacks.gradient_matching.attack import GradientMatching, Recipe
 from attacks.gradient_matching.distances import PositionCosine, SquaredL2, Sum
 from attacks.gradient_matching.optimisers import Adam, StepDecay
@@ -19,7 +18,6 @@ from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
 
-@ATTACKS.register("april_optimisation")
 @dataclass(frozen=True, kw_only=True)
 class AprilOptimisation(GradientMatching):
     """Images by the whole gradient and the direction of the position embedding's.

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import ATTACKS, Attack, Interrupted
+from attacks import ATTACKS
+from attacks.base import Attack, Interrupted
 from attacks.gradient_matching.distances import Distance
 from attacks.gradient_matching.engine import Candidates, OnStep, Outcome, Rules, minimise
 from attacks.gradient_matching.gradients import Target
@@ -117,7 +118,7 @@ class GradientMatching(Attack):
         if self.init in (RANDOM, GREY):
             return
         if self.init not in ATTACKS or ATTACKS.get(self.init).reads_every_parameter:
-            closed = [name for name in ATTACKS if not ATTACKS.get(name).reads_every_parameter]
+            closed = [name for name, attack in ATTACKS.available().items() if not attack.reads_every_parameter]
             raise UsageError(f"unknown start {self.init!r}; choose from: {', '.join((RANDOM, GREY, *closed))}")
         if self.restarts > 1:
             raise UsageError(f"start {self.init!r} is always the same: it makes no sense with {self.restarts} restarts")

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attacks.base import ATTACKS
 from attacks.gradient_matching.attack import GradientMatching, Recipe
 from attacks.gradient_matching.distances import SquaredL2
 from attacks.gradient_matching.optimisers import LBFGS
 from attacks.observation import Observation
 
 
-@ATTACKS.register("dlg")
 @dataclass(frozen=True, kw_only=True)
 class DeepLeakage(GradientMatching):
     """Images and labels by L-BFGS.

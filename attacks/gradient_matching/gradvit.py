@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attacks.base import ATTACKS
 from attacks.gradient_matching.attack import GradientMatching, Recipe
 from attacks.gradient_matching.distances import LayerwiseL2
 from attacks.gradient_matching.optimisers import Adam, CosineDecay
@@ -21,7 +20,6 @@ from attacks.tokenizer import find_tokenizer
 HALF = 0.5
 
 
-@ATTACKS.register("gradvit")
 @dataclass(frozen=True, kw_only=True)
 class GradViT(GradientMatching):
     """Images of a ViT's batch.

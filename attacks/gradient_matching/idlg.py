@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attacks.base import ATTACKS
 from attacks.gradient_matching.attack import Recipe
 from attacks.gradient_matching.dlg import DeepLeakage
 from attacks.observation import Observation
 
 
-@ATTACKS.register("idlg")
 @dataclass(frozen=True, kw_only=True)
 class ImprovedDeepLeakage(DeepLeakage):
     """Images by L-BFGS, labels inferred."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attacks.base import ATTACKS
 from attacks.gradient_matching.attack import GradientMatching, Recipe
 from attacks.gradient_matching.distances import Cosine
 from attacks.gradient_matching.optimisers import Adam, StepDecay
@@ -15,7 +14,6 @@ from attacks.gradient_matching.priors import TotalVariation
 from attacks.observation import Observation
 
 
-@ATTACKS.register("inverting_gradients")
 @dataclass(frozen=True, kw_only=True)
 class InvertingGradients(GradientMatching):
     """Images by the direction of the gradient.

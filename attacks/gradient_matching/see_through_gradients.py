@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attacks.base import ATTACKS
 from attacks.gradient_matching.attack import GradientMatching, Recipe
 from attacks.gradient_matching.distances import SquaredL2
 from attacks.gradient_matching.optimisers import Adam, CosineDecay
@@ -17,7 +16,6 @@ from attacks.gradient_matching.priors import GroupConsistency, SmallNorm, TotalV
 from attacks.observation import Observation
 
 
-@ATTACKS.register("see_through_gradients")
 @dataclass(frozen=True, kw_only=True)
 class SeeThroughGradients(GradientMatching):
     """Images by several starts that agree.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.completion import complete, render, vouched
 from attacks.mjp.joined_updates import join_updates
@@ -21,7 +21,6 @@ from attacks.mjp.subspace import details_of
 from attacks.observation import Capability, Observation, Reconstruction
 
 
-@ATTACKS.register("mjp_rounds")
 @dataclass(frozen=True, kw_only=True)
 class MJPRounds(Attack):
     """Whole image of the last update, from all updates that show it.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.linear.image_prior import Settled, VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
@@ -25,7 +25,6 @@ from attacks.mjp.completion import complete, render, vouched
 from attacks.observation import Capability, Observation, Reconstruction
 
 
-@ATTACKS.register("mjp_subspace")
 @dataclass(frozen=True, kw_only=True)
 class MJPSubspace(Attack):
     """Whole image from one update with masked positions.

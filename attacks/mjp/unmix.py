@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.base import ATTACKS, Attack
+from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.completion import VOUCHED_DEVIATION, complete, render
 from attacks.mjp.jigsaw_solver import place
@@ -34,7 +34,6 @@ from attacks.tokenizer import Tokenizer
 LARGEST_RESIDUAL = 5e-3
 
 
-@ATTACKS.register("unmix")
 @dataclass(frozen=True, kw_only=True)
 class Unmix(Attack):
     """Whole image from one update with masked positions and the first block's weights and gradients.

@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attacks.base import ATTACKS
 from attacks.mjp.unmix import Unmix
 from attacks.observation import Capability, Observation
 
 
-@ATTACKS.register("unmix_rounds")
 @dataclass(frozen=True, kw_only=True)
 class UnmixRounds(Unmix):
     """Whole image of the last update, from all updates that show it and the last one's first block."""

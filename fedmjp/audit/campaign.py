@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from attacks import Attack, UsageError
+from attacks.base import OUT_OF_MEMORY
 from fedmjp.audit.harness import BASELINES, Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.report import RowLog
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 Cases = Mapping[tuple[Setting, str], dict[str, Any]]
 
 

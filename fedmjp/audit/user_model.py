@@ -1,28 +1,18 @@
-"""Audit a model or a Flower app that is not ours.
+"""Audit a model that is not ours: one training step in plain PyTorch, scored against the images it was made from.
 
-Two entrances to the same attacks: `audit_gradient` for a training step in plain PyTorch, where the originals are at
-hand and the answer is scored; and `Watcher` for a running Flower app, where only updates are seen and the answer is
-pictures and diagnoses:
-
-    watcher = Watcher(model, image_shape=(3, 224, 224), mean=mean, std=std, learning_rate=0.01, out="leaks")
-    FedAvg().start(TapGrid(grid, watcher), initial_arrays, num_rounds=1)
+For a running Flower app, where only updates are seen: `fedmjp.audit.watcher.Watcher`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pandas as pd
-import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from attacks import ATTACKS, Observation, Reconstruction, UsageError, check_tokenizer, find_tokenizer
+from attacks import Attack, Observation, check_tokenizer, find_tokenizer
 from fedmjp.audit.harness import run_attack, scorer
-from fedmjp.audit.observe import model_as_sent
-
-DEFAULT_ATTACKS = ("patch_embedding", "april")
+from fedmjp.budgets import DEFAULT_ATTACKS, named_attacks
 
 
 def audit_gradient(
@@ -32,7 +22,7 @@ def audit_gradient(
     *,
     mean: Sequence[float] = (0.0, 0.0, 0.0),
     std: Sequence[float] = (1.0, 1.0, 1.0),
-    attacks: Sequence[str] = DEFAULT_ATTACKS,
+    attacks: Sequence[str | Attack] = DEFAULT_ATTACKS,
 ) -> pd.DataFrame:
     """Attack one step's gradient and score the answer against the images it was made from.
 
@@ -41,9 +31,10 @@ def audit_gradient(
         images: (B, C, H, W) originals in [0, 1].
         gradients: by parameter name, of the loss on the normalised images.
         mean, std: the normalisation.
+        attacks: names, or instances with settings of their own (`MJPSubspace(prior=VectorialVariation(strength=20))`).
 
     Returns:
-        One line an attack and image: attack, image, the metrics, seconds, diagnosis.
+        One line an attack and image: attack, image, the metrics, diagnosis, attack_parameters (the attack's settings).
 
     Raises:
         UsageError: the model has no tokenizer that the attacks know, or an unknown attack.
@@ -54,91 +45,8 @@ def audit_gradient(
     observation = Observation(dict(gradients), model, len(images), shape, tuple(mean), tuple(std))
     score_images = scorer(tokenizer.patch_size, None)
     lines = []
-    for name in attacks:
-        scored = run_attack(ATTACKS.get(name)(), name, [observation], images, score_images)
-        for index, record in enumerate(scored.records):
-            lines.append({"attack": name, "image": index, **record, "diagnosis": scored.diagnosis})
+    for name, attack in named_attacks(attacks):
+        scored = run_attack(attack, name, [observation], images, score_images)
+        said = {"diagnosis": scored.diagnosis, "attack_parameters": scored.parameters}
+        lines += [{"attack": name, "image": index, **record, **said} for index, record in enumerate(scored.records)]
     return pd.DataFrame(lines)
-
-
-class Watcher:
-    """Observer for `TapGrid`: attacks each training reply of any Flower app that answers with the model's arrays.
-
-    Replies with gradients and replies with weights (FedAvg) are both understood; arrays are matched to parameters by
-    name, which is what `ArrayRecord(model.state_dict())` gives.
-
-    Args:
-        model: the architecture that the app trains.
-        image_shape: (C, H, W) of an input.
-        mean, std: the clients' normalisation.
-        sends: "weights" or "gradient".
-        learning_rate: of the clients' SGD, to turn weights back into a gradient.
-        batch_size, local_steps: as the clients train; they decide what the closed forms can promise.
-        out: folder for the reconstructions, as PNG files.
-
-    Raises:
-        UsageError: the model has no tokenizer that the attacks know.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        image_shape: tuple[int, int, int],
-        mean: Sequence[float],
-        std: Sequence[float],
-        sends: str = "weights",
-        learning_rate: float = 1.0,
-        batch_size: int = 1,
-        local_steps: int = 1,
-        attacks: Sequence[str] = DEFAULT_ATTACKS,
-        out: str | Path = "leaks",
-    ) -> None:
-        check_tokenizer(model, find_tokenizer(model, image_shape), image_shape)
-        self.model, self.shape, self.mean, self.std = model, image_shape, tuple(mean), tuple(std)
-        self.sends, self.learning_rate = sends, learning_rate
-        self.batch_size, self.local_steps = batch_size, local_steps
-        self.attacks, self.out = [(name, ATTACKS.get(name)()) for name in attacks], Path(out)
-        self.found: list[tuple[int, str, Reconstruction]] = []
-
-    def __call__(self, sent: Mapping, received: Mapping, node: int) -> None:
-        """Attack one reply; `found` gains (node, attack, reconstruction) and `out` a picture for each attack."""
-        names = [n for n, _ in self.model.named_parameters()]
-        before, after = (_arrays(record, names) for record in (sent, received))
-        if set(after) != set(names):
-            raise UsageError(f"node {node}'s reply holds {len(after)} of the model's {len(names)} parameters by name")
-        gradients = after
-        if self.sends == "weights":
-            gradients = {n: (before[n] - after[n]) / self.learning_rate for n in names}
-        observation = Observation(
-            gradients,
-            model_as_sent(self.model, before),
-            self.batch_size,
-            self.shape,
-            self.mean,
-            self.std,
-            kind="weights" if self.sends == "weights" else "gradient",
-            local_steps=self.local_steps,
-            learning_rate=self.learning_rate,
-            client=node,
-        )
-        for name, attack in self.attacks:
-            result = attack([observation])
-            self.found.append((node, name, result))
-            if result.images is not None:
-                self._save(result.images[0], f"{len(self.found):04d}_{name}.png")
-
-    def _save(self, image: Tensor, name: str) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        pixels = (image * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-        Image.fromarray(pixels).save(self.out / name)
-
-
-def _arrays(record: Mapping, names: Sequence[str]) -> dict[str, Tensor]:
-    """Arrays of a message that bear parameter names, whatever the records are called."""
-    wanted, found = set(names), {}
-    for part in record.values():
-        for name, array in part.items():
-            if name in wanted and hasattr(array, "numpy"):
-                found[name] = torch.from_numpy(array.numpy().copy())
-    return found

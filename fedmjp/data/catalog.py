@@ -1,13 +1,21 @@
-"""What a data source answers, what it is asked, and the table the sources file themselves in."""
+"""Data sets by name, and what their loaders take and return; imports no torch.
+
+A new data set is one line in `SOURCES` that names its loader.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from attacks.registry import Registry
-from fedmjp.data.imageset import ImageSet
+from attacks.registry import Registry, UsageError
+
+if TYPE_CHECKING:
+    from fedmjp.data.imageset import ImageSet
+
+FOLDER = "folder:"
 
 
 @dataclass(frozen=True)
@@ -41,4 +49,28 @@ class Request:
     seed: int
 
 
-SOURCES: Registry[Callable[[Request], DataBundle]] = Registry("data set")
+SOURCES: Registry[Callable[[Request], DataBundle]] = Registry(
+    "data set",
+    {
+        "photos": "fedmjp.data.photos:load_photos",
+        "folder:PATH": "fedmjp.data.folder:load_folder",
+        "cifar10": "fedmjp.data.hub:CIFAR10",
+        "cifar100": "fedmjp.data.hub:CIFAR100",
+        "tiny-imagenet": "fedmjp.data.hub:TINY_IMAGENET",
+        "imagenet": "fedmjp.data.hub:IMAGENET",
+    },
+)
+
+
+def split_source(name: str) -> tuple[str, str | None]:
+    """(entry of `SOURCES`, folder) that --data `name` stands for; the folder is None but for "folder:PATH".
+
+    Raises:
+        UsageError: unknown name, or no folder after the colon.
+    """
+    if not name.startswith(FOLDER):
+        SOURCES.check(name)
+        return name, None
+    if not name.removeprefix(FOLDER):
+        raise UsageError("no folder given; write folder:PATH with the path of an image folder")
+    return "folder:PATH", name.removeprefix(FOLDER)

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from attacks.registry import UsageError
-from fedmjp.data.catalog import SOURCES, DataBundle, Request
+from fedmjp.data.catalog import DataBundle, Request
 from fedmjp.data.imageset import DECODE_ERRORS, ImageSet, choose
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -36,7 +36,6 @@ class FileImages:
             return picture
 
 
-@SOURCES.register("folder:PATH")
 def load_folder(request: Request) -> DataBundle:
     """Load the image folder `request.path`.
 

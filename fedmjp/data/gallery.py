@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attacks.registry import UsageError
-
-# First, for it files the data sets in the order in which messages list them.
-from fedmjp.data.sources import load_data  # isort: skip
 from fedmjp.data.catalog import SOURCES
 from fedmjp.data.folder import FileImages, find_pictures, openable
 from fedmjp.data.imageset import ImageSet, choose
+from fedmjp.data.sources import load_data
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from attacks.registry import UsageError
-from fedmjp.data.catalog import SOURCES, DataBundle, Request
+from fedmjp.data.catalog import DataBundle, Request
 from fedmjp.data.folder import load_folder
 from fedmjp.data.imageset import DECODE_ERRORS, ImageSet, choose
+from fedmjp.errors import needs_extra
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,6 +45,8 @@ class HubSource:
         Raises:
             UsageError: the hub cannot be reached and nothing is cached, or `request.path` holds no such data.
         """
+        with needs_extra("federation", f"data set {self.name!r}"):
+            import datasets  # noqa: F401
         if request.path is None:
             splits, origin = _from_hub(self), f"{self.repo} from the Hugging Face hub"
         else:
@@ -195,10 +198,7 @@ def _stored_as(pictures: RowImages) -> str:
     return f"{picture.format} {picture.width}x{picture.height}"
 
 
-for _source in (
-    HubSource("cifar10", "uoft-cs/cifar10", "img", "label", "test"),
-    HubSource("cifar100", "uoft-cs/cifar100", "img", "fine_label", "test"),
-    HubSource("tiny-imagenet", "zh-plus/tiny-imagenet", "image", "label", "valid"),
-    HubSource("imagenet", "ILSVRC/imagenet-1k", "image", "label", "validation", takes_folder=True),
-):
-    SOURCES.register(_source.name)(_source)
+CIFAR10 = HubSource("cifar10", "uoft-cs/cifar10", "img", "label", "test")
+CIFAR100 = HubSource("cifar100", "uoft-cs/cifar100", "img", "fine_label", "test")
+TINY_IMAGENET = HubSource("tiny-imagenet", "zh-plus/tiny-imagenet", "image", "label", "valid")
+IMAGENET = HubSource("imagenet", "ILSVRC/imagenet-1k", "image", "label", "validation", takes_folder=True)

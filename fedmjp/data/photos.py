@@ -16,7 +16,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from attacks.registry import UsageError
-from fedmjp.data.catalog import SOURCES, DataBundle, Request
+from fedmjp.data.catalog import DataBundle, Request
 from fedmjp.data.imageset import ImageSet, choose
 
 TRAIN_CROPS = 12
@@ -68,7 +68,6 @@ class CropImages:
         return _photograph(crop.photo).crop(crop.box)
 
 
-@SOURCES.register("photos")
 def load_photos(request: Request) -> DataBundle:
     """Load the embedded photographs: 96 train and 40 test crops in 8 classes.
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attacks.registry import UsageError
-
-# Imported for their entries in SOURCES, in the order in which messages list them.
-from fedmjp.data import photos  # noqa: F401  # isort: skip
-from fedmjp.data import hub  # noqa: F401  # isort: skip
-from fedmjp.data.catalog import SOURCES, DataBundle, Request
-
-FOLDER = "folder:"
+from fedmjp.data.catalog import SOURCES, DataBundle, Request, split_source
 
 
 def load_data(
@@ -44,11 +38,8 @@ def load_data(
     ):
         if value is not None and value < least:
             raise UsageError(f"{option} is {value}; give at least {least}")
-    if name.startswith(FOLDER):
-        if path is not None:
-            raise UsageError(f"{name!r} names its folder already; drop --data-path")
-        path, name = name.removeprefix(FOLDER), "folder:PATH"
-        if not path:
-            raise UsageError("no folder given; write folder:PATH with the path of an image folder")
-    load = SOURCES.get(name)
-    return load(Request(size, None if path is None else Path(path), train_limit, test_limit, seed))
+    source, folder = split_source(name)
+    if folder is not None and path is not None:
+        raise UsageError(f"{name!r} names its folder already; drop --data-path")
+    path = folder or path
+    return SOURCES.get(source)(Request(size, None if path is None else Path(path), train_limit, test_limit, seed))

@@ -1,6 +1,25 @@
-"""Defences by name. Importing the package registers every one."""
+"""Defences by name, without importing torch: command lines are made from their options.
 
-from fedmjp.defenses import frozen_positions, mjp, noise, spp  # noqa: F401  (importing a defence registers it)
-from fedmjp.defenses.base import DEFENSES, ClientInput, Defense
+A new built-in defence is one file and one line in `DEFENSES`; another package adds its own through the entry points
+`fedmjp.defenses`; a class defined in a notebook takes the decorator `@DEFENSES.register("name")`.
+"""
+
+from __future__ import annotations
+
+from attacks.registry import Registry
+from fedmjp.defenses.base import ClientInput, Defense
 
 __all__ = ["DEFENSES", "ClientInput", "Defense"]
+
+DEFENSES: Registry[type[Defense]] = Registry(
+    "defense",
+    {
+        "none": "fedmjp.defenses.base:Defense",
+        "frozen_positions": "fedmjp.defenses.frozen_positions:FrozenPositions",
+        "mjp": "fedmjp.defenses.mjp:MaskedJigsawPuzzle",
+        "noise": "fedmjp.defenses.noise:ClippedNoise",
+        "spp": "fedmjp.defenses.spp:ShuffledPatchesAndPixels",
+    },
+    group="fedmjp.defenses",
+    base="fedmjp.defenses.base:Defense",
+)

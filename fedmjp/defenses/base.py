@@ -1,21 +1,22 @@
 """What a client may do about leakage: hooks on the model it trains, on its input, and on the update it sends.
 
-A new defence is one file: a frozen dataclass whose fields are its options (they appear on the command line), the hooks
-it needs, and `@DEFENSES.register("name")`. Defences are stateless; their randomness comes from a generator they are
-handed.
+A new defence is one file: a frozen dataclass whose fields are its options (they appear on the command line), and the
+hooks it needs. A line in `fedmjp.defenses.DEFENSES`, or an entry point of another package, makes it known by name.
+Defences are stateless; their randomness comes from a generator that is passed to them. Command lines import every
+defence for its options: a module that imports torch inside its hooks keeps `--help` fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from attacks.registry import Registry
-from fedmjp.models import BuiltModel
+    from fedmjp.models import BuiltModel
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,3 @@ class Defense:
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
-
-
-DEFENSES: Registry[type[Defense]] = Registry("defense")
-DEFENSES.register("none")(Defense)

@@ -7,19 +7,23 @@ computation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from fedmjp.defenses.base import Defense
 
-from fedmjp.defenses.base import DEFENSES, Defense
-from fedmjp.models import POSITION_TABLES
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-@DEFENSES.register("frozen_positions")
 @dataclass(frozen=True)
 class FrozenPositions(Defense):
     """Drop the position embedding (MJP's unknown one and IDX's too) from the update: the server sees zeros."""
 
     def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Zero the entries of every table that is added to tokens."""
+        import torch
+
+        from fedmjp.models import POSITION_TABLES
+
         return {n: torch.zeros_like(t) if n in POSITION_TABLES else t for n, t in update.items()}

@@ -1,4 +1,4 @@
-"""Block-wise masks and jigsaws for a whole batch at once (MJP, section 4.2).
+"""Block-wise masks, jigsaws and shuffles of pixels for a whole batch at once (MJP, section 4.2).
 
 Masks follow BEiT's procedure: rectangles of random area and aspect are added until the wanted number of patches is
 chosen. All images of a batch draw a rectangle at the same time; there is no loop over images. Departs from BEiT, and
@@ -86,4 +86,17 @@ def move_patches(images: Tensor, order: Tensor, patch_size: int) -> Tensor:
     """
     patches = F.unfold(images, patch_size, stride=patch_size)  # (B, P, N)
     moved = patches.gather(2, order[:, None, :].expand_as(patches))
+    return F.fold(moved, images.shape[-2:], patch_size, stride=patch_size)
+
+
+def move_pixels(images: Tensor, order: Tensor, patch_size: int) -> Tensor:
+    """Put pixel `order[b, i]` of each patch at the patch's pixel i, counted row by row.
+
+    Args:
+        images: (B, C, H, W); H and W are multiples of `patch_size`.
+        order: (B, p^2) int64.
+    """
+    channels = images.shape[1]
+    patches = F.unfold(images, patch_size, stride=patch_size).unflatten(1, (channels, -1))  # (B, C, p^2, N)
+    moved = patches.gather(2, order[:, None, :, None].expand_as(patches)).flatten(1, 2)
     return F.fold(moved, images.shape[-2:], patch_size, stride=patch_size)

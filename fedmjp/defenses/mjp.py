@@ -17,19 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
 import tyro
-from torch import Tensor
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import DEFENSES, ClientInput, Defense
-from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
-from fedmjp.models import MODELS, BuiltModel, split_name
+from fedmjp.defenses.base import ClientInput, Defense
+from fedmjp.models import MODELS, split_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fedmjp.models import BuiltModel
 
 
-@DEFENSES.register("mjp")
 @dataclass(frozen=True)
 class MaskedJigsawPuzzle(Defense):
     """Options of --defense mjp."""
@@ -74,6 +76,10 @@ class MaskedJigsawPuzzle(Defense):
 
     def on_input(self, images: Tensor, model: BuiltModel, generator: torch.Generator, round: int) -> ClientInput:
         """Mask and jigsaw (equation 7). The generator's device only draws; the images stay on theirs."""
+        import torch
+
+        from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
+
         skipped = torch.rand((), generator=generator, device=generator.device) >= self.jigsaw_probability
         if round <= self.jigsaw_warmup or bool(skipped):
             return ClientInput(images)

@@ -8,16 +8,16 @@ hence this one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import DEFENSES, Defense
+from fedmjp.defenses.base import Defense
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-@DEFENSES.register("noise")
 @dataclass(frozen=True)
 class ClippedNoise(Defense):
     """Options of --defense noise."""
@@ -36,6 +36,8 @@ class ClippedNoise(Defense):
 
     def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Scale to norm <= clip_norm, then add noise."""
+        import torch
+
         norm = torch.stack([t.double().square().sum() for t in update.values()]).sum().sqrt()
         scale = float((self.clip_norm / norm.clamp(min=1e-30)).clamp(max=1))
         sigma = self.noise_multiplier * self.clip_norm

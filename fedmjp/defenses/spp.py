@@ -10,19 +10,18 @@ see an ordered image and fail on the test images, so the default is half of them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, ClassVar
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import DEFENSES, ClientInput, Defense
-from fedmjp.defenses.masking import jigsaw_order, move_patches
-from fedmjp.models import BuiltModel
+from fedmjp.defenses.base import ClientInput, Defense
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fedmjp.models import BuiltModel
 
 
-@DEFENSES.register("spp")
 @dataclass(frozen=True)
 class ShuffledPatchesAndPixels(Defense):
     """Options of --defense spp."""
@@ -39,6 +38,10 @@ class ShuffledPatchesAndPixels(Defense):
 
     def on_input(self, images: Tensor, model: BuiltModel, generator: torch.Generator, round: int) -> ClientInput:
         """Shuffle patches and pixels of each image, all positions shown. The generator's device only draws."""
+        import torch
+
+        from fedmjp.defenses.masking import jigsaw_order, move_patches, move_pixels
+
         if bool(torch.rand((), generator=generator, device=generator.device) >= self.spp_probability):
             return ClientInput(images)
         patches, pixels = (
@@ -47,16 +50,3 @@ class ShuffledPatchesAndPixels(Defense):
         )
         moved = move_patches(images, patches.to(images.device), model.patch_size)
         return ClientInput(move_pixels(moved, pixels.to(images.device), model.patch_size))
-
-
-def move_pixels(images: Tensor, order: Tensor, patch_size: int) -> Tensor:
-    """Put pixel `order[b, i]` of each patch at the patch's pixel i, counted row by row.
-
-    Args:
-        images: (B, C, H, W); H and W are multiples of `patch_size`.
-        order: (B, p^2) int64.
-    """
-    channels = images.shape[1]
-    patches = F.unfold(images, patch_size, stride=patch_size).unflatten(1, (channels, -1))  # (B, C, p^2, N)
-    moved = patches.gather(2, order[:, None, :, None].expand_as(patches)).flatten(1, 2)
-    return F.fold(moved, images.shape[-2:], patch_size, stride=patch_size)

@@ -16,11 +16,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from fedmjp.errors import ClientFailure
 from fedmjp.federation.wire import flat, pack
-
-
-class ClientFailure(RuntimeError):
-    """A client failed or sent something unusable: the message names the client and the round."""
 
 
 def partitions_by_node(grid: Grid) -> dict[int, int]:

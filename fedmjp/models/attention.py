@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.registry import UsageError
-from fedmjp.models.registry import BuiltModel
+from fedmjp.models.build import BuiltModel
 
 
 @torch.no_grad()

@@ -15,9 +15,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from attacks import UsageError
-from fedmjp.config import DEFENSE_HELP, DataConfig, DefenseOptions, ModelConfig
+from attacks.registry import UsageError
+from fedmjp.config import DEFENSE_HELP, DataConfig, ModelConfig
+from fedmjp.data.catalog import split_source
 from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import split_name
 
 # Images that the paper's recipe sees: 300 epochs of ImageNet-1k.
@@ -66,7 +68,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=lambda: ModelConfig(weights="random"))
     data: DataConfig = field(default_factory=lambda: DataConfig(test_limit=None))
     recipe: Recipe = field(default_factory=Recipe)
-    options: DefenseOptions = field(default_factory=DefenseOptions)  # type: ignore[valid-type]
+    options: DefenseOptions = field(default_factory=lambda: DefenseOptions())  # type: ignore[valid-type]
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of activations: bfloat16 through autocast, or float32; auto takes bfloat16 on a GPU."""
     workers: int = 0
@@ -84,9 +86,13 @@ class TrainConfig:
     """Go on with the unfinished training in --out; it ends in the same bits as an unbroken one."""
 
     def defence(self) -> Defense:
-        """The defence with this run's options."""
-        DEFENSES.get(self.defense)
-        return getattr(self.options, self.defense)
+        """The defence with this run's options (its defaults, if it was registered after this module).
+
+        Raises:
+            UsageError: no such defence, or one of another package that cannot be imported.
+        """
+        kind = DEFENSES.get(self.defense)
+        return getattr(self.options, self.defense, None) or kind()
 
     def model_name(self) -> str:
         """The variant of --model that is trained."""
@@ -95,6 +101,7 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """Everything that decides about the weights, as plain values."""
         values = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        values["options"] = {k: v for k, v in values["options"].items() if k == self.defense}
         return {k: v for k, v in values.items() if k not in ("out", "resume")}
 
     def validate(self) -> None:
@@ -105,6 +112,7 @@ class TrainConfig:
         """
         self.defence().validate()
         split_name(self.model.model)
+        split_source(self.data.data)
         if self.model.block != "standard":
             raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")
         recipe = self.recipe
@@ -129,6 +137,10 @@ class TrainConfig:
             raise UsageError(f"--rand-augment takes none or timm's rand-..., not {recipe.rand_augment!r}")
         if self.workers < 0 or self.threads < 0 or self.seed < 0:
             raise UsageError("--workers, --threads and --seed must not be negative")
+
+
+# A group of options a defence; only now are the names known that the other options take.
+DefenseOptions = defense_options(option_names(TrainConfig))
 
 
 def _flag(option: str) -> str:

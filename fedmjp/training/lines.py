@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attacks import UsageError
-from fedmjp.config import DataConfig, DefenseOptions, ModelConfig
+from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.data import DataBundle
 from fedmjp.defenses import DEFENSES
 from fedmjp.evaluation.consistency import SCORES, measure, summarise, ways
 from fedmjp.models import MODELS, split_name
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog, Schema, pack_rows, unpack_rows
-from fedmjp.training.config import PAPER_IMAGES, Recipe, TrainConfig
+from fedmjp.training.config import PAPER_IMAGES, DefenseOptions, Recipe, TrainConfig
 from fedmjp.training.trainer import Trainer, load
 
 # One pass over a part of CIFAR-10 on a CPU core: rate and batch were chosen on one seed of a plain ViT of four blocks,

@@ -2,127 +2,90 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
 
-from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError, find_tokenizer
+from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError, find_tokenizer
+from attacks.registry import Registry
 from fedmjp.metrics import score
 from fedmjp.models import build_model
+from tests.attacks import contract
+from tests.attacks.contract import Traits, psnr
 from tests.conftest import observe, photographs, shared_file
 
-# Attack, first block, precision of the gradient, and the PSNR to reach on a photograph at 64 pixels with random
-# weights. On the april block the position gradient's condition number is about 1e7, so float32 round-off decides: what
-# float64 recovers to the last digit, float32 leaves below 20 dB (the published leakage of APRIL is about that).
-CASES = [
-    ("patch_embedding", "standard", torch.float32, 60.0),
-    ("patch_embedding", "april", torch.float64, 100.0),
-    ("april", "april", torch.float64, 100.0),
-    ("batch_rounds", "standard", torch.float32, 60.0),
-    ("unmix", "standard", torch.float32, 60.0),
-    ("unmix_rounds", "standard", torch.float32, 60.0),
-    ("mjp_subspace", "standard", torch.float32, 60.0),
-    ("mjp_subspace", "april", torch.float64, 100.0),
-    ("mjp_rounds", "standard", torch.float32, 60.0),
-]
+# Random weights. On the april block the position gradient's condition number is about 1e7, so float32 round-off
+# decides: what float64 recovers to the last digit, float32 leaves below 20 dB (the published leakage of APRIL is about
+# that).
+STANDARD, APRIL = ("standard", torch.float32, 60.0), ("april", torch.float64, 100.0)
+TRAITS = {
+    "patch_embedding": Traits(exact_on=(STANDARD, APRIL)),
+    "april": Traits(exact_on=(APRIL,)),
+    "batch_rounds": Traits(exact_on=(STANDARD,)),
+    "unmix": Traits(exact_on=(STANDARD,)),
+    "unmix_rounds": Traits(exact_on=(STANDARD,)),
+    "mjp_subspace": Traits(exact_on=(STANDARD, APRIL)),
+    "mjp_rounds": Traits(exact_on=(STANDARD,)),
+}
+CASES = [(name, *case) for name, traits in TRAITS.items() for case in traits.exact_on]
+STOPPED = [(name, make) for name, traits in TRAITS.items() for make, stops in contract.OBSTACLES if stops(traits)]
+# What the built-in attacks say; another package's may use words of its own.
+WORDS = {
+    contract.no_positions: "no learnable position embedding",
+    contract.withheld: "frozen or withheld",
+    contract.masked: "20 of 64 position rows are exactly zero",
+    contract.two_images: "the batch holds 2 images",
+    contract.four_steps: "4 local steps",
+    contract.negligible: "gradient norm is",
+    contract.convolutional: "no patch projection",
+}
 
-# Attacks that match the whole update have tests of their own (gradient_matching/).
-CLOSED = [name for name in ATTACKS if not ATTACKS.get(name).reads_every_parameter]
 
-
-def psnr(found, image) -> float:
-    return float(score(found.images.to(image), image, patch_size=8)["psnr"][0])
-
-
-def test_every_attack_has_a_case() -> None:
-    assert {name for name, *_ in CASES} == set(CLOSED)
+def test_every_attack_has_traits() -> None:
+    """Attacks that match the whole update have tests of their own (gradient_matching/)."""
+    built_in = [name for name in ATTACKS if ATTACKS.is_built_in(name)]
+    assert set(TRAITS) == {name for name in built_in if not ATTACKS.get(name).reads_every_parameter}
 
 
 @pytest.mark.parametrize(("name", "block", "precision", "threshold"), CASES)
 def test_recovers_a_photograph(name: str, block: str, precision: torch.dtype, threshold: float) -> None:
-    model = build_model("vit_mini_64", num_classes=8, weights="random", block=block)
-    model.module.to(precision)
-    image = photographs(64, 1).to(precision)
-    found = ATTACKS.get(name)()([observe(model, image)])
-    assert found.diagnosis == ""
-    assert found.known.all()
-    assert psnr(found, image) > threshold
+    contract.check_recovers(ATTACKS.get(name)(), TRAITS[name], block, precision, threshold)
 
 
-@pytest.mark.parametrize("name", CLOSED)
-def test_repeats_itself(name: str, mini) -> None:
-    view = observe(mini, photographs(64, 1))
-    first, second = (ATTACKS.get(name)()([view]) for _ in range(2))
-    assert torch.equal(first.images, second.images)
+@pytest.mark.parametrize("name", TRAITS)
+def test_repeats_itself(name: str) -> None:
+    contract.check_repeats(ATTACKS.get(name)())
 
 
-def no_positions() -> Observation:
-    return observe(build_model("vit_mini_64_nope", num_classes=8, weights="random"), photographs(64, 1))
+@pytest.mark.parametrize(("name", "make"), STOPPED)
+def test_says_why_it_cannot_work(name: str, make) -> None:
+    found = contract.check_obstacle(ATTACKS.get(name)(), make)
+    assert WORDS[make] in found.diagnosis
 
 
-def masked() -> Observation:
-    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", block="april")
-    mask = torch.zeros(1, 64, dtype=torch.bool)
-    mask[0, 10:30] = True
-    return observe(model, photographs(64, 1), mask=mask)
+@pytest.mark.parametrize("name", TRAITS)
+def test_nan_gradient_is_an_error(name: str) -> None:
+    contract.check_nan(ATTACKS.get(name)())
 
 
-def changed(**changes) -> Observation:
-    model = build_model("vit_mini_64", num_classes=8, weights="random", block="april")
-    return observe(model, photographs(64, changes.pop("images", 1)), **changes)
+@pytest.mark.parametrize("name", TRAITS)
+def test_many_at_once_is_one_by_one(name: str) -> None:
+    contract.check_many(ATTACKS.get(name)())
 
 
-def negligible() -> Observation:
-    view = changed()
-    return dataclasses.replace(view, gradients={n: g * 1e-20 for n, g in view.gradients.items()})
-
-
-def convolutional() -> Observation:
-    view = changed()
-    return dataclasses.replace(view, model=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)))
-
-
-OBSTACLES = [
-    (no_positions, "no learnable position embedding"),
-    (masked, "20 of 64 position rows are exactly zero"),
-    (lambda: changed(images=2), "the batch holds 2 images"),
-    (lambda: changed(local_steps=4, kind="weights"), "4 local steps"),
-    (negligible, "gradient norm is"),
-    (convolutional, "no patch projection"),
-]
-
-
-@pytest.mark.parametrize("name", CLOSED)
-@pytest.mark.parametrize(("make", "words"), OBSTACLES)
-def test_says_why_it_cannot_work(name: str, make, words: str) -> None:
-    found = ATTACKS.get(name)()([make()])
-    assert words in found.diagnosis
-    assert found.images is None or not found.known.any()
+@pytest.mark.parametrize("name", [name for name in ATTACKS if ATTACKS.is_built_in(name)])
+def test_a_second_table_is_refused(name: str) -> None:
+    contract.check_second_table(ATTACKS.get(name)())
 
 
 def test_april_refuses_to_vouch_on_a_pre_norm_block(mini) -> None:
     found = ATTACKS.get("april")()([observe(mini, photographs(64, 1))])
     assert "APRIL's equation does not hold" in found.diagnosis
     assert psnr(found, photographs(64, 1)) < 15
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_withheld_position_gradient(name: str, mini) -> None:
-    view = observe(mini, photographs(64, 1))
-    without = {n: g for n, g in view.gradients.items() if n != "pos_embed"}
-    found = ATTACKS.get(name)()([dataclasses.replace(view, gradients=without)])
-    assert "frozen or withheld" in found.diagnosis
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_nan_gradient_is_an_error(name: str, mini) -> None:
-    view = observe(mini, photographs(64, 1))
-    view.gradients["pos_embed"][0, 3, 5] = float("nan")
-    with pytest.raises(ValueError, match="pos_embed.*not finite"):
-        ATTACKS.get(name)()([view])
 
 
 def test_threat_model_refuses_and_names_the_choices() -> None:
@@ -179,25 +142,53 @@ def psnr224_of(images, originals) -> float:
     return float(score(images, originals, patch_size=16)["psnr"][0])
 
 
-@pytest.mark.parametrize("name", CLOSED)
-def test_many_at_once_is_one_by_one(name: str, mini) -> None:
-    other = build_model("vit_mini_64", num_classes=8, weights="random", seed=1, block="april")
-    images = photographs(64, 3)
-    views = [observe(mini, images[:1]), observe(other, images[1:2]), masked(), no_positions(), negligible()]
-    views += [observe(mini, images[2:])]
-    together = ATTACKS.get(name)().attack_many([[view] for view in views])
-    for view, found in zip(views, together, strict=True):
-        alone = ATTACKS.get(name)()([view])
-        assert found.diagnosis == alone.diagnosis
-        assert (found.images is None) == (alone.images is None)
-        if alone.images is not None:
-            torch.testing.assert_close(found.images, alone.images, atol=1e-5, rtol=0)
+@dataclass(frozen=True, kw_only=True)
+class Brittle(Attack):
+    """Grey images, but an exception for clients of an odd number."""
+
+    error: ClassVar[type[BaseException]] = ZeroDivisionError
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """Raise on odd clients."""
+        if observations[-1].client % 2:
+            raise self.error("no pivot\nin column 3")
+        return Reconstruction(torch.full((1, 3, 64, 64), 0.5))
 
 
-@pytest.mark.parametrize("name", list(ATTACKS))
-def test_a_second_table_is_refused(name: str) -> None:
-    """What a table of origins adds to a token is in no message, and nobody here works it out."""
-    model = build_model("vit_micro_32_idx", num_classes=8, weights="random")
-    found = ATTACKS.get(name)()([observe(model, photographs(32, 1))])
-    assert found.images is None
-    assert "second table of embeddings to its tokens (idx_embed)" in found.diagnosis
+class Batched(Brittle):
+    """The same for all cases at once: one that raises takes the others with it."""
+
+    def reconstruct_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
+        """All or none."""
+        return [self.reconstruct(case) for case in cases]
+
+
+@pytest.mark.parametrize("attack", [Brittle(), Batched()])
+def test_an_attack_that_raises_is_a_diagnosis_of_its_case(attack: Attack, mini) -> None:
+    cases = [[observe(mini, photographs(64, 1), client=client)] for client in range(3)]
+    found = attack.attack_many(cases)
+    assert [f.images is None for f in found] == [False, True, False]
+    assert [f.diagnosis for f in found] == ["", "the attack failed: ZeroDivisionError: no pivot", ""]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("base", [Brittle, Batched])
+def test_interrupts_and_want_of_memory_are_raised_on(base: type, error: type, mini) -> None:
+    attack = type("Failing", (base,), {"error": error})()
+    with pytest.raises(error):
+        attack([observe(mini, photographs(64, 1), client=1)])
+
+
+def test_registry_refuses_two_of_a_name_and_takes_a_class_defined_again() -> None:
+    table = Registry("attack", {"april": "attacks.closed_form.april:April"}, group="fedmjp.nothing")
+    table.register("mine")(Brittle)
+    again = type("Brittle", (Attack,), {"__module__": Brittle.__module__})
+    table.register("mine")(again)
+    assert table.get("mine") is again
+    with pytest.raises(
+        ValueError, match=r"'april' is registered twice: attacks\.closed_form\.april:April and .*Brittle"
+    ):
+        table.register("april")(Brittle)
+    assert table.names() == ["april", "mine"]
+    assert table.name_of(ATTACKS.get("april")) == "april"
+    assert table.name_of(Batched) is None

@@ -10,12 +10,14 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from attacks import UsageError
+from attacks.linear.image_prior import VectorialVariation
+from attacks.mjp.subspace import MJPSubspace
 from fedmjp.audit import Watcher, audit_gradient
 from fedmjp.federation import TapGrid
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.metrics import psnr
 from tests.attacks.test_tokenizer import hugging_face_vit, timm_vit, torchvision_vit
-from tests.conftest import photographs
+from tests.conftest import observe, photographs
 
 
 @pytest.mark.parametrize("make", [timm_vit, torchvision_vit, hugging_face_vit])
@@ -32,6 +34,18 @@ def test_own_model(make) -> None:
     table = audit_gradient(model, images, gradients).set_index("attack")
     assert table.loc["patch_embedding", "psnr"] > 50
     assert "APRIL's equation does not hold" in table.loc["april", "diagnosis"]
+
+
+def test_attacks_with_settings_of_their_own(mini) -> None:
+    images, prior = photographs(64, 1), VectorialVariation(strength=1.0, iterations=3)
+    gradients = observe(mini, images).gradients
+    given = ["april", MJPSubspace(prior=prior), MJPSubspace()]
+    table = audit_gradient(mini.module, images, gradients, mean=mini.mean, std=mini.std, attacks=given)
+    assert list(table["attack"]) == ["april", "mjp_subspace", "mjp_subspace"]
+    assert [p["prior"]["strength"] for p in table["attack_parameters"][1:]] == [1.0, 10.0]
+    watcher = Watcher(mini.module, image_shape=(3, 64, 64), mean=mini.mean, std=mini.std, attacks=given)
+    assert [name for name, _ in watcher.attacks] == list(table["attack"])
+    assert watcher.attacks[1][1].prior == prior
 
 
 def test_own_model_that_is_no_vit() -> None:

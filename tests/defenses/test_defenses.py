@@ -9,8 +9,13 @@ import torch
 from torch.nn import functional as F
 
 from attacks import UsageError
-from fedmjp.defenses import DEFENSES
+from attacks.registry import Registry
+from fedmjp.cli import parse
+from fedmjp.config import RunConfig
+from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import build_model
+from fedmjp.training import TrainConfig
 from tests.conftest import photographs
 
 
@@ -205,7 +210,65 @@ def test_options_out_of_range(name: str, options: dict, words: str) -> None:
         DEFENSES.get(name)(**options).validate()
 
 
-def test_options_are_unique_across_defences() -> None:
-    """They share one flat command line."""
-    names = [f.name for name in DEFENSES for f in dataclasses.fields(DEFENSES.get(name))]
+def test_built_in_options_have_plain_names() -> None:
+    """They share one flat command line with each other and with all other options."""
+    names = [f.name for name in DEFENSES if DEFENSES.is_built_in(name) for f in dataclasses.fields(DEFENSES.get(name))]
     assert len(names) == len(set(names))
+    for config in (RunConfig, TrainConfig):
+        assert set(names) <= set(defense_options(option_names(config)).places)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quiet(Defense):
+    """Options of --defense quiet."""
+
+    gamma: float = 0.25
+    """A gamma of its own."""
+    rounds: tuple[int, ...] = (1, 2)
+    """Rounds in which it acts."""
+    volume: float = 2.0
+    """A name that nobody else has."""
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A command with two options of its own, where a defence with options of taken names is registered."""
+    table = Registry("defense", {name: f"{t.__module__}:{t.__qualname__}" for name, t in DEFENSES.available().items()})
+    table.register("quiet")(Quiet)
+    monkeypatch.setattr("fedmjp.defenses.options.DEFENSES", table)
+    options = defense_options(("rounds", "seed"))
+    fields = [("rounds", int, 3), ("seed", int, 0), ("options", options, dataclasses.field(default_factory=options))]
+    return dataclasses.make_dataclass("Command", fields, frozen=True)
+
+
+def test_options_of_one_name_carry_their_defence(command) -> None:
+    given = ["--gamma", "0.1", "--quiet.gamma", "0.2", "--rounds", "9", "--quiet.rounds", "5", "6", "--volume", "7"]
+    found = parse(command, "command", "", given)
+    assert (found.options.mjp.gamma, found.options.quiet.gamma, found.rounds) == (0.1, 0.2, 9)
+    assert (found.options.quiet.rounds, found.options.quiet.volume) == ((5, 6), 7.0)
+    assert isinstance(found.options.quiet, Quiet)
+    assert parse(command, "command", "", []).options.quiet.gamma == 0.25
+
+
+def test_a_defence_registered_late_has_its_defaults(monkeypatch) -> None:
+    table = Registry("defense", {"none": "fedmjp.defenses.base:Defense"})
+    table.register("quiet")(Quiet)
+    monkeypatch.setattr("fedmjp.config.DEFENSES", table)
+    config = RunConfig(defense=("quiet",))
+    config.validate()
+    assert RunConfig.from_json(config.to_json()).defence("quiet") == Quiet()
+
+
+def test_options_of_a_defence_that_is_not_installed() -> None:
+    text = RunConfig(defense=("mjp",)).to_json().replace('"mjp": {', '"gone": {')
+    with pytest.raises(UsageError, match="the configuration holds 'gone', which is unknown here"):
+        RunConfig.from_json(text)
+
+
+def test_help_of_options_of_one_name(command, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(command, "command", "", ["--help"])
+    text = capsys.readouterr().out
+    assert "--quiet.gamma FLOAT  A gamma of its own. (default: 0.25)" in text
+    assert "--volume FLOAT" in text
+    assert "--gamma FLOAT" in text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 
 from attacks import UsageError
-from fedmjp.models import build_model, model_names
+from fedmjp.models import build_model, model_names, registry
 from fedmjp.models.localisation import DenseAbsoluteLocalisation
 from tests.conftest import photographs, shared_file
 
@@ -179,3 +180,11 @@ def test_bad_models(tmp_path) -> None:
     for options, words in cases:
         with pytest.raises(UsageError, match=words):
             build_model(**({"num_classes": 5} | options))
+
+
+def test_normalisations_are_timms() -> None:
+    """They are written out so that names of models are known without timm."""
+    assert registry.IMAGENET_MEAN == timm.data.IMAGENET_DEFAULT_MEAN
+    assert registry.IMAGENET_STD == timm.data.IMAGENET_DEFAULT_STD
+    assert registry.INCEPTION_MEAN == timm.data.IMAGENET_INCEPTION_MEAN
+    assert registry.INCEPTION_STD == timm.data.IMAGENET_INCEPTION_STD

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from attacks.registry import UsageError
+from fedmjp.errors import needs_extra
 
 if TYPE_CHECKING:
+    import torch
     from flwr_datasets.partitioner import Partitioner
 
 CHOICES = "iid, dirichlet:ALPHA"
@@ -41,14 +42,15 @@ def partition(
         UsageError: unknown `spec`, bad ALPHA, fewer than one client, more clients than images, or an ALPHA so small
             that some client stays empty however often the partitioner redraws.
     """
-    alpha = _parse(spec)
+    alpha = read_alpha(spec)
     labels = np.asarray(labels, dtype=np.int64)  # (n,)
     if clients < 1:
         raise UsageError(f"{clients} clients cannot share data; ask for at least 1")
     if clients > len(labels):
         raise UsageError(f"{clients} clients but only {len(labels)} images; ask for fewer clients or load more images")
-    from datasets import Dataset
-    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
+    with needs_extra("federation", "dealing out data among clients"):
+        from datasets import Dataset
+        from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 
     examples = Dataset.from_dict({"label": labels, "index": np.arange(len(labels))})
     if alpha is None:
@@ -72,8 +74,12 @@ def partition(
         ) from error
 
 
-def _parse(spec: str) -> float | None:
-    """Return ALPHA of "dirichlet:ALPHA", None for "iid"."""
+def read_alpha(spec: str) -> float | None:
+    """ALPHA of "dirichlet:ALPHA", None for "iid".
+
+    Raises:
+        UsageError: any other spec, or an ALPHA that is not in (0, 1e6].
+    """
     if spec == "iid":
         return None
     kind, colon, value = spec.partition(":")

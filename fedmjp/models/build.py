@@ -1,0 +1,108 @@
+"""Models built by name, over timm:
+
+built = build_model("deit_s_mjp", num_classes=10, weights="random", seed=0)
+logits = built.module(built.normalise(images), position_mask=mask)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from attacks.registry import UsageError
+from fedmjp.models.registry import MODELS, ModelSpec, split_name
+from fedmjp.models.vit import AprilBlock, BlockKind, ViT
+from fedmjp.models.weights import load_weights
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model with all that its users must know about it.
+
+    Attributes:
+        module: takes normalised images and, for ViTs, `position_mask` and `origins`.
+        name: as given, with its variant.
+        provenance: where the weights come from, in words for a table.
+    """
+
+    module: nn.Module
+    name: str
+    block: BlockKind
+    image_size: int
+    patch_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    provenance: str
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        return (self.image_size // self.patch_size,) * 2
+
+    @property
+    def hides_positions(self) -> bool:
+        """Whether `position_mask` means anything to the module."""
+        return getattr(self.module, "unk_embed", None) is not None
+
+    @property
+    def tells_origins(self) -> bool:
+        """Whether `origins` means anything to the module."""
+        return getattr(self.module, "idx_embed", None) is not None
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W) in [0, 1] -> the model's input."""
+        mean = torch.tensor(self.mean, device=images.device, dtype=images.dtype).view(1, -1, 1, 1)
+        std = torch.tensor(self.std, device=images.device, dtype=images.dtype).view(1, -1, 1, 1)
+        return (images - mean) / std
+
+
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    weights: str = "auto",
+    block: BlockKind = "standard",
+    dal: str = "linear",
+    seed: int = 0,
+) -> BuiltModel:
+    """Build a model by name.
+
+    Args:
+        weights: "random", "timm" (timm's published weights), a checkpoint's path, or "auto" (shipped weights of that
+            name, else random).
+        block: "april" swaps the first block for the one of APRIL's papers.
+        dal: DAL map of the _mjp and _idx variants.
+        seed: of the random initialisation; NAME and its variants share every weight that they have in common.
+
+    Raises:
+        UsageError: unknown name, missing or unfit weights, or an april block on a model that is no plain ViT.
+    """
+    base, variant = split_name(name)
+    spec = MODELS.get(base)
+    if block == "april" and spec.vit is None:
+        raise UsageError(f"--block april needs a plain ViT, not {name!r}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = _initialise(spec, variant, num_classes, dal)
+    provenance = load_weights(module, name=name, source=weights, timm_name=spec.published, seed=seed)
+    if block == "april":
+        module.blocks[0] = AprilBlock(module.blocks[0])
+    return BuiltModel(module, name, block, spec.image_size, spec.patch_size, spec.mean, spec.std, provenance)
+
+
+def _initialise(spec: ModelSpec, variant: str, num_classes: int, dal: str) -> nn.Module:
+    if spec.vit is None:
+        return timm.create_model(spec.timm_name, num_classes=num_classes, **spec.changes)
+    return ViT(
+        img_size=spec.image_size,
+        patch_size=spec.patch_size,
+        num_classes=num_classes,
+        pos_embed="none" if variant == "_nope" else "learn",
+        unknown_position=variant == "_mjp",
+        origin_table=variant == "_idx",
+        dal=dal if variant in ("_mjp", "_idx") else "none",
+        **spec.vit,
+    )
