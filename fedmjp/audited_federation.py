@@ -38,12 +38,12 @@ def run_experiment(config: RunConfig, workspace: Workspace, progress: RunProgres
         ClientFailure: a client failed.
     """
     ENGINES.get(config.federation.engine)(
-        lambda grid: conduct_on(grid, config, workspace, progress), config.federation.clients
+        lambda grid: run_on_grid(grid, config, workspace, progress), config.federation.clients
     )
 
 
-def conduct_on(grid: Any, config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
-    """The run on a given Flower Grid, whoever made it."""
+def run_on_grid(grid: Any, config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
+    """Run every federation of `config` on a given Flower Grid; see `run_experiment`."""
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
     with workspace.open_rows() as rows:
         for defense in config.defense:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedmjp.audited_federation import check_before_start, conduct_on, run_experiment
+from fedmjp.audited_federation import check_before_start, run_experiment, run_on_grid
 from fedmjp.cli import EXIT_FAILURE, guarded, parse, terminal
 from fedmjp.config import RunConfig, from_flat
 from fedmjp.federation import ClientFailure, server_app_for
@@ -69,7 +69,7 @@ def _flower_main(grid: Any, run_config: Mapping[str, Any]) -> None:
     config = dataclasses.replace(config, federation=dataclasses.replace(config.federation, clients=clients))
     check_before_start(config)
     workspace, console = Workspace(config), terminal()
-    conduct_on(grid, config, workspace, RunProgress(console))
+    run_on_grid(grid, config, workspace, RunProgress(console))
     workspace.finish()
     console.print(f"report: {report(workspace, console)}")
 
