@@ -1,4 +1,4 @@
-"""Data: image sets by name, decoded on demand, and their division among clients."""
+"""Data: image sets by name, decoded on demand, and their partition among clients."""
 
 from fedmjp.data.catalog import SOURCES, DataBundle
 from fedmjp.data.gallery import Gallery, load_gallery
