@@ -1,4 +1,4 @@
-"""LPIPS (Zhang et al. 2018) through the `lpips` package, with weights that are really there or not at all."""
+"""LPIPS (Zhang et al. 2018) by the `lpips` package, with pretrained weights only, never with random ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from attacks.registry import UsageError
 from fedmjp.metrics.pairs import checked_pair
 
-# The files that torchvision would load instead of downloading: another hash in the name means a silent download.
+# The files that torchvision loads from its cache; with another hash in the name it would download them without notice.
 TRUNKS = {"squeeze": "squeezenet1_1-b8a52dc0.pth", "alex": "alexnet-owt-7be5be79.pth", "vgg": "vgg16-397923af.pth"}
-# Below these sides (pixels) a pooling layer of the trunk has nothing left to pool.
+# Smallest side (pixels) for which every pooling layer of the trunk has an input that is large enough.
 SMALLEST = {"squeeze": 17, "alex": 31, "vgg": 16}
 
 
@@ -24,7 +24,7 @@ class Lpips:
 
     Attributes:
         network: the `lpips.LPIPS` module.
-        net: the backbone; distances in different ones do not compare.
+        net: the backbone; distances of different backbones are not comparable.
     """
 
     network: nn.Module
@@ -32,7 +32,7 @@ class Lpips:
 
     @property
     def label(self) -> str:
-        """For table headers, for example "lpips[squeeze]"."""
+        """Name for table headers, for example "lpips[squeeze]"."""
         return f"lpips[{self.net}]"
 
     @torch.no_grad()
@@ -40,7 +40,10 @@ class Lpips:
         """Distance of (B, 3, H, W) or grey (B, 1, H, W) images in [0, 1].
 
         Returns:
-            (B,) on the images' device, 0 for identical images; NaN for images too small for the backbone.
+            (B,) float32 on the images' device, 0 for identical images; NaN for images too small for the backbone.
+
+        Raises:
+            UsageError: see `pairs.checked_pair`.
         """
         pair = checked_pair(reconstruction, original)
         if min(original.shape[-2:]) < SMALLEST[self.net]:
@@ -51,14 +54,15 @@ class Lpips:
 
 
 def load_lpips(net: str = "squeeze", weights: Path | None = None, device: torch.device | str = "cpu") -> Lpips | None:
-    """The LPIPS metric, or None with a warning where its weights are not at hand.
+    """The LPIPS metric, or None with a warning if its weights are not available.
 
     Args:
         net: "squeeze", "alex" or "vgg".
-        weights: state dict of `lpips.LPIPS(net=net)` with its trunk; without it torchvision's cached trunk is used.
+        weights: state dict of `lpips.LPIPS(net=net)` with its trunk; by default torchvision's cached trunk is used.
+        device: of the network; images on other devices are copied to it.
 
     Raises:
-        UsageError: unknown backbone, or a file that is missing or does not fit.
+        UsageError: an unknown backbone, a file that is missing or does not fit, or the package lpips is missing.
     """
     if net not in TRUNKS:
         raise UsageError(f"unknown LPIPS backbone {net!r}; choose from: {', '.join(TRUNKS)}")
@@ -77,9 +81,9 @@ def load_lpips(net: str = "squeeze", weights: Path | None = None, device: torch.
             network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
         except Exception as error:  # a damaged or foreign file fails in many ways inside the reader
             raise UsageError(f"{weights} does not hold the weights of lpips.LPIPS(net={net!r})") from error
-    # cuDNN rounds float32 convolutions to TF32 unless the whole process forbids it; double is never rounded.
+    # cuDNN rounds float32 convolutions to TF32 unless this is disabled for the whole process; float64 is never rounded.
     dtype = torch.float64 if torch.device(device).type == "cuda" else torch.float32
-    # Channels last: twice as fast on a CPU.
+    # The channels-last format is twice as fast on a CPU.
     network = network.eval().requires_grad_(False).to(device, dtype).to(memory_format=torch.channels_last)
     return Lpips(network, net)
 
@@ -89,8 +93,8 @@ def _network(net: str, *, random_trunk: bool) -> nn.Module:
         import lpips
     except ImportError as error:
         raise UsageError("LPIPS needs the package lpips: pip install lpips") from error
-    # Initial weights that are overwritten at once must not move the experiment's random numbers, and torchvision
-    # deprecates the way lpips asks it for its trunk.
+    # The random initial weights, which are overwritten at once, must not change the state of the experiment's random
+    # generator. torchvision warns that the way in which lpips loads the trunk is deprecated.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return lpips.LPIPS(net=net, pnet_rand=random_trunk, verbose=False)

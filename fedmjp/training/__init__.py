@@ -1,4 +1,4 @@
-"""Central training: the clients' model, data, objective and defence, with the recipe that the papers train by."""
+"""Central training with the clients' model, data, objective and defence, and the training recipe of the papers."""
 
 from fedmjp.training.config import Recipe, TrainConfig
 from fedmjp.training.run import train
