@@ -1,6 +1,7 @@
-"""Where a ViT attends first: the weights of query, key and value, and the norm that stands before them.
+"""Find the first attention layer of a ViT: its query, key and value weights, and the norm before them.
 
-Works on timm (one fused `qkv`), torchvision (`in_proj_weight`) and Hugging Face (three projections) by name.
+Layers are recognised by name, for timm (one fused `qkv`), torchvision (`in_proj_weight`) and Hugging Face (three
+projections).
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from torch import nn
 
 from attacks.registry import UsageError
 
-# Names under which ViTs keep the norm that stands before the first attention.
+# Names that ViT implementations use for the norm before the attention.
 PRE_NORMS = ("norm1", "ln_1", "layernorm_before")
 
 
 @dataclass(frozen=True)
 class FirstAttention:
-    """The first attention layer, by parameter name.
+    """Names of the first attention layer's parameters.
 
     Attributes:
-        weights: one fused matrix (3 D, D) or three (D, D): query, key, value; W_q^T dW_q + W_k^T dW_k + W_v^T dW_v is
-            the sum of W^T dW over them either way.
+        weights: names of one fused matrix (3 D, D) or of three (D, D): query, key, value. In both cases
+            W_q^T dW_q + W_k^T dW_k + W_v^T dW_v is the sum of W^T dW over the named matrices.
         norm: name of the module that normalises the attention's input, or None.
     """
 
@@ -30,13 +31,14 @@ class FirstAttention:
 
 
 def find_first_attention(model: nn.Module, width: int) -> FirstAttention:
-    """Find the first attention of a ViT.
+    """Find the first attention layer of a ViT.
 
     Args:
+        model: timm, torchvision or Hugging Face ViT.
         width: D, channels of a token.
 
     Raises:
-        UsageError: no attention over `width` channels is found.
+        UsageError: the model has no attention over `width` channels.
     """
     names = [n for n, p in model.named_parameters() if p.dim() == 2 and p.shape[1] == width]
     fused = next((n for n in names if n.endswith(("qkv.weight", "in_proj_weight"))), None)

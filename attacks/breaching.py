@@ -1,11 +1,11 @@
-"""The `breaching` package's attacks (Geiping et al.) on our Observations, as rows beside ours: a peer, not a part.
+"""Adapter for the `breaching` package (Geiping et al.): its attacks on our Observations, for comparison with ours.
 
-The package is handed what an adversary of ours has: the sent model, the gradients of the parameters that images reach,
-labels as `attacks.gradient_matching.labels` infers them (the package infers from the last parameter in the list, which
-in a model with a localisation map is not the classifier's), and the mask of hidden positions. Its own configurations
-apply but for the number of iterations. Updates of one step only.
+The package receives the same information as our attacks: the sent model, the gradients of the parameters that the
+images influence, the mask of hidden positions, and labels as `attacks.gradient_matching.labels` infers them (the
+package infers them from the last parameter in the list, which is not the classifier's in a model with a localisation
+map). Its own configurations apply, except for the number of iterations. Only updates of one local step are supported.
 
-Nothing of the package is imported before it is needed.
+The package is imported only when one of these attacks is used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from attacks.attention import find_first_attention
 from attacks.base import Attack
 from attacks.gradient_matching.labels import head_bias, infer_labels
-from attacks.gradient_matching.reading import read
-from attacks.gradient_matching.simulation import simulate
+from attacks.gradient_matching.matched_update import extract_matched_update
+from attacks.gradient_matching.simulation import build_simulation
 from attacks.gradient_matching.unrolled import math_attention
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
-# The order in which AprilAttacker reads a model's parameters.
+# The order in which AprilAttacker expects a model's parameters.
 APRIL_ORDER = (
     "cls_token",
     "pos_embed",
@@ -42,12 +42,12 @@ APRIL_ORDER = (
 
 
 class ForBreaching(nn.Module):
-    """A model as the package calls its own.
+    """Wraps a model in the interface that the package expects.
 
     Args:
-        model: ours.
-        names: the parameters that it is to see, all of them by default.
-        forward_kwargs: for every call, such as the mask of hidden positions (1, N).
+        model: the model that the client was sent.
+        names: the parameters to show to the package, all of them by default.
+        forward_kwargs: keyword arguments of every forward pass, such as the mask of positions (1, N).
     """
 
     def __init__(
@@ -57,30 +57,30 @@ class ForBreaching(nn.Module):
         self.model, self.names, self.forward_kwargs = model, tuple(names), dict(forward_kwargs)
 
     def forward(self, inputs: Tensor, **_) -> Tensor:
-        """Logits of normalised images."""
+        """Logits (B, K) of normalised images (B, C, H, W)."""
         return self.model(inputs, **{name: mask.expand(len(inputs), -1) for name, mask in self.forward_kwargs.items()})
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those that it is to see."""
+        """The parameters shown to the package."""
         own = dict(self.model.named_parameters())
         return iter([own[name] for name in self.names] if self.names else own.values())
 
 
 class Metadata(SimpleNamespace):
-    """Read by attribute and by key, as the package does both."""
+    """A namespace that can also be read by key; the package reads it in both ways."""
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
 
 @dataclass(frozen=True)
-class Peer:
-    """The package's attacker and what it is to attack.
+class PreparedAttack:
+    """An attack of the package, ready to run on one update.
 
     Attributes:
-        attacker: one of `breaching.attacks`.
-        payload, shared: server's message and user's answer, in its own form.
-        labels: (B,) int64 that it was told, or None where it seeks them.
+        attacker: an attacker of `breaching.attacks`.
+        payload, shared: the server's message and the client's update, in the package's format.
+        labels: (B,) int64 labels passed to the attacker, or None if it optimises them.
     """
 
     attacker: Any
@@ -89,7 +89,7 @@ class Peer:
     labels: Tensor | None
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, list[float]]:
-        """Attack.
+        """Run the attack.
 
         Args:
             initial: normalised images (B, C, H, W) to start from.
@@ -104,7 +104,7 @@ class Peer:
 
 
 def breaching_package() -> Any:
-    """The package.
+    """Import the package.
 
     Raises:
         UsageError: it is not installed.
@@ -116,22 +116,23 @@ def breaching_package() -> Any:
     return breaching
 
 
-def peer(observation: Observation, config: str, overrides: Sequence[str] = ()) -> Peer:
-    """Set the package up against one update.
+def prepare_attack(observation: Observation, config: str, overrides: Sequence[str] = ()) -> PreparedAttack:
+    """Prepare an attack of the package on one update.
 
     Args:
-        config: name of one of its attack configurations, such as "invertinggradients".
-        overrides: of that configuration, as hydra writes them.
+        observation: the update, of one local step.
+        config: name of one of the package's attack configurations, such as "invertinggradients".
+        overrides: changes to that configuration, in hydra's syntax.
 
     Raises:
-        UsageError: it is not installed, or the update is not of one step.
+        UsageError: the package is not installed, or the update has more than one local step.
     """
     package = breaching_package()
     if observation.local_steps > 1:
         raise UsageError("the breaching package is set up for updates of one step only")
-    reading = read(observation)
+    update = extract_matched_update(observation)
     with torch.enable_grad():
-        simulation, target = simulate(observation, [reading], restarts=1, exact=True)
+        simulation, target = build_simulation(observation, [update], restarts=1, exact=True)
     grey = torch.zeros(1, *observation.image_shape).to(next(iter(simulation.weights.values())))
     expected = simulation.logits(simulation.weights, grey, None).softmax(dim=1)[0].detach()
     labels = observation.labels
@@ -139,10 +140,10 @@ def peer(observation: Observation, config: str, overrides: Sequence[str] = ()) -
         bias = head_bias(observation.gradients, simulation.head)
         labels = infer_labels(bias, expected.to(bias), observation.num_examples)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hydra's, about its own next version
+        warnings.simplefilter("ignore")  # hydra warns about its own next version
         settings = package.get_attack_config(config, overrides=list(overrides))
     names = APRIL_ORDER if settings.attack_type == "april-analytic" else simulation.names
-    hidden = {} if reading.mask is None else {simulation.mask_argument: reading.mask[None]}
+    hidden = {} if update.mask is None else {simulation.mask_argument: update.mask[None]}
     model = ForBreaching(simulation.model.requires_grad_(True), names, hidden)
     metadata = Metadata(
         shape=list(observation.image_shape),
@@ -154,19 +155,20 @@ def peer(observation: Observation, config: str, overrides: Sequence[str] = ()) -
     )
     payload = {"parameters": list(model.parameters()), "buffers": [], "metadata": metadata}
     labels = None if settings.attack_type == "joint-optimization" else labels
-    told = {"num_data_points": observation.num_examples, "labels": labels, "local_hyperparams": None}
+    user_metadata = {"num_data_points": observation.num_examples, "labels": labels, "local_hyperparams": None}
     gradients = [(observation.gradients if n not in target.values else {n: target.values[n][0]})[n] for n in names]
     setup = {"device": gradients[0].device, "dtype": torch.float}
     attacker = package.attacks.prepare_attack(model, nn.CrossEntropyLoss(), settings, setup)
-    return Peer(attacker, [payload], [{"gradients": gradients, "buffers": None, "metadata": told}], labels)
+    shared = {"gradients": gradients, "buffers": None, "metadata": user_metadata}
+    return PreparedAttack(attacker, [payload], [shared], labels)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreachingAttack(Attack):
-    """One of the package's attacks on one update.
+    """Base class: an attack of the package, on the last update.
 
     Args:
-        seed: of its starts and noise.
+        seed: of its initial images and noise.
     """
 
     seed: int = 0
@@ -176,36 +178,37 @@ class BreachingAttack(Attack):
     reads_every_parameter: ClassVar[bool] = True
 
     def require(self, threat_model: ThreatModel, name: str) -> None:
-        """See `Attack.require`; the package has to be there."""
+        """See `Attack.require`; the package must be installed."""
         breaching_package()
         super().require(threat_model, name)
 
     def overrides(self) -> list[str]:
-        """What differs from the package's configuration."""
+        """Changes to the package's configuration, in hydra's syntax."""
         return []
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; `details` holds the first and the least objective."""
+        """See `Attack.reconstruct`; `details` holds the first and the least value of the objective, and the steps."""
         observation = observations[-1]
-        flags = read(observation).flags + (("labels_given",) if observation.labels is not None else ())
-        opponent = peer(observation, self.config, self.overrides())
+        flags = extract_matched_update(observation).flags
+        flags += ("labels_given",) if observation.labels is not None else ()
+        prepared = prepare_attack(observation, self.config, self.overrides())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            normalised, values = opponent.run()
+            normalised, values = prepared.run()
         images = observation.to_pixels(normalised).float()
         details = {"start_loss": values[0], "loss": min(values), "steps": len(values)} if values else {}
         if values and not values[-1] <= values[0]:
             flags += ("loss_above_start",)
         known = torch.zeros_like(images[:, :1], dtype=torch.bool)
-        return Reconstruction(images, known, opponent.labels, flags=flags, details=details)
+        return Reconstruction(images, known, prepared.labels, flags=flags, details=details)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreachingOptimisation(BreachingAttack):
-    """One that goes step by step.
+    """Base class: an iterative attack of the package.
 
     Args:
-        steps: its iterations.
+        steps: number of iterations.
     """
 
     steps: int = 300
@@ -217,28 +220,28 @@ class BreachingOptimisation(BreachingAttack):
 
 @dataclass(frozen=True, kw_only=True)
 class BreachingInvertingGradients(BreachingOptimisation):
-    """The package's invertinggradients.yaml."""
+    """The package's configuration invertinggradients.yaml."""
 
     config: ClassVar[str] = "invertinggradients"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreachingSeeThroughGradients(BreachingOptimisation):
-    """The package's seethroughgradients.yaml; its batch-norm term is idle on a ViT."""
+    """The package's configuration seethroughgradients.yaml; its batch-norm term has no effect on a ViT."""
 
     config: ClassVar[str] = "seethroughgradients"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreachingDeepLeakage(BreachingOptimisation):
-    """The package's deepleakage.yaml, which seeks labels with the images; up to 20 evaluations an iteration."""
+    """The package's configuration deepleakage.yaml: optimises labels too, with up to 20 evaluations per iteration."""
 
     config: ClassVar[str] = "deepleakage"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreachingApril(BreachingAttack):
-    """The package's april_analytic.yaml: the closed form, for a first block without norm and residual."""
+    """The package's configuration april_analytic.yaml: the closed form for a first block without norm and residual."""
 
     config: ClassVar[str] = "april_analytic"
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT})
@@ -247,11 +250,11 @@ class BreachingApril(BreachingAttack):
         """See `Attack.reconstruct`.
 
         Raises:
-            UsageError: the model is not timm's ViT, or the update lacks what the attack reads.
+            UsageError: the model is not a timm ViT, or the update lacks a gradient that the attack needs.
         """
         observation = observations[-1]
         find_first_attention(observation.model, find_tokenizer(observation.model, observation.image_shape).width)
         lacking = [name for name in APRIL_ORDER if name not in observation.gradients]
         if lacking:
-            raise UsageError(f"breaching's AprilAttacker reads timm's ViTs; the update has no {lacking[0]}")
+            raise UsageError(f"breaching's AprilAttacker supports timm ViTs only; the update has no {lacking[0]}")
         return super().reconstruct(observations)

@@ -18,11 +18,12 @@ import torch
 from timing import peak_memory, timed
 from torch import Tensor
 
-from attacks.breaching import peer
-from attacks.gradient_matching.engine import Candidates, Rules, minimise
+from attacks.breaching import prepare_attack
+from attacks.gradient_matching.engine import Candidates, LoopSettings, minimise
+from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.inverting_gradients import InvertingGradients
-from attacks.gradient_matching.reading import read
-from attacks.gradient_matching.simulation import simulate
+from attacks.gradient_matching.matched_update import extract_matched_update
+from attacks.gradient_matching.simulation import build_simulation
 from attacks.gradient_matching.unrolled import Simulation, math_attention
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.client import usable_device
@@ -58,21 +59,25 @@ class Searches:
 
     def peer(self, steps: int = LONG) -> None:
         """The package's own."""
-        peer(self.views[0], "invertinggradients", [f"optim.max_iterations={steps}"]).run(self.start[0, 0])
+        prepare_attack(self.views[0], "invertinggradients", [f"optim.max_iterations={steps}"]).run(self.start[0, 0])
 
     def same(self, steps: int = LONG) -> None:
         """Ours with the package's arithmetic: autograd by every weight."""
-        self._search(*simulate(self.views[0], [read(self.views[0])], 1, exact=True), 1, steps)
+        self._search(*self._simulation(1, exact=True), 1, steps)
 
     def alone(self, steps: int = LONG) -> None:
         """Ours, one victim."""
-        self._search(*simulate(self.views[0], [read(self.views[0])], 1), 1, steps)
+        self._search(*self._simulation(1), 1, steps)
 
     def together(self, steps: int = LONG) -> None:
         """Ours, all victims at once."""
-        self._search(*simulate(self.views[0], [read(view) for view in self.views], 1), TOGETHER, steps)
+        self._search(*self._simulation(TOGETHER), TOGETHER, steps)
 
-    def _search(self, simulation: Simulation, target, victims: int, steps: int) -> None:
+    def _simulation(self, victims: int, *, exact: bool = False) -> tuple[Simulation, Target]:
+        updates = [extract_matched_update(view) for view in self.views[:victims]]
+        return build_simulation(self.views[0], updates, 1, exact=exact)
+
+    def _search(self, simulation: Simulation, target: Target, victims: int, steps: int) -> None:
         def objective(candidates: Candidates, share: float) -> Tensor:
             with math_attention():
                 found = simulation.gradients(candidates.images.flatten(0, 1), self.labels[:victims])
@@ -80,7 +85,7 @@ class Searches:
                 return losses + sum(prior(candidates.images) for prior in self.recipe.priors)
 
         start = Candidates(self.start.expand(victims, *self.start.shape[1:]))
-        minimise(objective, start, self.recipe.optimiser, Rules(steps, 0, 0.0, 0))
+        minimise(objective, start, self.recipe.optimiser, LoopSettings(steps, 0, 0.0, 0))
 
 
 def matching_table(model: str, batches: tuple[int, ...], rounds: int, device: str) -> pd.DataFrame:

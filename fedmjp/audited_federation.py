@@ -43,7 +43,7 @@ def run_experiment(config: RunConfig, workspace: Workspace, progress: RunProgres
 
 
 def run_on_grid(grid: Any, config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
-    """The run on a given Flower Grid, whoever made it."""
+    """Run every federation of `config` on a given Flower Grid; see `run_experiment`."""
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
     with workspace.open_rows() as rows:
         for defense in config.defense:

@@ -1,7 +1,7 @@
-"""What one client does in one round. Knows data, model and defence; knows nothing of Flower.
+"""One client's local training in one round: data, model and defence, without Flower.
 
-The auditor uses the same object to look up the originals of an update it attacked: batches and masks depend on
-(seed, client, round, step) only, so nothing but the update itself has to leave the client.
+The auditor uses the same object to look up the original images of an attacked update: batches and masks depend only on
+(seed, client, round, step), so the client sends nothing but the update itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from fedmjp.objectives import client_loss
 
 @dataclass(frozen=True)
 class Batch:
-    """One local step's originals: images (B, C, H, W) in [0, 1], labels (B,), and the images' ids."""
+    """The original batch of one local step.
+
+    Attributes:
+        images: (B, C, H, W) in [0, 1].
+        labels: (B,) int64.
+        ids: one per image.
+    """
 
     images: Tensor
     labels: Tensor
@@ -34,7 +40,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """What a client sends: the tensors by name (gradients, or weights), float buffers, and two numbers."""
+    """The update that a client sends.
+
+    Attributes:
+        tensors: gradients, or weights, by parameter name.
+        buffers: floating-point buffers by name.
+        num_examples: images used in all local steps together.
+        loss: mean training loss over the local steps.
+    """
 
     tensors: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -44,7 +57,16 @@ class ClientResult:
 
 @lru_cache(maxsize=2)
 def shared_data(data: DataConfig, size: int, seed: int) -> DataBundle:
-    """The data of a run, loaded once a process for all runs that share it."""
+    """The data of a run, cached per process for all runs that use the same data.
+
+    Args:
+        data: which data, and how many images.
+        size: side of the images in pixels.
+        seed: see `load_data`.
+
+    Raises:
+        UsageError: see `load_data`.
+    """
     return load_data(
         data.data,
         size=size,
@@ -57,7 +79,15 @@ def shared_data(data: DataConfig, size: int, seed: int) -> DataBundle:
 
 @lru_cache(maxsize=2)
 def shared_task(config_json: str, defense: str) -> ClientTask:
-    """The task of a run under one defence, built once a process."""
+    """The task of a run under one defence, cached per process.
+
+    Args:
+        config_json: the configuration, from `RunConfig.to_json`.
+        defense: name of the defence.
+
+    Raises:
+        UsageError: see `ClientTask`.
+    """
     return ClientTask(RunConfig.from_json(config_json), defense)
 
 
@@ -65,11 +95,11 @@ class ClientTask:
     """Model, data partitions and defence of one federation.
 
     Args:
-        config: the whole run's configuration.
-        defense: the defence this federation trains under.
+        config: the configuration of the run.
+        defense: name of the defence that this federation trains under.
 
     Raises:
-        UsageError: data, weights or device that are not there.
+        UsageError: data, weights or device are not available.
     """
 
     def __init__(self, config: RunConfig, defense: str) -> None:
@@ -97,16 +127,16 @@ class ClientTask:
         self._loaded: object = None
 
     def batch(self, client: int, round: int, step: int) -> Batch:
-        """The images of one step."""
+        """The batch of one step; `round` counts from 1, `step` from 0."""
         indices, train = self._indices(client, round, step), self.data.train
         return Batch(train.images(indices), train.labels[indices], tuple(train.ids[i] for i in indices))
 
     def batch_ids(self, client: int, round: int, step: int) -> tuple[str, ...]:
-        """The ids of one step's images, without decoding them."""
+        """The ids of the batch of one step, without decoding its images."""
         return tuple(self.data.train.ids[i] for i in self._indices(client, round, step))
 
     def _indices(self, client: int, round: int, step: int) -> list[int]:
-        """One step's places in the training set: epochs over the client's own data, each in a fresh order."""
+        """Indices of one step's images in the training set: epochs over the client's data, each in a new order."""
         f = self.config.federation
         own = self.parts[client]
         first = ((round - 1) * f.local_steps + step) * f.batch_size
@@ -118,20 +148,23 @@ class ClientTask:
         return [int(own[orders[p // len(own)][p % len(own)]]) for p in places]
 
     def seen(self, batch: Batch, client: int, round: int, step: int) -> ClientInput:
-        """The batch as the model sees it, after the defence, on the run's device."""
+        """The batch as the model sees it, after the defence on the input, on the run's device."""
         generator = self._generator(2, client, round, step)
         return self.defense.on_input(batch.images.to(self.device), self.model, generator, round)
 
     def update(
         self, client: int, round: int, weights: Mapping[str, Tensor], source: bytes | None = None
     ) -> ClientResult:
-        """Train from `weights` (parameters and float buffers by name) and return what the client sends.
+        """Train from `weights` and return the update that the client sends.
 
         Args:
-            source: the bytes that hold the weights, if any: see `load`.
+            client: the client's number, from 0.
+            round: number of the round, from 1.
+            weights: parameters and float buffers by name.
+            source: the bytes that hold the weights, if any; see `load`.
 
         Raises:
-            UsageError: weights that do not fit the model.
+            UsageError: the weights do not fit the model.
         """
         self.load(weights, source)
         self.model.module.train()
@@ -161,11 +194,13 @@ class ClientTask:
         """Copy parameters and buffers by name into the model.
 
         Args:
-            source: the immutable bytes behind `weights`. All clients of a round are sent the same ones, and in one
-                process parameters that are there already are not copied again; buffers, which a step changes, are.
+            weights: name -> tensor.
+            source: the immutable bytes that `weights` are views of. All clients of a round receive the same bytes, so
+                in one process parameters that are loaded already are not copied again. Buffers are, because a step
+                changes them.
 
         Raises:
-            UsageError: a name or shape that the model does not have.
+            UsageError: a name or shape does not occur in the model.
         """
         known = self.parameters | self.buffers
         for name, value in weights.items():
@@ -178,12 +213,12 @@ class ClientTask:
         self._loaded = source
 
     def evaluate(self, weights: Mapping[str, Tensor]) -> tuple[float, float]:
-        """(mean cross-entropy, accuracy in [0, 1]) of `weights` on the test images, undefended."""
+        """(mean cross-entropy, accuracy in [0, 1]) of `weights` on the test images, without defence."""
         self.load(weights)
         return evaluate(self.model, self.data.test, self.device)
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """Gradient of every parameter by name; zeros where the loss does not reach."""
+        """Gradient of every parameter by name; zeros for parameters that the loss does not depend on."""
         found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         pairs = zip(self.parameters.items(), found, strict=True)
         return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
@@ -195,7 +230,7 @@ class ClientTask:
                 parameter -= self.config.federation.learning_rate * gradients[name]
 
     def _generator(self, purpose: int, client: int, round: int, step: int) -> torch.Generator:
-        """A CPU generator of its own for every use, so that masks are the same on every device and engine."""
+        """A separate CPU generator for every use, so that masks are the same on every device and engine."""
         entropy = np.random.SeedSequence([self.config.seed, purpose, client, round, step]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))
 
@@ -203,7 +238,8 @@ class ClientTask:
 def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """Floating-point buffers that belong to a checkpoint (running statistics of batch norms), by name.
 
-    They are averaged like weights. What a model computes from its own shape (Swin's attention masks) stays at home.
+    They are averaged like weights. Buffers that a model computes from its architecture (Swin's attention masks) are
+    left out.
     """
     kept = module.state_dict().keys()
     return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point() and n in kept}
@@ -213,7 +249,7 @@ def usable_device(name: str) -> torch.device:
     """The torch device called `name`.
 
     Raises:
-        UsageError: no such device here.
+        UsageError: this machine has no such device.
     """
     try:
         device = torch.device(name)

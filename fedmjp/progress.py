@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar per federation, a line per round with what each attack got."""
+"""Progress display of a run: a bar per federation, and a line per round with the mean PSNR of each attack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 
 class RunProgress:
-    """Progress of a run on `console`."""
+    """Shows the progress of a run on `console`."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -24,7 +24,14 @@ class RunProgress:
 
     @contextmanager
     def federation(self, defense: str, rounds: int, clients: int, finished: int) -> Iterator[None]:
-        """Show one federation's bar: a tick for each client's update."""
+        """Context that shows one federation's bar, which advances with each client's update.
+
+        Args:
+            defense: name of the federation's defence.
+            rounds: rounds of the federation.
+            clients: clients sampled per round.
+            finished: rounds finished by an earlier run.
+        """
         self._defense, self._rounds = defense, rounds
         columns = (
             SpinnerColumn(),
@@ -40,17 +47,17 @@ class RunProgress:
             yield
 
     def attack_done(self, attack: str, psnr: list[float]) -> None:
-        """Note an attack's result on one update."""
+        """Record an attack's PSNR (dB, one per image) on one update; NaN values are ignored."""
         self._psnr[attack] += [p for p in psnr if not math.isnan(p)] or []
         self._psnr.setdefault(attack, [])
         self._bar.update(self._task, description=f"{self._defense}: {attack}")
 
     def client_done(self) -> None:
-        """One client's update has arrived and been audited."""
+        """Advance the bar after a client's update has been received and audited."""
         self._bar.advance(self._task)
 
     def round_done(self, number: int, loss: float, accuracy: float, seconds: float) -> None:
-        """Print the round's line."""
+        """Print the line of round `number`: loss, accuracy in [0, 1], seconds, and the mean PSNR of each attack."""
         attacks = "  ".join(f"{a} {fmean(v):.1f} dB" if v else f"{a} -" for a, v in self._psnr.items())
         self._psnr.clear()
         self.console.print(

@@ -1,5 +1,6 @@
-"""Gradient matching: images are sought whose gradient is the one received.
+"""Gradient matching: optimise images until a simulated client's gradient equals the received one.
 
-One engine (`engine`), simulated clients (`simulation`), and parts to exchange: `distances`, `priors`, `optimisers`,
-`labels`. A named attack is a small file that composes them and cites its paper.
+All attacks share one optimisation loop (`engine`) and simulated clients (`simulation`), and are composed of
+exchangeable parts: `distances`, `priors`, `optimisers`, `labels`. A named attack is a small file that composes these
+parts and cites its paper.
 """

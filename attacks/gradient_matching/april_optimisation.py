@@ -1,7 +1,8 @@
 """APRIL's optimisation attack (Lu et al. 2021): gradient matching plus the cosine of the position gradients.
 
-The paper leaves the optimiser's settings open; Adam with a step-wise falling rate here. The distance is relative to the
-gradient's own size, so that the weight of the cosine means the same on every model.
+The paper does not give the optimiser's settings; this implementation uses Adam with a step-wise decaying rate. The
+squared distance is relative to the squared norm of the gradient, so that the cosine's weight has the same effect on
+every model.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from attacks.tokenizer import find_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class AprilOptimisation(GradientMatching):
-    """Images by the whole gradient and the direction of the position embedding's.
+    """Matches the whole gradient, and the direction of the position embedding's gradient.
 
     Args:
-        rate: of Adam, in normalised pixels.
-        alpha: weight of the cosine.
+        rate: learning rate of Adam, in normalised pixels.
+        alpha: weight of the cosine term.
     """
 
     rate: float = 0.3

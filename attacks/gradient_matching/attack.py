@@ -1,13 +1,14 @@
-"""What the named attacks share: from updates to lanes, from lanes to images.
+"""Base class of the gradient-matching attacks: sets up the searches for the updates and returns the best images.
 
-An attack is a `Recipe` of exchangeable parts. Victims that were sent the same model are attacked together.
+An attack is a `Recipe` of exchangeable parts. Victims that were sent the same model are attacked together. A *search*
+is one restart for one victim; with V victims and R restarts that run in parallel there are L = V R searches.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -17,13 +18,13 @@ from torch import Tensor
 from attacks import ATTACKS
 from attacks.base import Attack, Interrupted
 from attacks.gradient_matching.distances import Distance
-from attacks.gradient_matching.engine import Candidates, OnStep, Outcome, Rules, minimise
+from attacks.gradient_matching.engine import Candidates, LoopSettings, OnStep, Outcome, minimise
 from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.labels import head_bias, infer_labels
+from attacks.gradient_matching.matched_update import MatchedUpdate, extract_matched_update
 from attacks.gradient_matching.optimisers import Optimiser
 from attacks.gradient_matching.priors import Prior
-from attacks.gradient_matching.reading import Reading, read
-from attacks.gradient_matching.simulation import simulate
+from attacks.gradient_matching.simulation import build_simulation
 from attacks.gradient_matching.unrolled import Simulation, math_attention
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
@@ -36,23 +37,23 @@ class Recipe:
     """The parts of an attack.
 
     Attributes:
-        distance: between gradients.
-        optimiser: with its schedule.
+        distance: between simulated and received gradients.
+        optimiser: with its learning-rate schedule.
         priors: on the images.
-        boxed: keep pixels in [0, 1].
-        seeks_labels: labels are sought with the images, not inferred.
+        clamps_pixels: clamp the pixels to [0, 1] after each step.
+        optimises_labels: labels are optimised together with the images, not inferred.
     """
 
     distance: Distance
     optimiser: Optimiser
     priors: tuple[Prior, ...] = ()
-    boxed: bool = True
-    seeks_labels: bool = False
+    clamps_pixels: bool = True
+    optimises_labels: bool = False
 
 
 @dataclass(frozen=True)
-class _Search:
-    """What a recipe minimises for some victims; labels are (V, B), or None where they are sought."""
+class _MatchingLoss:
+    """The loss that a recipe minimises for a group of victims; labels are (V, B), or None if they are optimised."""
 
     recipe: Recipe
     simulation: Simulation
@@ -60,7 +61,7 @@ class _Search:
     labels: Tensor | None
 
     def losses(self, candidates: Candidates, share: float) -> Tensor:
-        """(V, R), with the priors that have begun at that share of the run."""
+        """Losses (V, R), with the priors that are active at that share of the run."""
         victims, restarts = candidates.images.shape[:2]
         if self.labels is None:
             given = candidates.labels.softmax(dim=-1).flatten(0, 1)  # (L, B, K)
@@ -69,22 +70,22 @@ class _Search:
         with math_attention():
             found = self.simulation.gradients(candidates.images.flatten(0, 1), given)
             losses = self.recipe.distance(found, self.target).unflatten(0, (victims, restarts))
-            return losses + sum(prior(candidates.images) for prior in self.recipe.priors if share >= prior.begins)
+            return losses + sum(prior(candidates.images) for prior in self.recipe.priors if share >= prior.active_from)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMatching(Attack):
-    """Images whose gradient is the one received.
+    """Optimises images until their gradient equals the received one.
 
     Args:
-        steps: gradient evaluations.
-        restarts: starts a victim; the one of least loss is the answer.
-        init: where to start: randn (normalised pixels from a unit Gaussian), zeros (the mean of the normalisation), or
-            the name of an attack whose answer is refined.
-        seed: of the starts.
-        patience: steps without gain after which a start is given up; 0 for never.
-        gain: relative fall of the loss that counts as one.
-        on_step: told of progress: steps done, steps asked for, and the best loss (victims, restarts).
+        steps: number of gradient evaluations, at least 1.
+        restarts: searches per victim, at least 1; the one of least loss gives the reconstruction.
+        init: the initial images: randn (normalised pixels from a unit Gaussian), zeros (the mean of the normalisation),
+            or the name of an attack whose reconstruction is refined.
+        seed: of the initial images.
+        patience: number of steps without improvement after which a search stops; 0 for never.
+        gain: relative decrease of the loss that counts as an improvement.
+        on_step: called after each step with the steps done, the total steps, and the best loss (victims, restarts).
     """
 
     steps: int = 300
@@ -100,18 +101,22 @@ class GradientMatching(Attack):
 
     @abstractmethod
     def recipe(self, observation: Observation) -> Recipe:
-        """The parts, for this model.
+        """The parts of the attack for this model and update.
 
         Raises:
-            UsageError: the model or the update lacks what a part speaks of.
+            UsageError: the model or the update lacks something that a part needs.
         """
 
     def parameters(self) -> dict[str, Any]:
-        """See `Attack.parameters`; progress is nobody's result."""
+        """See `Attack.parameters`; `on_step` is left out because it does not affect the result."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "on_step"}
 
     def validate(self) -> None:
-        """Raise `UsageError` for a configuration that means nothing."""
+        """Check the configuration.
+
+        Raises:
+            UsageError: fewer than one step or restart, an unknown `init`, or several restarts from the same start.
+        """
         for name in ("steps", "restarts"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -119,35 +124,38 @@ class GradientMatching(Attack):
             return
         if self.init not in ATTACKS or ATTACKS.get(self.init).reads_every_parameter:
             closed = [name for name, attack in ATTACKS.available().items() if not attack.reads_every_parameter]
-            raise UsageError(f"unknown start {self.init!r}; choose from: {', '.join((RANDOM, GREY, *closed))}")
+            raise UsageError(f"unknown init {self.init!r}; choose from: {', '.join((RANDOM, GREY, *closed))}")
         if self.restarts > 1:
-            raise UsageError(f"start {self.init!r} is always the same: it makes no sense with {self.restarts} restarts")
+            raise UsageError(
+                f"init {self.init!r} gives the same start every time: use restarts=1 instead of {self.restarts}"
+            )
 
     def require(self, threat_model: ThreatModel, name: str) -> None:
-        """See `Attack.require`; a start from another attack needs what that one needs."""
+        """See `Attack.require`; with another attack as `init`, that attack's capabilities are needed too."""
         self.validate()
         super().require(threat_model, name)
         if self.init not in (RANDOM, GREY):
             ATTACKS.get(self.init)().require(threat_model, self.init)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; `details` holds losses and steps."""
+        """See `Attack.reconstruct`; `details` holds the losses (least, first, last) and the number of steps."""
         return self.reconstruct_many([observations])[0]
 
     def reconstruct_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
-        """See `Attack.reconstruct_many`: victims of one model together, one by one where the optimiser asks for it.
+        """See `Attack.reconstruct_many`: victims of one model together, or one by one if the optimiser requires it.
 
         Raises:
-            Interrupted: by the user, with what was found so far.
+            UsageError: see `validate`.
+            Interrupted: by the user, with the best reconstructions so far.
         """
         self.validate()
         found: dict[int, Reconstruction] = {}
         for members in self._groups(cases):
             try:
-                answers, interrupted = self._together([cases[i] for i in members])
+                results, interrupted = self._attack_group([cases[i] for i in members])
             except UsageError as error:
-                answers, interrupted = [Reconstruction(images=None, diagnosis=str(error))] * len(members), False
-            found |= zip(members, answers, strict=True)
+                results, interrupted = [Reconstruction(images=None, diagnosis=str(error))] * len(members), False
+            found |= zip(members, results, strict=True)
             if interrupted:
                 untouched = Reconstruction(images=None, diagnosis="interrupted before its turn")
                 raise Interrupted([found.get(i, untouched) for i in range(len(cases))])
@@ -157,10 +165,11 @@ class GradientMatching(Attack):
         groups: dict[tuple, list[int]] = defaultdict(list)
         for index, case in enumerate(cases):
             o = case[-1]
-            # Memory for one victim's restarts; an optimiser that mixes lanes; a start that may fail for one of them.
+            # A victim is attacked alone if it has several restarts (memory), if the initial attack may fail for some
+            # victims, or if the optimiser would mix the searches.
             alone = index if self.restarts > 1 or self.init not in (RANDOM, GREY) or not self._separable(o) else -1
-            alike = tuple(sorted(o.gradients)), o.labels is None
-            key = id(o.model), o.image_shape, o.num_examples, o.kind, o.local_steps, o.learning_rate, alike, alone
+            content = tuple(sorted(o.gradients)), o.labels is None
+            key = id(o.model), o.image_shape, o.num_examples, o.kind, o.local_steps, o.learning_rate, content, alone
             groups[key].append(index)
         return list(groups.values())
 
@@ -170,31 +179,32 @@ class GradientMatching(Attack):
         except UsageError:
             return True
 
-    def _together(self, cases: Sequence[Sequence[Observation]]) -> tuple[list[Reconstruction], bool]:
-        """Answers to victims of one model, and whether the user stopped the search."""
+    def _attack_group(self, cases: Sequence[Sequence[Observation]]) -> tuple[list[Reconstruction], bool]:
+        """Reconstructions for victims of one model, and whether the user stopped the run."""
         observations = [case[-1] for case in cases]
         recipe = self.recipe(observations[0])
-        readings = [read(o) for o in observations]
+        updates = [extract_matched_update(o) for o in observations]
         # Restarts that cannot share an optimiser run one after the other.
-        lanes = self.restarts if recipe.optimiser.separable else 1
-        exact = recipe.seeks_labels or recipe.optimiser.exact
-        simulation, target = simulate(observations[0], readings, lanes, exact=exact)
-        labels = None if recipe.seeks_labels else self._labels(observations, simulation)
-        search = _Search(recipe, simulation, target, labels)
-        rules = Rules(self.steps, self.patience, self.gain, self.seed, tuple({prior.begins for prior in recipe.priors}))
-        box = _box(observations[0]) if recipe.boxed else None
+        parallel = self.restarts if recipe.optimiser.separable else 1
+        exact = recipe.optimises_labels or recipe.optimiser.exact
+        simulation, target = build_simulation(observations[0], updates, parallel, exact=exact)
+        labels = None if recipe.optimises_labels else self._labels(observations, simulation)
+        loss = _MatchingLoss(recipe, simulation, target, labels)
+        changes = tuple({prior.active_from for prior in recipe.priors})
+        settings = LoopSettings(self.steps, self.patience, self.gain, self.seed, changes)
+        clamp = _pixel_clamp(observations[0]) if recipe.clamps_pixels else None
         outcomes: list[Outcome] = []
-        for first in range(0, self.restarts, lanes):
-            start = self._start(cases, simulation, recipe, slice(first, first + lanes))
-            outcomes.append(minimise(search.losses, start, recipe.optimiser, rules, box, self.on_step))
+        for first in range(0, self.restarts, parallel):
+            start = self._initial(cases, simulation, recipe, slice(first, first + parallel))
+            outcomes.append(minimise(loss.losses, start, recipe.optimiser, settings, clamp, self.on_step))
             if outcomes[-1].interrupted:
                 break
         merged = _merge(outcomes)
-        pairs = enumerate(zip(observations, readings, strict=True))
-        return [self._answer_of(index, merged, o, r, labels) for index, (o, r) in pairs], merged.interrupted
+        pairs = enumerate(zip(observations, updates, strict=True))
+        return [self._reconstruction(index, merged, o, u, labels) for index, (o, u) in pairs], merged.interrupted
 
     def _labels(self, observations: Sequence[Observation], simulation: Simulation) -> Tensor:
-        """(V, B), given or inferred."""
+        """Labels (V, B) int64: those of the observations where they are given, else inferred."""
         grey = torch.zeros(1, *observations[0].image_shape).to(next(iter(simulation.weights.values())))
         expected = simulation.logits(simulation.weights, grey, None).softmax(dim=1)[0]  # (K,)
         rows = []
@@ -206,10 +216,10 @@ class GradientMatching(Attack):
             rows.append(infer_labels(bias, expected.to(bias), simulation.images, o.local_steps))
         return torch.stack(rows)
 
-    def _start(
+    def _initial(
         self, cases: Sequence[Sequence[Observation]], simulation: Simulation, recipe: Recipe, restarts: slice
     ) -> Candidates:
-        """The candidates of some restarts; a victim's do not depend on its company."""
+        """The initial candidates of some restarts; a victim's do not depend on the other victims."""
         like = next(iter(simulation.weights.values()))
         shape = (simulation.images, *cases[0][-1].image_shape)
         generator = torch.Generator().manual_seed(self.seed)
@@ -219,28 +229,28 @@ class GradientMatching(Attack):
         elif self.init == GREY:
             images = torch.zeros_like(drawn).expand(len(cases), *drawn.shape)
         else:
-            images = torch.stack([_answer_to_refine(self.init, case, simulation.images) for case in cases])[:, None]
+            images = torch.stack([_initial_images(self.init, case, simulation.images) for case in cases])[:, None]
             images = images.to(like)
-        if not recipe.seeks_labels:
+        if not recipe.optimises_labels:
             return Candidates(images)
         classes = simulation.logits(simulation.weights, torch.zeros(1, *shape[1:]).to(like), None).shape[1]
         labels = torch.randn(self.restarts, simulation.images, classes, generator=generator)[restarts].to(like)
         return Candidates(images, labels.expand(len(cases), *labels.shape))
 
-    def _answer_of(
-        self, index: int, outcome: Outcome, observation: Observation, reading: Reading, labels: Tensor | None
+    def _reconstruction(
+        self, index: int, outcome: Outcome, observation: Observation, update: MatchedUpdate, labels: Tensor | None
     ) -> Reconstruction:
-        """The best restart of one victim, in words and pixels."""
+        """The best restart of victim `index`, with its diagnosis and flags."""
         winner = int(outcome.loss[index].nan_to_num(nan=torch.inf).argmin())
         numbers = (outcome.start, outcome.limit, outcome.last, outcome.loss)
         start, limit, last, loss = (float(t[index, winner]) for t in numbers)
-        flags = list(reading.flags)
+        flags = list(update.flags)
         if observation.labels is not None and labels is not None:
             flags.append("labels_given")
         reasons = []
         if not last <= limit:
             flags.append("loss_above_start")
-            reasons.append(f"the loss ended at {last:.3g}, above its start {limit:.3g}: the search diverged")
+            reasons.append(f"the last loss {last:.3g} is above the initial loss {limit:.3g}: the search diverged")
         if "zero_rows_ignored" in flags:
             reasons.append("masked positions cannot be simulated: the model takes no mask")
         if outcome.interrupted:
@@ -249,7 +259,7 @@ class GradientMatching(Attack):
         found = labels[index] if labels is not None else outcome.best.labels[index, winner].argmax(dim=-1)
         return Reconstruction(
             images=images,
-            known=torch.zeros_like(images[:, :1], dtype=torch.bool),  # a minimum vouches for no pixel
+            known=torch.zeros_like(images[:, :1], dtype=torch.bool),  # a minimum of the loss proves no pixel correct
             labels=found,
             diagnosis="; ".join(reasons),
             flags=tuple(flags),
@@ -258,7 +268,7 @@ class GradientMatching(Attack):
 
 
 def _merge(outcomes: Sequence[Outcome]) -> Outcome:
-    """Restarts that ran one after the other, side by side; the trace is that of the longest."""
+    """One outcome of restarts that ran one after the other; the trace is that of the longest run."""
     if len(outcomes) == 1:
         return outcomes[0]
     images = torch.cat([o.best.images for o in outcomes], dim=1)
@@ -270,25 +280,25 @@ def _merge(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(Candidates(images, labels), loss, start, limit, last, trace, any(o.interrupted for o in outcomes))
 
 
-def _answer_to_refine(name: str, case: Sequence[Observation], count: int) -> Tensor:
-    """Another attack's answer, normalised, (count, C, H, W).
+def _initial_images(name: str, case: Sequence[Observation], count: int) -> Tensor:
+    """The reconstruction by attack `name`, normalised, (count, C, H, W).
 
     Raises:
-        UsageError: it gave none.
+        UsageError: the attack gave no images.
     """
     found, observation = ATTACKS.get(name)()(case), case[-1]
     if found.images is None:
-        raise UsageError(f"nothing to start from, {name} says: {found.diagnosis}")
+        raise UsageError(f"no initial images, because {name} failed: {found.diagnosis}")
     mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(found.images) for v in (observation.mean, observation.std))
     normalised = (found.images - mean) / std
     return normalised if len(normalised) == count else normalised[:1].expand(count, -1, -1, -1)
 
 
-def _box(observation: Observation):
-    """Clamp normalised images (..., C, H, W) to what pixels in [0, 1] become."""
+def _pixel_clamp(observation: Observation) -> Callable[[Tensor], Tensor]:
+    """A function that clamps normalised images (..., C, H, W) so that their pixels lie in [0, 1]."""
 
-    def project(images: Tensor) -> Tensor:
+    def clamp(images: Tensor) -> Tensor:
         mean, std = (torch.tensor(v).view(-1, 1, 1).to(images) for v in (observation.mean, observation.std))
         return torch.maximum(torch.minimum(images, (1 - mean) / std), -mean / std)
 
-    return project
+    return clamp

@@ -1,6 +1,7 @@
 """Distances between the simulated and the received gradient: parts that an attack composes.
 
-Each is a frozen dataclass called with the simulated gradient and the target, and answers a number a lane, (L,).
+Each is a frozen dataclass. Called with the simulated gradients R and the target T of L simulated clients, it returns
+one number per client, (L,).
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attacks.gradient_matching.gradients import Gradients, Target, compare, square
+from attacks.gradient_matching.gradients import Gradients, Target, dot_and_square, squared_norm
 from attacks.registry import UsageError
 
-# Below this squared length a square root has no usable derivative.
+# Below this squared norm the square root has no usable derivative.
 TINY = 1e-24
 
 
 class Distance(Protocol):
-    """How far a simulated gradient is from the target."""
+    """Distance of simulated gradients from the target."""
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
-        """(L,), zero where they agree."""
+        """The distance per simulated client, (L,); zero where gradient and target are equal.
+
+        Args:
+            found: simulated gradients, name -> (L, *shape).
+            target: received gradients.
+        """
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,8 @@ class SquaredL2:
     """scale sum_l |R_l - T_l|^2 (Deep Leakage from Gradients, Zhu et al. 2019, equation 4).
 
     Args:
-        relative: in units of |T|^2, so that the size of the gradient does not matter to the optimiser.
+        scale: factor on the distance.
+        relative: in units of |T|^2, so that the optimiser's steps do not depend on the size of the gradient.
     """
 
     scale: float = 1.0
@@ -39,31 +46,38 @@ class SquaredL2:
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        gap = sum(square(r - target.values[name]) for name, r in found.items())
+        gap = sum(squared_norm(r - target.values[name]) for name, r in found.items())
         return self.scale * (gap / target.total() if self.relative else gap)
 
 
 @dataclass(frozen=True)
 class Cosine:
-    """scale (1 - <R, T> / |R| |T|) over all parameters as one vector (Inverting Gradients, Geiping et al. 2020,
-    equation 4)."""
+    """scale (1 - <R, T> / |R| |T|) with all parameters as one vector.
+
+    Inverting Gradients (Geiping et al. 2020, equation 4).
+
+    Args:
+        scale: factor on the distance.
+    """
 
     scale: float = 1.0
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        pairs = [compare(r, target.values[name]) for name, r in found.items()]
+        pairs = [dot_and_square(r, target.values[name]) for name, r in found.items()]
         dot, own = (sum(numbers) for numbers in zip(*pairs, strict=True))
         return self.scale * (1 - dot / (own * target.total()).clamp(min=TINY).sqrt())
 
 
 @dataclass(frozen=True)
 class LayerwiseL2:
-    """scale sum_l w_l |R_l - T_l|, lengths and not squares (GradInversion, Yin et al. 2021, equation 3; GradViT,
-    Hatamizadeh et al. 2022).
+    """scale sum_l w_l |R_l - T_l| with norms instead of squared norms.
+
+    GradInversion (Yin et al. 2021, equation 3) and GradViT (Hatamizadeh et al. 2022).
 
     Args:
-        weights: w_l by the start of a parameter's name, 1 where no start fits.
+        scale: factor on the distance.
+        weights: w_l by prefix of the parameter's name, 1 where no prefix matches.
         relative: in units of |T|.
     """
 
@@ -73,7 +87,7 @@ class LayerwiseL2:
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        lengths = {name: square(r - target.values[name]).clamp(min=TINY).sqrt() for name, r in found.items()}
+        lengths = {name: squared_norm(r - target.values[name]).clamp(min=TINY).sqrt() for name, r in found.items()}
         total = sum(self._weight(name) * length for name, length in lengths.items())
         return self.scale * (total / target.total().sqrt() if self.relative else total)
 
@@ -83,10 +97,11 @@ class LayerwiseL2:
 
 @dataclass(frozen=True)
 class PositionCosine:
-    """scale (1 - cosine) of one parameter's gradients: that of the position embedding (APRIL, Lu et al. 2021).
+    """scale (1 - cosine) for the gradient of one parameter, the position embedding (APRIL, Lu et al. 2021).
 
     Args:
-        name: the position embedding.
+        name: name of the position embedding.
+        scale: factor on the distance.
     """
 
     name: str
@@ -96,17 +111,17 @@ class PositionCosine:
         """See `Distance`.
 
         Raises:
-            UsageError: that gradient is not among those that are matched.
+            UsageError: the gradient of `name` is not matched.
         """
         if self.name not in found:
             raise UsageError(f"the update holds no usable gradient of {self.name}: there is no cosine to match")
-        dot, own = compare(found[self.name], target.values[self.name])
+        dot, own = dot_and_square(found[self.name], target.values[self.name])
         return self.scale * (1 - dot / (own * target.squares[self.name]).clamp(min=TINY).sqrt())
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Several distances added up."""
+    """The sum of several distances."""
 
     terms: tuple[Distance, ...]
 

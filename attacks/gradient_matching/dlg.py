@@ -1,7 +1,8 @@
-"""Deep Leakage from Gradients (Zhu, Liu and Han 2019): images and labels together, squared distance, L-BFGS.
+"""Deep Leakage from Gradients (Zhu, Liu and Han 2019): images and labels optimised together, squared distance, L-BFGS.
 
-Departs from the authors' code: one evaluation counts as one step (theirs make up to 20 an iteration, on the same path),
-and the distance is relative to the gradient's own size, for torch's L-BFGS ignores curvature below 1e-10.
+Departs from the authors' code: one evaluation counts as one step (an iteration of theirs makes up to 20 evaluations, on
+the same path), and the distance is relative to the squared norm of the gradient, because torch's L-BFGS ignores
+curvature below 1e-10.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from attacks.observation import Observation
 
 @dataclass(frozen=True, kw_only=True)
 class DeepLeakage(GradientMatching):
-    """Images and labels by L-BFGS.
+    """Optimises images and labels by L-BFGS.
 
     Args:
         rate: length of a quasi-Newton step.
@@ -26,4 +27,4 @@ class DeepLeakage(GradientMatching):
 
     def recipe(self, observation: Observation) -> Recipe:
         """See `GradientMatching.recipe`."""
-        return Recipe(SquaredL2(relative=True), LBFGS(self.rate), boxed=False, seeks_labels=True)
+        return Recipe(SquaredL2(relative=True), LBFGS(self.rate), clamps_pixels=False, optimises_labels=True)

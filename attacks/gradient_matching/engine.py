@@ -1,8 +1,8 @@
-"""The loop: candidates go downhill, every lane remembers its best, lanes that stand still stop.
+"""The optimisation loop: parallel searches, each of which keeps its best candidate and stops without improvement.
 
-Lanes are independent: victims are attacked together for speed, and each ends as it would alone but for round-off. An
-objective that changes on the way (a prior that begins later) makes values before and after incomparable, so the best is
-sought anew from there.
+A search is one restart for one victim. Searches are independent: victims are attacked together for speed, and each
+search gives the same result as it would alone, up to round-off. When the objective changes during the run (a prior that
+becomes active later), losses before and after the change are not comparable, so the best candidate is reset.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from torch import Tensor
 
 from attacks.gradient_matching.optimisers import Optimiser
 
-# Losses of all lanes (V, R) at candidates and the share of the run that is over.
+# (candidates, share of the run that is done, in [0, 1]) -> losses of all searches (V, R).
 Objective = Callable[["Candidates", float], Tensor]
-# Told after each step: steps done, steps asked for, and the best loss of every lane (V, R).
+# Called after each step with: steps done, total steps, and the best loss of every search (V, R).
 OnStep = Callable[[int, int, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is sought.
+    """The variables of the optimisation.
 
     Attributes:
         images: (V, R, B, C, H, W) normalised: victims, restarts, images of the batch.
-        labels: (V, R, B, K) logits of the labels where they are sought too, else None.
+        labels: (V, R, B, K) logits of the labels if they are optimised too, else None.
     """
 
     images: Tensor
     labels: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Those that are there."""
+        """The images, and the labels if they are optimised."""
         return [self.images] if self.labels is None else [self.images, self.labels]
 
 
 @dataclass(frozen=True)
-class Rules:
-    """When a run ends.
+class LoopSettings:
+    """Settings of the optimisation loop.
 
     Attributes:
-        steps: at most so many.
-        patience: steps without gain after which a lane stops; 0 for never.
-        gain: relative fall of the loss that counts as one.
+        steps: largest number of steps.
+        patience: number of steps without improvement after which a search stops; 0 for never.
+        gain: relative decrease of the loss that counts as an improvement.
         seed: of the noise on gradients.
-        changes: shares of the run at which the objective changes.
+        changes: shares of the run, in [0, 1], at which the objective changes.
     """
 
     steps: int
@@ -59,15 +59,16 @@ class Rules:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where the run ended.
+    """Result of a run.
 
     Attributes:
         best: candidates of least loss (V, R, ...).
-        loss: theirs, (V, R).
-        start, last: first and last loss of every lane, (V, R).
-        limit: what the last loss should not exceed: the first, or where the objective changed, the one after if larger.
+        loss: their losses, (V, R).
+        start, last: first and last loss of every search, (V, R).
+        limit: (V, R), a larger last loss means divergence: the largest of the first loss and the losses just after each
+            change of the objective.
         trace: (steps done, V, R) losses before each step.
-        interrupted: the user stopped it.
+        interrupted: whether the user stopped the run.
     """
 
     best: Candidates
@@ -79,91 +80,99 @@ class Outcome:
     interrupted: bool
 
 
-class _Memory:
-    """Best and latest of every lane."""
+class _Progress:
+    """The best candidate and the latest loss of every search."""
 
     def __init__(self, candidates: Candidates, losses: Tensor) -> None:
         self.best = [t.detach().clone() for t in candidates.tensors()]
         self.loss = torch.full_like(losses, torch.inf)
         self.start, self.limit, self.last = losses.clone(), losses.clone(), losses.clone()
-        self.idle = torch.zeros_like(losses, dtype=torch.int64)
-        self.open = torch.ones_like(losses, dtype=torch.bool)
+        self.steps_without_gain = torch.zeros_like(losses, dtype=torch.int64)
+        self.active = torch.ones_like(losses, dtype=torch.bool)
 
-    def note(self, candidates: Candidates, losses: Tensor, rules: Rules) -> None:
-        """Take in the losses (V, R) of the candidates as they stand; close lanes that diverged or stand still."""
-        self.last = torch.where(self.open, losses, self.last)
-        self.open &= losses.isfinite()
-        better = self.open & (losses < self.loss)
-        counts = better & (losses < self.loss - rules.gain * self.loss.abs().nan_to_num(posinf=0.0))
-        self.idle = torch.where(counts, 0, self.idle + 1)
+    def record(self, candidates: Candidates, losses: Tensor, settings: LoopSettings) -> None:
+        """Record the losses (V, R) of the current candidates; stop searches that diverged or no longer improve."""
+        self.last = torch.where(self.active, losses, self.last)
+        self.active &= losses.isfinite()
+        better = self.active & (losses < self.loss)
+        counts = better & (losses < self.loss - settings.gain * self.loss.abs().nan_to_num(posinf=0.0))
+        self.steps_without_gain = torch.where(counts, 0, self.steps_without_gain + 1)
         self.loss = torch.where(better, losses, self.loss)
         for kept, tensor in zip(self.best, candidates.tensors(), strict=True):
             kept[better] = tensor.detach()[better]
-        if rules.patience:
-            self.open &= self.idle < rules.patience
+        if settings.patience:
+            self.active &= self.steps_without_gain < settings.patience
 
-    def forget(self, losses: Tensor) -> None:
-        """The objective has changed, and gives these losses (V, R): what was best says nothing of the new one."""
+    def reset_best(self, losses: Tensor) -> None:
+        """Discard the best losses after a change of the objective, under which the candidates have `losses` (V, R)."""
         self.limit = torch.maximum(self.limit, losses)
-        self.loss = torch.where(self.open, torch.inf, self.loss)
-        self.idle = torch.zeros_like(self.idle)
+        self.loss = torch.where(self.active, torch.inf, self.loss)
+        self.steps_without_gain = torch.zeros_like(self.steps_without_gain)
 
 
 def minimise(
     objective: Objective,
     start: Candidates,
     optimiser: Optimiser,
-    rules: Rules,
+    settings: LoopSettings,
     project: Callable[[Tensor], Tensor] | None = None,
     on_step: OnStep | None = None,
 ) -> Outcome:
-    """Minimise every lane's loss.
+    """Minimise the loss of every search.
 
     Args:
-        project: brings images back to what is allowed, after each step.
-        on_step: told of progress.
+        objective: the losses.
+        start: initial candidates (V, R, ...).
+        optimiser: updates the candidates.
+        settings: number of steps and stopping rules.
+        project: maps the images (V, R, B, C, H, W) to allowed ones after each step.
+        on_step: called after each step, see `OnStep`.
 
     Returns:
-        The best of every lane; an interrupt (KeyboardInterrupt) ends the run early and keeps it.
+        The best candidate of every search. An interrupt by the user (KeyboardInterrupt) ends the run early and returns
+        the best so far.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted before the first loss was computed.
     """
     variables = [t.detach().clone().requires_grad_() for t in start.tensors()]
     candidates = Candidates(*variables)
-    torch_optimiser = optimiser.make(variables)
-    noise = torch.Generator().manual_seed(rules.seed + 1)
-    changes = {round(share * rules.steps) for share in rules.changes} - {0}
-    memory: _Memory | None = None
+    torch_optimiser = optimiser.build(variables)
+    noise = torch.Generator().manual_seed(settings.seed + 1)
+    changes = {round(share * settings.steps) for share in settings.changes} - {0}
+    progress: _Progress | None = None
     trace: list[Tensor] = []
     interrupted = False
     try:
-        for step in range(rules.steps + 1):
-            share = min(step, rules.steps - 1) / rules.steps
+        for step in range(settings.steps + 1):
+            share = min(step, settings.steps - 1) / settings.steps
             with torch.enable_grad():
                 losses = objective(candidates, share)
                 total = losses.sum()
-            if memory is not None and step in changes:
-                memory.forget(losses.detach())
-            memory = _Memory(candidates, losses.detach()) if memory is None else memory
-            memory.note(candidates, losses.detach(), rules)
-            if step == rules.steps or not memory.open.any():
+            if progress is not None and step in changes:
+                progress.reset_best(losses.detach())
+            progress = _Progress(candidates, losses.detach()) if progress is None else progress
+            progress.record(candidates, losses.detach(), settings)
+            if step == settings.steps or not progress.active.any():
                 break
             trace.append(losses.detach())
-            _descend(total, variables, torch_optimiser, optimiser, noise, step, rules.steps)
+            _descend(total, variables, torch_optimiser, optimiser, noise, step, settings.steps)
             if project is not None:
                 with torch.no_grad():
                     variables[0].copy_(project(variables[0]))
             if on_step is not None:
-                on_step(step + 1, rules.steps, memory.loss)
+                on_step(step + 1, settings.steps, progress.loss)
     except KeyboardInterrupt:
-        if memory is None:
+        if progress is None:
             raise
         interrupted = True
-    empty = memory.start.new_empty(0, *memory.start.shape)
+    empty = progress.start.new_empty(0, *progress.start.shape)
     return Outcome(
-        Candidates(*memory.best),
-        memory.loss,
-        memory.start,
-        memory.limit,
-        memory.last,
+        Candidates(*progress.best),
+        progress.loss,
+        progress.start,
+        progress.limit,
+        progress.last,
         torch.stack(trace) if trace else empty,
         interrupted,
     )
@@ -184,8 +193,8 @@ def _descend(
     gradients = torch.autograd.grad(total, variables)
     for variable, gradient in zip(variables, gradients, strict=True):
         drawn = None
-        if optimiser.noisy:  # the same for every victim, so that company does not matter
+        if optimiser.uses_noise:  # the same for every victim, so that a result does not depend on the other victims
             drawn = torch.randn(variable.shape[1:], generator=noise).to(variable).expand_as(variable)
-        # A lane that diverged stands still and must not spoil its neighbours.
-        variable.grad = optimiser.direct(gradient, drawn, rate).nan_to_num()
+        # A search that diverged has NaN gradients, which must not reach the other searches.
+        variable.grad = optimiser.transform_gradient(gradient, drawn, rate).nan_to_num()
     torch_optimiser.step(total.detach)

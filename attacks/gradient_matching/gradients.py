@@ -1,8 +1,9 @@
-"""Gradients of several simulated clients at once, and how they compare with what was received.
+"""Gradients of several simulated clients at once, and their comparison with the received gradients.
 
-A *lane* is one simulated client: one start for one victim. Every distance in use is made of three numbers a parameter,
-<R, T>, |R|^2 and |R - T|^2, R the simulated and T the received gradient, both (L, *shape) with a lane a row. |R - T|^2
-is computed as it stands: put together from the other two it would drown in round-off near the solution.
+There is one simulated client per search, that is per victim and restart; L counts them. All distances in use are
+computed from three numbers per parameter, <R, T>, |R|^2 and |R - T|^2, where R is the simulated and T the received
+gradient, both (L, *shape) with one simulated client per row. |R - T|^2 is computed directly: computed from the other
+two numbers it would be lost in round-off near the solution.
 """
 
 from __future__ import annotations
@@ -19,37 +20,48 @@ from torch.autograd.function import once_differentiable
 Gradients = Mapping[str, Tensor]
 
 
-class _Compare(torch.autograd.Function):
-    """Both numbers with no more traffic than needed: a gradient of all weights is what a small batch's step costs."""
+class _DotAndSquare(torch.autograd.Function):
+    """<R, T> and |R|^2 with as few memory accesses as possible.
+
+    With a small batch, reading the gradient of all weights is the largest cost of a step.
+    """
 
     @staticmethod
-    def forward(ctx: Any, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(one, other)
-        flat = [t.flatten(1) for t in (one, other)]
+    def forward(ctx: Any, simulated: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(simulated, received)
+        flat = [t.flatten(1) for t in (simulated, received)]
         dots = [torch.dot(r, t) for r, t in zip(*flat, strict=True)]
         return torch.stack(dots), torch.stack([torch.dot(r, r) for r in flat[0]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_dot: Tensor, of_square: Tensor) -> tuple[Tensor, None]:
-        one, other = ctx.saved_tensors
-        of_dot, of_square = (s.view(-1, *[1] * (one.dim() - 1)) for s in (of_dot, of_square))
-        return (2 * of_square * one).addcmul_(of_dot, other), None
+        simulated, received = ctx.saved_tensors
+        of_dot, of_square = (s.view(-1, *[1] * (simulated.dim() - 1)) for s in (of_dot, of_square))
+        return (2 * of_square * simulated).addcmul_(of_dot, received), None
 
 
-def compare(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """<R, T> and |R|^2 of every lane, (L,) each; differentiable once, in R."""
-    return _Compare.apply(one, other)
+def dot_and_square(simulated: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
+    """<R, T> and |R|^2 per simulated client; differentiable once, with respect to R.
+
+    Args:
+        simulated: R, (L, *shape).
+        received: T, (L, *shape).
+
+    Returns:
+        Two tensors (L,).
+    """
+    return _DotAndSquare.apply(simulated, received)
 
 
-def square(one: Tensor) -> Tensor:
-    """|R|^2 of every lane, (L,)."""
-    return one.flatten(1).square().sum(dim=1)
+def squared_norm(gradient: Tensor) -> Tensor:
+    """|R|^2 per simulated client: (L, *shape) -> (L,)."""
+    return gradient.flatten(1).square().sum(dim=1)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the victims sent, a lane a row.
+    """The received gradients, one row per simulated client.
 
     Attributes:
         values: parameter name -> (L, *shape).
@@ -61,8 +73,8 @@ class Target:
 
     @classmethod
     def of(cls, values: Gradients) -> Target:
-        """Stack of received gradients, (L, *shape) by name."""
-        return cls(values, {name: square(t) for name, t in values.items()})
+        """The target of received gradients `values`, name -> (L, *shape)."""
+        return cls(values, {name: squared_norm(t) for name, t in values.items()})
 
     def total(self) -> Tensor:
         """|T|^2 over all parameters, (L,)."""

@@ -1,9 +1,9 @@
-"""GradViT (Hatamizadeh et al. 2022): layer-wise distance, a prior on patch borders, priors that join half-way.
+"""GradViT (Hatamizadeh et al. 2022): layer-wise distance, a prior on patch borders, an image prior in the second half.
 
 Departs from the paper: its image prior, the distance to a pretrained CNN's batch-norm statistics, needs an auxiliary
-network that does not come with this package. What takes its place in the second half of the schedule is the total
-variation; the first half matches gradients with the patch prior alone. Distances of layers are relative to the whole
-gradient's length, so that the priors weigh the same on every model.
+network that this package does not include. The total variation replaces it in the second half of the schedule; the
+first half matches gradients with the patch prior alone. The layers' distances are relative to the norm of the whole
+gradient, so that the priors' weights have the same effect on every model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HALF = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class GradViT(GradientMatching):
-    """Images of a ViT's batch.
+    """Recovers a batch from a ViT's gradient.
 
     Args:
-        rate: of Adam, in normalised pixels.
-        tv, norm, borders: weights of total variation, norm and jumps across patch borders.
+        rate: learning rate of Adam, in normalised pixels.
+        tv, norm, borders: weights of the total variation, the norm and the jumps across patch borders.
     """
 
     rate: float = 0.3
@@ -37,5 +37,5 @@ class GradViT(GradientMatching):
     def recipe(self, observation: Observation) -> Recipe:
         """See `GradientMatching.recipe`."""
         patch = find_tokenizer(observation.model, observation.image_shape).patch_size
-        priors = (PatchBorders(self.borders, patch), TotalVariation(self.tv, begins=HALF), SmallNorm(self.norm))
+        priors = (PatchBorders(self.borders, patch), TotalVariation(self.tv, active_from=HALF), SmallNorm(self.norm))
         return Recipe(LayerwiseL2(1.0, relative=True), Adam(self.rate, CosineDecay(warmup=0.02)), priors)

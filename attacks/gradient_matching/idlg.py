@@ -1,6 +1,6 @@
-"""Improved Deep Leakage from Gradients (Zhao, Mopuri and Bilen 2020): DLG with the label read off the last layer.
+"""Improved Deep Leakage from Gradients (Zhao, Mopuri and Bilen 2020): DLG with the label inferred from the last layer.
 
-Departs from the paper: batches are taken too, with labels by counts (`attacks.gradient_matching.labels`).
+Departs from the paper: it accepts batches too, with labels inferred by counts (`attacks.gradient_matching.labels`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from attacks.observation import Observation
 
 @dataclass(frozen=True, kw_only=True)
 class ImprovedDeepLeakage(DeepLeakage):
-    """Images by L-BFGS, labels inferred."""
+    """Infers the labels, then optimises the images by L-BFGS."""
 
     def recipe(self, observation: Observation) -> Recipe:
         """See `GradientMatching.recipe`."""
-        return replace(super().recipe(observation), seeks_labels=False)
+        return replace(super().recipe(observation), optimises_labels=False)

@@ -1,6 +1,7 @@
 """Inverting Gradients (Geiping, Bauermeister, Dröge and Moeller 2020): cosine distance, signed Adam, total variation.
 
-The authors run 4,800 to 24,000 steps; the default here is a budget for a CPU, and the rate's schedule adapts to it.
+The authors run 4,800 to 24,000 steps. The default here is a budget for a CPU, and the rate's schedule scales with the
+number of steps.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from attacks.observation import Observation
 
 @dataclass(frozen=True, kw_only=True)
 class InvertingGradients(GradientMatching):
-    """Images by the direction of the gradient.
+    """Matches the direction of the gradient.
 
     Args:
-        rate: of signed Adam, in normalised pixels.
+        rate: learning rate of signed Adam, in normalised pixels.
         tv: weight of the total variation.
     """
 

@@ -1,10 +1,11 @@
-"""Priors on the images sought: parts that an attack composes.
+"""Priors on the candidate images: parts that an attack composes.
 
-Each is a frozen dataclass called with normalised candidates (V, R, B, C, H, W), victims by restarts by images of the
-batch, and answers a number a lane, (V, R). `begins` is the share of the run before which it is left out.
+Each is a frozen dataclass. Called with normalised candidates (V, R, B, C, H, W), that is victims by restarts by images
+of the batch, it returns one number per search, (V, R). `active_from` is the share of the run, in [0, 1], before which
+the prior is not used. `scale` is the prior's weight.
 
-Left out are the priors that need a second network: distances to the batch-norm statistics of a pretrained CNN
-(GradInversion, GradViT). A ViT has no such statistics of its own, and no such CNN comes with this package.
+Priors that need a second network are not implemented: distances to the batch-norm statistics of a pretrained CNN
+(GradInversion, GradViT). A ViT has no such statistics of its own, and this package includes no such CNN.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from torch import Tensor
 
 
 class Prior(Protocol):
-    """What makes a candidate unlikely."""
+    """A penalty on unlikely candidates."""
 
-    begins: float
+    active_from: float
 
     def __call__(self, images: Tensor) -> Tensor:
-        """(V, R, B, C, H, W) -> (V, R)."""
+        """The penalty per search: (V, R, B, C, H, W) -> (V, R)."""
 
 
 @dataclass(frozen=True)
 class TotalVariation:
-    """scale times the mean absolute difference of neighbouring pixels, both directions added."""
+    """scale times the mean absolute difference of neighbouring pixels, summed over both directions."""
 
     scale: float
-    begins: float = 0.0
+    active_from: float = 0.0
 
     def __call__(self, images: Tensor) -> Tensor:
         """See `Prior`."""
@@ -43,7 +44,7 @@ class SmallNorm:
     """scale times half the mean square of normalised pixels (GradInversion's l2 prior)."""
 
     scale: float
-    begins: float = 0.0
+    active_from: float = 0.0
 
     def __call__(self, images: Tensor) -> Tensor:
         """See `Prior`."""
@@ -52,15 +53,15 @@ class SmallNorm:
 
 @dataclass(frozen=True)
 class PatchBorders:
-    """scale times the lengths of the jumps across patch borders (GradViT's patch prior), a mean over borders.
+    """scale times the root mean square jump across patch borders, averaged over images (GradViT's patch prior).
 
     Args:
-        patch_size: p in pixels.
+        patch_size: side p of a patch in pixels.
     """
 
     scale: float
     patch_size: int
-    begins: float = 0.0
+    active_from: float = 0.0
 
     def __call__(self, images: Tensor) -> Tensor:
         """See `Prior`."""
@@ -75,11 +76,11 @@ class PatchBorders:
 class GroupConsistency:
     """scale times the mean square distance to the mean over the restarts (GradInversion, equation 10).
 
-    Departs from the paper: the restarts are averaged as they are, without registration. A ViT's patches do not drift.
+    Departs from the paper: the restarts are averaged without registration, because a ViT's patches do not shift.
     """
 
     scale: float
-    begins: float = 0.0
+    active_from: float = 0.0
 
     def __call__(self, images: Tensor) -> Tensor:
         """See `Prior`."""

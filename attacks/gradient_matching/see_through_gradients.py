@@ -1,8 +1,8 @@
-"""See through Gradients (GradInversion; Yin et al. 2021): squared distance, noisy Adam, starts that have to agree.
+"""See through Gradients (GradInversion; Yin et al. 2021): squared distance, noisy Adam, group consistency of restarts.
 
-Departs from the paper: no batch-norm prior, which needs a CNN's statistics and so an auxiliary network on a ViT; the
-group's mean is taken without registration; the distance is squared, as in the `breaching` package, but relative to the
-gradient's own size, so that the priors weigh the same on every model.
+Departs from the paper: there is no batch-norm prior, which needs a CNN's statistics and thus an auxiliary network for a
+ViT; the group's mean is taken without registration; the distance is squared, as in the `breaching` package, but
+relative to the squared norm of the gradient, so that the priors' weights have the same effect on every model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from attacks.observation import Observation
 
 @dataclass(frozen=True, kw_only=True)
 class SeeThroughGradients(GradientMatching):
-    """Images by several starts that agree.
+    """Matches gradients from several restarts that are pulled towards their mean.
 
     Args:
-        rate: of Adam, in normalised pixels.
-        tv, norm, group: weights of total variation, norm, and agreement between restarts.
-        langevin: noise on the gradient, in units of the rate.
+        rate: learning rate of Adam, in normalised pixels.
+        tv, norm, group: weights of the total variation, the norm, and the consistency between restarts.
+        langevin: standard deviation of the noise on the gradient, in units of the rate.
     """
 
     rate: float = 0.3

@@ -1,4 +1,4 @@
-"""Which engine simulates the clients of an attack, on which parameters, against what."""
+"""Choose the engine that simulates an attack's clients, the parameters that are matched, and the target."""
 
 from __future__ import annotations
 
@@ -7,55 +7,58 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attacks.gradient_matching.differences import Differenced
+from attacks.gradient_matching.differences import FiniteDifferences
 from attacks.gradient_matching.gradients import Target
-from attacks.gradient_matching.reading import Reading
+from attacks.gradient_matching.matched_update import MatchedUpdate
 from attacks.gradient_matching.unrolled import Simulation, Unrolled, math_attention
 from attacks.observation import Observation
 
-# Relative difference of the two engines' derivatives that round-off and the finite step explain.
-AGREE = 0.02
+# Relative difference between the two engines' derivatives that round-off and the finite step can cause.
+MAX_DISAGREEMENT = 0.02
 
 
-def simulate(
-    observation: Observation, readings: Sequence[Reading], restarts: int, *, exact: bool = False
+def build_simulation(
+    observation: Observation, updates: Sequence[MatchedUpdate], restarts: int, *, exact: bool = False
 ) -> tuple[Simulation, Target]:
-    """Simulated clients for victims of one model, and what they are held against.
+    """Simulated clients for the victims of one model, and the gradients they are matched to.
 
     Args:
-        observation: one of the victims' (they share model, batch size and local steps).
-        readings: one a victim.
-        restarts: lanes a victim.
-        exact: derivatives to round-off, and in the labels too; else `Differenced`, about twice as fast, where the
-            clients take one step and the model allows it.
+        observation: of any one of the victims (they share model, batch size and local steps).
+        updates: one per victim.
+        restarts: searches per victim that run in parallel.
+        exact: derivatives exact to round-off, with respect to labels too. Otherwise `FiniteDifferences`, about twice
+            as fast, is used where the clients take one step and the model allows it.
+
+    Returns:
+        The simulation of L = victims x restarts clients, and their target.
     """
-    masks = _masks(observation, readings)
+    masks = _masks(updates)
     masks = None if masks is None else masks.repeat_interleave(restarts, dim=0)
     unrolled = Unrolled(observation, masks)
     images, labels = _probe(observation, unrolled)
     with math_attention(), torch.enable_grad():
         reached = unrolled.reached(images, labels)
-        sent = set.intersection(*(set(reading.gradients) for reading in readings))
+        sent = set.intersection(*(set(update.gradients) for update in updates))
         names = unrolled.names = tuple(name for name in reached if name in sent)
         unrolled.head = _head(unrolled, images[0].detach())
-        values = {n: torch.stack([r.gradients[n] for r in readings]).repeat_interleave(restarts, dim=0) for n in names}
+        values = {n: torch.stack([u.gradients[n] for u in updates]).repeat_interleave(restarts, dim=0) for n in names}
         target = Target.of(values)
         if exact or observation.local_steps > 1:
             return unrolled, target
-        quick = Differenced(unrolled)
+        quick = FiniteDifferences(unrolled)
         return (quick if _agree(quick, unrolled, images, labels) else unrolled), target
 
 
-def _masks(observation: Observation, readings: Sequence[Reading]) -> Tensor | None:
-    """(V, N) bool, or None where nobody hides anything."""
-    known = [reading.mask for reading in readings if reading.mask is not None]
+def _masks(updates: Sequence[MatchedUpdate]) -> Tensor | None:
+    """(V, N) bool, or None if no victim masks positions."""
+    known = [update.mask for update in updates if update.mask is not None]
     if not known:
         return None
-    return torch.stack([torch.zeros_like(known[0]) if r.mask is None else r.mask for r in readings])
+    return torch.stack([torch.zeros_like(known[0]) if u.mask is None else u.mask for u in updates])
 
 
 def _probe(observation: Observation, simulation: Simulation) -> tuple[Tensor, Tensor]:
-    """Noise and labels for one lane: (1, B, C, H, W) and (1, B)."""
+    """Random images and labels for one simulated client: (1, B, C, H, W) and (1, B)."""
     generator = torch.Generator().manual_seed(0)
     like = next(iter(simulation.weights.values()))
     images = torch.randn(1, simulation.images, *observation.image_shape, generator=generator).to(like)
@@ -63,7 +66,7 @@ def _probe(observation: Observation, simulation: Simulation) -> tuple[Tensor, Te
 
 
 def _head(simulation: Simulation, images: Tensor) -> str:
-    """Name of the linear layer whose output are the logits of images (B, C, H, W), or ""."""
+    """Name of the linear layer whose output is the logits of images (B, C, H, W), or ""."""
     seen: dict[str, Tensor] = {}
     layers = {name: layer for name, layer in simulation.model.named_modules() if isinstance(layer, nn.Linear)}
     hooks = [
@@ -78,8 +81,8 @@ def _head(simulation: Simulation, images: Tensor) -> str:
     return next((n for n, y in reversed(seen.items()) if y.shape == logits.shape and y.equal(logits)), "")
 
 
-def _agree(quick: Differenced, oracle: Unrolled, images: Tensor, labels: Tensor) -> bool:
-    """Whether both engines give two lanes, which are alike, the same derivative of their gradients' length."""
+def _agree(quick: FiniteDifferences, oracle: Unrolled, images: Tensor, labels: Tensor) -> bool:
+    """Whether both engines give the same derivative of the gradients' squared norm, for two identical clients."""
     held = oracle.masks
     quick.masks = oracle.masks = None if held is None else held[:1].expand(2, -1)
     slopes = []
@@ -87,8 +90,8 @@ def _agree(quick: Differenced, oracle: Unrolled, images: Tensor, labels: Tensor)
         for engine in (quick, oracle):
             found = engine.gradients(images.expand(2, *images.shape[1:]), labels.expand(2, -1))
             slopes.append(torch.autograd.grad(sum(g.square().sum() for g in found.values()), images)[0])
-    except RuntimeError:  # an operation of the model that cannot be mapped over lanes
+    except RuntimeError:  # the model uses an operation that torch.func.vmap cannot handle
         return False
     finally:
         quick.masks = oracle.masks = held
-    return bool((slopes[0] - slopes[1]).norm() < AGREE * slopes[1].norm())
+    return bool((slopes[0] - slopes[1]).norm() < MAX_DISAGREEMENT * slopes[1].norm())

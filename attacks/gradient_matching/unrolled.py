@@ -1,7 +1,8 @@
-"""Clients as the attack simulates them: candidate images and labels in, gradients out, differentiable in both.
+"""Simulated clients: a function from candidate images and labels to gradients, differentiable in both.
 
-`Simulation` is the interface; `Unrolled` the engine that takes every model, and the oracle of the faster one
-(`differences`). Second derivatives need PyTorch's mathematical attention kernel, set by `math_attention`.
+`Simulation` is the interface. `Unrolled` works for every model, and is the reference that the faster engine
+(`differences`) is compared with. Second derivatives need PyTorch's mathematical attention kernel, which
+`math_attention` selects.
 """
 
 from __future__ import annotations
@@ -23,19 +24,23 @@ from attacks.tokenizer import find_tokenizer
 
 @contextmanager
 def math_attention():
-    """Within it attention has second derivatives, and can be mapped over lanes."""
+    """Context in which attention has second derivatives and works under `torch.func.vmap`."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 class Simulation(ABC):
-    """Simulated clients of one model, a lane each.
+    """L simulated clients of one model, one per search (victim and restart).
+
+    Args:
+        observation: of any one of the victims.
+        masks: (L, N) bool, the masked positions of each client, or None.
 
     Attributes:
         model: a copy of the sent model, in evaluation mode, without gradients.
-        names: the parameters that images reach and the victims sent.
-        head: name of the module whose output are the logits, or "".
-        images: candidates a lane: the batch, or the batches of all local steps.
+        names: the parameters that the images influence and whose gradients the victims sent.
+        head: name of the module whose output is the logits, or "".
+        images: candidate images per client: those of the batch, or of the batches of all local steps.
     """
 
     def __init__(self, observation: Observation, masks: Tensor | None) -> None:
@@ -50,14 +55,14 @@ class Simulation(ABC):
 
     @abstractmethod
     def gradients(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Gradients of the mean cross-entropy, summed over local steps.
+        """Gradients of the mean cross-entropy, summed over the local steps.
 
         Args:
             images: (L, B, C, H, W) normalised, B = `images`.
             labels: (L, B) int64, or (L, B, K) probabilities.
 
         Returns:
-            Name of each of `names` -> (L, *shape).
+            For each of `names` the gradients, (L, *shape).
         """
 
     def logits(self, weights: Mapping[str, Tensor], images: Tensor, masks: Tensor | None) -> Tensor:
@@ -73,24 +78,29 @@ def _mask_argument(observation: Observation) -> str:
 
 
 class Unrolled(Simulation):
-    """Autograd by every weight, lane by lane, through all local steps: takes every model, and is exact."""
+    """Exact gradients of one client after the other, by autograd through all local steps; works for every model."""
 
     def gradients(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """See `Simulation`."""
-        lanes = [self._lane(index, x, y) for index, (x, y) in enumerate(zip(images, labels, strict=True))]
-        if len(lanes) == 1:  # a view instead of a copy of every gradient
-            return {name: gradient[None] for name, gradient in lanes[0].items()}
-        return {name: torch.stack([lane[name] for lane in lanes]) for name in self.names}
+        clients = [self._one_client(index, x, y) for index, (x, y) in enumerate(zip(images, labels, strict=True))]
+        if len(clients) == 1:  # a view instead of a copy of every gradient
+            return {name: gradient[None] for name, gradient in clients[0].items()}
+        return {name: torch.stack([client[name] for client in clients]) for name in self.names}
 
     def reached(self, images: Tensor, labels: Tensor) -> list[str]:
-        """Parameters that images reach, by one lane (1, B, C, H, W)."""
+        """Names of the parameters that the images influence, tested with one client.
+
+        Args:
+            images: (1, B, C, H, W) normalised.
+            labels: (1, B) int64.
+        """
         weights = {name: w.detach().requires_grad_() for name, w in self.weights.items()}
         found = torch.autograd.grad(
             self._loss(weights, 0, images[0], labels[0], 0), weights.values(), allow_unused=True
         )
         return [name for name, gradient in zip(weights, found, strict=True) if gradient is not None]
 
-    def _lane(self, index: int, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def _one_client(self, index: int, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         weights = {name: w.detach() for name, w in self.weights.items()}
         weights |= {name: weights[name].requires_grad_() for name in self.names}
         total: dict[str, Tensor] = {}

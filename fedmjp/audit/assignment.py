@@ -1,7 +1,7 @@
-"""Which reconstruction belongs to which original.
+"""Assign reconstructions to originals.
 
-A gradient says nothing of the order of a batch, so a batch is matched by the assignment (Hungarian algorithm) of least
-total squared error.
+A gradient does not depend on the order of its batch, so reconstructions are assigned to originals with the least total
+squared error (Hungarian algorithm).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def match(reconstructions: Tensor, originals: Tensor) -> Tensor:
         originals: (B, C, H, W).
 
     Returns:
-        (B,) int64: `reconstructions[result]` lines up with `originals`. A permutation, or a choice where there are more
-        reconstructions than originals (an update of several local steps, of which one step's images are asked for).
+        (B,) int64: `reconstructions[result]` is in the order of `originals`. A permutation, or a selection if there are
+        more reconstructions than originals (an update of several local steps, scored on the images of one step).
     """
     if len(reconstructions) == 1:
         return torch.zeros(1, dtype=torch.int64, device=reconstructions.device)

@@ -1,8 +1,8 @@
-"""Attack the updates of many clients with one image each, or a few, and put every score on disk at once.
+"""Attack the updates of many clients that hold one image each, or a few, and write every score to disk immediately.
 
-The way of a datum: image -> defence on the input -> gradients of the attacked layers, a batch of clients in one pass ->
-Observations -> attack, one batched solve -> scores -> rows. Rows that are there already are not computed again, a
-picture that cannot be decoded is left out and told, and a batch that does not fit the memory is halved.
+The steps are: image -> defence on the input -> gradients of the attacked layers, a batch of clients in one pass ->
+Observations -> attack, one batched solve -> scores -> rows. Rows that exist already are not computed again. An image
+that cannot be decoded is left out with a warning. A batch that does not fit into memory is halved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedmjp.report import RowLog
 Cases = Mapping[tuple[Setting, str], dict[str, Any]]
 
 
-def answers(
+def run_attacks(
     victims: Victims,
     subject: Subject,
     settings: Sequence[Setting],
@@ -34,17 +34,21 @@ def answers(
     score_images: ScoreImages,
     skip: Collection[str] = (),
 ) -> dict[tuple[Setting, str], list[tuple[float, Scored]]]:
-    """What each attack makes of each client's update.
+    """Run each attack on each client's update and score the reconstructions.
 
     Args:
-        settings: that agree in what the model sees.
-        originals: the clients' images (clients x group, C, H, W) in [0, 1], on the device and of the subject's
+        victims: compute the updates.
+        subject: the attacked model.
+        settings: settings with the same model input (see `by_input`).
+        clients: the clients' numbers.
+        originals: the clients' images (clients x group, C, H, W) in [0, 1], on the device and in the subject's
             precision.
-        attacks: by name; together they decide which layers' gradients are computed, and whose norm is told.
-        skip: names that are not run.
+        attacks: by name; together they determine which layers' gradients are computed and enter the reported norm.
+        score_images: see `harness.scorer`.
+        skip: names of attacks that are not run.
 
     Returns:
-        (setting, attack) -> for each client the norm of those gradients, and the scored answer.
+        (setting, attack) -> for each client the norm of those gradients, and the scored reconstruction.
     """
     subject.built.module.to(victims.device, subject.dtype).eval()
     seen = victims.seen(subject.built, settings[0], clients, originals)
@@ -63,16 +67,17 @@ def answers(
 
 
 class Campaign:
-    """All attacks on all victims, subject by subject.
+    """Runs all attacks on all victims of a gallery, for one model after the other.
 
     Args:
+        victims: the clients.
         defense: name of the victims' defence, for the rows.
         attacks: by name.
-        rows: where every score goes.
-        columns: what every row says of its run (`run_id` and `provenance.columns`).
+        rows: log that receives every score.
+        columns: columns that are the same in all rows of the run (`run_id` and `provenance.columns`).
         score_images: see `harness.scorer`.
-        batch_size: clients a pass; halved, for good, whenever memory runs out.
-        on_batch: told after each batch how many images are dealt with, and each attack's PSNR on them (dB).
+        batch_size: clients per pass; halved permanently whenever memory runs out.
+        on_batch: called after each batch with the number of clients processed, and each attack's PSNR on them (dB).
     """
 
     def __init__(
@@ -92,10 +97,10 @@ class Campaign:
         self.score_images, self.batch_size, self.on_batch = score_images, batch_size, on_batch
 
     def attack(self, subject: Subject, settings: Sequence[Setting]) -> None:
-        """Write the rows of one subject, in every setting and under every attack, that are not there yet.
+        """Write the missing rows of one subject, for every setting and attack.
 
         Raises:
-            UsageError: one image alone does not fit the memory.
+            UsageError: not even one client fits into memory.
         """
         for alike in by_input(settings):
             cases = {
@@ -110,7 +115,8 @@ class Campaign:
         """Write the rows of the two guesses that need no gradient, scored against the original images.
 
         Args:
-            mean: (1, C, H, W) to take for the mean image; by default that of the victims' images.
+            setting: name for the rows' column.
+            mean: (1, C, H, W) in [0, 1], the mean image; by default that of the victims' images.
         """
         cases = {name: self.victims.case(None, self.defense, setting, name, {}) for name in BASELINES}
         for batch in self._batches(list(cases.values())):
@@ -128,10 +134,10 @@ class Campaign:
                     self._write(cases[name], client, Scored(name, {}, None, own, 0.0, ""), float("nan"))
 
     def _batches(self, cases: list[dict[str, Any]]) -> Iterator[list[int]]:
-        """Clients, as many at a time as the memory takes, but for batches whose rows are all there.
+        """Batches of clients of the current batch size, without those whose rows are complete.
 
-        A batch is never cut down to what is missing: in other company an image's gradient is rounded differently, and
-        a resumed campaign is to give the rows of an unbroken one.
+        A batch with missing rows is always computed as a whole: an image's gradient is rounded differently when the
+        batch around it changes, and a resumed campaign must give the same rows as an uninterrupted one.
         """
         clients = list(range(len(self.victims)))
         while clients:
@@ -152,13 +158,13 @@ class Campaign:
         except OUT_OF_MEMORY as error:
             if len(clients) == 1:
                 raise UsageError(
-                    f"{subject.built.name} does not fit the memory with a single image; use a smaller model or a CPU"
+                    f"{subject.built.name} does not fit into memory with a single image; use a smaller model or a CPU"
                 ) from error
-        # Outside the handler: the exception's traceback held the failed pass's tensors.
+        # Outside the handler, because the exception's traceback keeps the tensors of the failed pass alive.
         if self.victims.device.type == "cuda":
             torch.cuda.empty_cache()
         self.batch_size = len(clients) // 2
-        self.victims.warn(f"out of memory with {len(clients)} images a batch; going on with {self.batch_size}")
+        self.victims.warn(f"out of memory with {len(clients)} clients per batch; continuing with {self.batch_size}")
         while clients:
             size = self.batch_size  # the next part may halve it again
             self._attack_or_halve(subject, clients[:size], cases)
@@ -171,21 +177,21 @@ class Campaign:
         done = set(self.attacks) - lacking
         found = {}
         if clients:
-            found = answers(
+            found = run_attacks(
                 self.victims, subject, settings, clients, originals, self.attacks, self.score_images, skip=done
             )
-        # Only now: a batch that runs out of memory half-way is computed again.
+        # Rows are written only now, because a batch that runs out of memory half-way is computed again.
         psnr: dict[str, list[float]] = {name: [] for name in lacking}
         for (setting, name), lines in found.items():
             for client, (norm, one) in zip(clients, lines, strict=True):
                 if not self._lacks([cases[setting, name]], client):
                     continue
-                self._write(cases[setting, name], client, self._graded(subject, client, one), norm)
+                self._write(cases[setting, name], client, self._with_label_accuracy(subject, client, one), norm)
                 psnr[name] += [record["psnr"] for record in one.records]
         self.on_batch(len(batch), psnr)
 
-    def _graded(self, subject: Subject, client: int, one: Scored) -> Scored:
-        """The answer with the share of the client's labels that the attack inferred rightly, where it inferred any."""
+    def _with_label_accuracy(self, subject: Subject, client: int, one: Scored) -> Scored:
+        """Add the share of the client's labels that the attack inferred correctly, if it inferred any."""
         found = one.reconstruction.labels
         if found is None:
             return one

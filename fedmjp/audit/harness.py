@@ -1,8 +1,8 @@
-"""Runs the chosen attacks on one update and scores what comes back against the originals.
+"""Run the chosen attacks on one update and score their reconstructions against the originals.
 
-The auditor alone holds both sides: the adversary's `Observation` and the client's batch. Every image of every attack
-becomes one flat record of scores; two records that need no gradient at all (the mean image of the data, and another
-image of it) stand beside them as the floor that an attack has to beat.
+Only the auditor has both the adversary's `Observation` and the client's batch. Every image of every attack gives one
+flat record of scores. Two baselines that need no gradient (the mean image of the data, and another image of it) are
+scored in the same way: an attack has to be better than both.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ ScoreImages = Callable[[Tensor, Tensor], list[dict[str, float]]]
 
 @dataclass(frozen=True)
 class Scored:
-    """One attack on one update, scored.
+    """Scores of one attack on one update.
 
     Attributes:
         attack: name of the attack or of the baseline.
         parameters: its configuration.
-        images: (B, C, H, W) reconstructions in the order of the originals, or None.
-        records: for each image of the batch the metrics by name (NaN where there is no image).
+        images: (B, C, H, W) reconstructions in [0, 1], in the order of the originals, or None.
+        records: for each image of the batch the metrics by name (NaN where there is no reconstruction).
+        seconds: wall-clock time of the attack.
+        diagnosis: of the attack, see `Reconstruction`.
         reconstruction: as the attack returned it; None for baselines.
     """
 
@@ -43,11 +45,13 @@ class Scored:
     reconstruction: Reconstruction | None = None
 
     def row(self, case: Mapping[str, Any], image_id: str, gradient_norm: float, place: int = 0) -> dict[str, Any]:
-        """The results row of one image, but for the run's own columns.
+        """The results row of one image, without the columns that describe the run.
 
         Args:
-            case: what tells rows apart (`report.rows.CASE`).
-            place: of the image in its batch.
+            case: the columns that identify a row (`records.rows.CASE`).
+            image_id: of the image.
+            gradient_norm: Euclidean norm of the update.
+            place: index of the image in its batch.
         """
         details = dict(self.reconstruction.details) if self.reconstruction else {}
         flags = list(self.reconstruction.flags) if self.reconstruction else []
@@ -59,7 +63,15 @@ class Scored:
 def run_attack(
     attack: Attack, name: str, observations: Sequence[Observation], originals: Tensor, score_images: ScoreImages
 ) -> Scored:
-    """Run one attack on the last of `observations` and score it against `originals` (B, C, H, W)."""
+    """Run one attack on the last of `observations` and score it.
+
+    Args:
+        attack: the attack.
+        name: its name, for the record.
+        observations: the client's updates, oldest first.
+        originals: (B, C, H, W) in [0, 1], the batch of the last update.
+        score_images: see `scorer`.
+    """
     return score_found(attack, name, [attack(observations)], [originals], score_images)[0]
 
 
@@ -70,10 +82,14 @@ def score_found(
     originals: Sequence[Tensor],
     score_images: ScoreImages,
 ) -> list[Scored]:
-    """Score the answers of one attack on several updates, all images in one batch.
+    """Score the reconstructions of one attack on several updates, all images in one batch.
 
     Args:
+        attack: the attack.
+        name: its name, for the records.
+        found: one reconstruction per update.
         originals: for each update (B, C, H, W) in [0, 1], all of one size.
+        score_images: see `scorer`.
     """
     pairs = zip(found, originals, strict=True)
     images = [None if f.images is None else _matched(f.images.to(o), o) for f, o in pairs]
@@ -96,11 +112,16 @@ def _matched(reconstructions: Tensor, originals: Tensor) -> Tensor:
 
 
 def scorer(patch_size: int, lpips: Callable | None) -> ScoreImages:
-    """A function from (reconstructions, originals) to one dict of metrics an image."""
+    """A function from (reconstructions, originals), (B, C, H, W) in [0, 1], to one dictionary of metrics per image.
+
+    Args:
+        patch_size: side of a patch in pixels, for the metric `patch_recovery`.
+        lpips: LPIPS metric, or None to leave its column NaN.
+    """
 
     def score_images(reconstructions: Tensor, originals: Tensor) -> list[dict[str, float]]:
         columns = score(reconstructions, originals, patch_size=patch_size, lpips=lpips)
-        lists = {name: values.tolist() for name, values in columns.items()}  # one transfer a metric, not one a number
+        lists = {name: values.tolist() for name, values in columns.items()}  # one transfer per metric, not per number
         return [{name: values[i] for name, values in lists.items()} for i in range(len(originals))]
 
     return score_images
@@ -115,14 +136,15 @@ def audit_update(
     score_images: ScoreImages,
     skip: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Scored]:
-    """Baselines, then attacks, on one update.
+    """Score the baselines, then the attacks, on one update.
 
     Args:
         observations: the client's updates so far, the audited one last.
         originals: (B, C, H, W) in [0, 1].
         attacks: by name.
         baselines: name -> (B, C, H, W) guesses that need no gradient.
-        skip: names whose rows are already written.
+        score_images: see `scorer`.
+        skip: whether to leave out an attack or baseline, by name.
     """
     for name, guess in baselines.items():
         if not skip(name):

@@ -1,4 +1,4 @@
-"""Earlier updates of the audited clients, for attacks over several rounds; on disk too, so that a run can resume."""
+"""Earlier updates of the audited clients, for attacks over several rounds; also on disk, so that a run can resume."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attacks.memory import remember
 
 
 class Memory:
-    """What the server remembers of each client's updates.
+    """The parts of each client's earlier updates that the server keeps.
 
     Args:
-        folder: of the files, one an update; what is there is taken up.
+        folder: of the files, one per update; updates of an interrupted run that exist there are loaded.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class Memory:
         return [known[number] for number in sorted(known) if number < present.round]
 
     def add(self, observation: Observation) -> None:
-        """Keep what later attacks need of an update."""
+        """Keep the part of an update that later attacks need, in memory and on disk."""
         kept = remember(observation)
         self._updates[kept.client][kept.round] = kept
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class Memory:
         return self.folder / f"client{client:04d}_round{number:05d}.safetensors"
 
     def _read(self, present: Observation) -> None:
-        """Take up what an interrupted run has left of this client."""
+        """Load this client's updates that an interrupted run has written."""
         template = remember(present)
         for path in sorted(self.folder.glob(f"client{present.client:04d}_round*.safetensors")):
             number = int(path.stem.rpartition("round")[2])

@@ -1,4 +1,4 @@
-"""From what the server holds of an update to the `Observation` that an attack gets."""
+"""Build the `Observation` of an update, which an attack receives, from the messages that the server has."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ def observe_update(
     received: Mapping[str, Tensor],
     labels: Tensor | None = None,
 ) -> Observation:
-    """Build the adversary's view of one update of our own federation.
+    """Build the `Observation` of one update of our own federation.
 
     Args:
+        task: model and configuration of the federation.
+        threat_model: determines whether position gradients and labels are included.
+        round: number of the round, from 1.
+        client: the client's number, from 0.
         sent: weights and buffers that the client was sent, by name.
-        received: gradients, or weights, that came back, by parameter name.
-        labels: handed on only where the threat model grants them.
+        received: gradients, or weights, that the client returned, by parameter name.
+        labels: (B,) int64, included only if the threat model grants them.
     """
     f, built = task.config.federation, task.model
     gradients = {n: t.to(task.device) for n, t in received.items()}
@@ -52,7 +56,7 @@ def observe_update(
 
 
 def model_as_sent(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of the architecture holding the weights that were sent."""
+    """A copy of `module` in evaluation mode with the weights and buffers that were sent, by name."""
     twin = copy.deepcopy(module)
     state = twin.state_dict()
     for name, value in sent.items():

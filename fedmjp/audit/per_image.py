@@ -1,10 +1,10 @@
-"""Many clients' updates from one forward and one backward pass.
+"""The updates of many clients from one forward and one backward pass.
 
-A client with one image sends the gradient of its own loss. The closed forms read it only where the tokens are made and
-in a few linear layers behind, and there every image's own gradient can be had from a batch: parameters that are
-added to tokens are given one copy an image, and a linear layer's gradient is the product of its input and its output's
-gradient, (dL/dW)_b = (dL/dy_b)^T x_b, both of which the batch's pass has at hand. No other weight's gradient is
-computed. A test proves the result equal to one-by-one autograd.
+A client with one image sends the gradient of its own loss. The closed-form attacks use this gradient only at the token
+embedding and at a few linear layers after it. There, every image's own gradient can be computed in a batch: parameters
+that are added to tokens are replaced by one copy per image, and a linear layer's gradient is the product of its input
+and its output's gradient, (dL/dW)_b = (dL/dy_b)^T x_b, which are both available in the batch's pass. No other weight's
+gradient is computed. A test checks that the result equals the gradients computed one image at a time by autograd.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedmjp.defenses import ClientInput
 from fedmjp.models import BuiltModel
 from fedmjp.objectives import TERMS, client_loss
 
-# Parameters that a ViT adds to its tokens: their gradient an image needs a copy of them an image.
+# Parameters that a ViT adds to its tokens: their gradient per image needs one copy of them per image.
 ADDED = ("pos_embed", "unk_embed", "cls_token")
 NO_TERMS: Mapping[str, float] = MappingProxyType({})
 
@@ -46,27 +46,28 @@ def attacked_gradients(
     layers: Sequence[str] = (),
     loss_weights: Mapping[str, float] = NO_TERMS,
 ) -> dict[str, Tensor]:
-    """Each image's own gradient of its client's loss, where the tokens are made and at the layers that attacks read.
+    """Each image's own gradient of its client's loss, at the token embedding and at given linear layers.
 
     Args:
-        images: (B, C, H, W) in [0, 1], as the defence leaves them, of the model's type and on its device.
+        built: the model, a ViT.
+        images: (B, C, H, W) in [0, 1], after the defence, in the model's type and on its device.
         labels: (B,) int64.
         position_mask: (B, N) bool, or None.
-        layers: weight matrices of linear layers, by name (`Attack.linear_layers`).
-        loss_weights: terms beyond the cross-entropy, by name of the objective (`Defense.loss_weights`); they may depend
-            on the parameters that are added to tokens, and on the mask.
+        layers: names of weight matrices of linear layers (`Attack.linear_layers`).
+        loss_weights: weights of the terms added to the cross-entropy, by name (`Defense.loss_weights`); the terms may
+            depend on the parameters that are added to tokens, and on the mask.
 
     Returns:
         Parameter name -> (B, *shape).
 
     Raises:
-        UsageError: the model is no ViT.
+        UsageError: the model is not a ViT.
     """
     weights = {n: p.detach() for n, p in built.module.named_parameters()}
     copies = {n: weights[n].repeat(len(images), 1, 1).requires_grad_() for n in ADDED if n in weights}
     projection = find_tokenizer(built.module, (3, built.image_size, built.image_size)).weight
     seen = {name: _Linear() for name in (projection, *layers)}
-    # The projection's output has a gradient only if something before it has: its weight is detached.
+    # The projection's weight is detached, so its output has a gradient only if its input requires one.
     inputs = built.normalise(images).requires_grad_()
     with torch.enable_grad(), _recorded(built.module, seen):
         extra = {} if position_mask is None else {"position_mask": position_mask}
@@ -74,7 +75,7 @@ def attacked_gradients(
         loss = F.cross_entropy(logits, labels, reduction="sum")
         outputs = [layer.output for layer in seen.values()]
         found = torch.autograd.grad(loss, [*copies.values(), *outputs], allow_unused=True)
-    # A parameter that no token used (the unknown embedding without a mask) sends zeros.
+    # The gradient of a parameter that no token used (the unknown embedding without a mask) is sent as zeros.
     added = zip(copies.items(), found[: len(copies)], strict=True)
     gradients = {n: (torch.zeros_like(c) if g is None else g).unsqueeze(1) for (n, c), g in added}  # (B, 1, rows, D)
     if loss_weights:
@@ -85,7 +86,12 @@ def attacked_gradients(
 
 
 def observe_each(built: BuiltModel, gradients: Mapping[str, Tensor]) -> list[Observation]:
-    """The adversary's view of each of the B clients whose gradients are stacked, (B, *shape) by name."""
+    """One `Observation` for each of B clients with one image.
+
+    Args:
+        built: the model that the clients were sent.
+        gradients: parameter name -> (B, *shape).
+    """
     count = len(next(iter(gradients.values())))
     return [_observation(built, {name: g[b] for name, g in gradients.items()}, 1, b) for b in range(count)]
 
@@ -97,12 +103,14 @@ def observe_groups(
     group: int,
     loss_weights: Mapping[str, float] = NO_TERMS,
 ) -> list[Observation]:
-    """The adversary's view of whole updates, one client after the other, each with `group` images.
+    """One `Observation` of the whole update per client with `group` images, computed one client after the other.
 
     Args:
+        built: the model that the clients were sent.
         seen: images (clients x group, C, H, W) in [0, 1] and, where positions are hidden, their mask.
         labels: (clients x group,) int64.
-        loss_weights: terms beyond the cross-entropy, by name of the objective.
+        group: images per client.
+        loss_weights: weights of the terms added to the cross-entropy, by name.
     """
     names, parameters = zip(*built.module.named_parameters(), strict=True)
     views = []
@@ -131,10 +139,10 @@ def _observation(built: BuiltModel, gradients: Mapping[str, Tensor], count: int,
 
 
 def observe_together(observations: Sequence[Observation]) -> Observation:
-    """The update of one client that holds several images in one batch, from what each of them would send alone.
+    """The update of one client with a batch of images, from the updates that each image would give alone.
 
-    The loss is the mean over the batch, and so is its gradient. Images that are masked or not alike share the rows'
-    sums as they would in a message.
+    The loss is the mean over the batch, and so is its gradient. If the images have different masks, their position rows
+    are summed as in a real update.
     """
     parts = [o.gradients for o in observations]
     mean = {name: torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
@@ -144,7 +152,7 @@ def observe_together(observations: Sequence[Observation]) -> Observation:
 def _add_terms(
     gradients: dict[str, Tensor], built: BuiltModel, count: int, mask: Tensor | None, weights: Mapping[str, float]
 ) -> None:
-    """Add each image's gradient of the weighted terms, in place; they are small, and so taken one by one."""
+    """Add each image's gradient of the weighted terms, in place; they are cheap, so images are processed one by one."""
     own = dict(built.module.named_parameters())
     parameters = [own[name] for name in gradients if name in ADDED]
     for b in range(count):
@@ -159,7 +167,7 @@ def _add_terms(
 
 @contextmanager
 def _recorded(module: nn.Module, layers: Mapping[str, _Linear]):
-    """Within it, each named layer's module notes what goes in and what comes out."""
+    """Context in which the input and output of each named layer are recorded in `layers`."""
     with ExitStack() as hooks:
         for name, layer in layers.items():
 
@@ -172,9 +180,11 @@ def _recorded(module: nn.Module, layers: Mapping[str, _Linear]):
 
 
 def _linear_gradients(name: str, weights: Mapping[str, Tensor], x: Tensor, delta: Tensor) -> dict[str, Tensor]:
-    """Gradients of one layer's weight and bias an image: (B, *shape) each.
+    """Per-image gradients of one layer's weight and bias, (B, *shape) each.
 
     Args:
+        name: of the weight.
+        weights: the model's parameters by name.
         x: the layer's input, (B, T, in), or (B, C, H, W) for a patch projection.
         delta: gradient of its output, (B, T, out), or (B, out, rows, columns).
     """

@@ -1,4 +1,4 @@
-"""Clients with one image each, or a few: what a model sees of them, what is sent, how well it classifies them."""
+"""Clients that hold one image each, or a few: the model's input, the updates they send, and the model's accuracy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NO_MODEL = "(no gradient)"
 
 @dataclass(frozen=True)
 class Setting:
-    """What the model sees, and what the reconstruction is held against.
+    """What the model receives, and which image the reconstruction is compared with.
 
     Attributes:
-        name: short, for a column.
-        defended: the defence acts on the input.
-        hidden: where it does, the model's unknown position embedding is used (models that have one).
-        against: "seen" (the model's input) or "original".
+        name: a short name for a table's column.
+        defended: whether the defence acts on the input.
+        hidden: if it does, whether the model's unknown position embedding is used (in models that have one).
+        against: the image for the scores, "seen" (the model's input) or "original".
     """
 
     name: str
@@ -40,9 +40,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model under attack and the adversary's means.
+    """A model under attack and the adversary's capabilities.
 
     Attributes:
+        built: the model.
+        threat_model: the capabilities.
         precision: type of weights, images and gradients.
     """
 
@@ -52,15 +54,15 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        """`precision` as torch has it."""
+        """`precision` as a torch type."""
         return getattr(torch, self.precision)
 
 
 def grant_token_gradient(built: BuiltModel) -> BuiltModel:
-    """The same function of the image, with a position embedding that is zero and whose gradient is sent.
+    """The same function of the image, with an added position embedding of zeros whose gradient is sent.
 
-    What an attack on positions needs of a model without any: the gradient at each token's embedding. No message of such
-    a model holds it; this is the server that is given it nevertheless.
+    An attack on position gradients needs the gradient at each token's embedding. No update of a model without position
+    embedding contains it; this model describes a server that obtains it nevertheless.
     """
     module = deepcopy(built.module)
     tokens = module.num_prefix_tokens + module.patch_embed.num_patches
@@ -69,10 +71,15 @@ def grant_token_gradient(built: BuiltModel) -> BuiltModel:
 
 
 def drifted(built: BuiltModel, drift: float, seed: int, number: int) -> BuiltModel:
-    """The model before its `number`-th update: every weight shifted at random, by `drift` of its tensor's rms.
+    """A copy of the model for its `number`-th update, with Gaussian noise added to every weight.
 
-    What training goes through between two updates, without training: an attack over rounds must not rely on weights
-    that stay.
+    This imitates the change of the weights between two updates: an attack over several rounds must not rely on constant
+    weights.
+
+    Args:
+        built: the model.
+        drift: standard deviation of the noise, in units of the root mean square of the weight's tensor.
+        seed, number: determine the noise.
     """
     generator = torch.Generator().manual_seed(1000 * seed + number)
     module = deepcopy(built.module)
@@ -84,12 +91,12 @@ def drifted(built: BuiltModel, drift: float, seed: int, number: int) -> BuiltMod
 
 
 def lacks_positions(built: BuiltModel) -> bool:
-    """Whether this is a plain ViT that was built without a position embedding."""
+    """Whether the model is a plain ViT that was built without a position embedding."""
     return isinstance(built.module, ViT) and built.module.pos_embed is None
 
 
 def by_input(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Settings grouped by what the model sees: each group needs its gradients once."""
+    """Group settings by the model's input: the gradients are computed once for each group."""
     groups: dict[tuple[bool, bool], list[Setting]] = {}
     for setting in settings:
         groups.setdefault((setting.defended, setting.defended and setting.hidden), []).append(setting)
@@ -97,14 +104,17 @@ def by_input(settings: Sequence[Setting]) -> list[list[Setting]]:
 
 
 class Victims:
-    """One client an image of a gallery, or one for every `group` of them.
+    """One client per image of a gallery, or one per `group` consecutive images.
 
     Args:
-        defense: acts on the input in the settings that ask for it.
-        seed: with the id of a client's first image it fixes what the defence draws for that client, whatever the batch
-            or the device.
-        warn: told in a line which picture cannot be decoded; such clients are left out from then on.
-        group: images a client holds, next to each other in the gallery; what is left over at its end is not used.
+        gallery: the images.
+        defense: acts on the input in the settings with `defended`.
+        seed: together with the id of a client's first image it determines the defence's random numbers for that client,
+            independent of batch and device.
+        device: where images and updates are computed.
+        warn: called with a one-line message for each client with an image that cannot be decoded; such clients are left
+            out from then on.
+        group: images per client, consecutive in the gallery; a remainder at its end is not used.
     """
 
     def __init__(
@@ -125,15 +135,20 @@ class Victims:
         return len(self.gallery.images) // self.group
 
     def members(self, client: int) -> list[int]:
-        """Places of a client's images in the gallery."""
+        """Indices of a client's images in the gallery."""
         return list(range(client * self.group, (client + 1) * self.group))
 
     def ids(self, client: int) -> list[str]:
-        """Names of a client's images."""
+        """Ids of a client's images."""
         return [self.gallery.images.ids[place] for place in self.members(client)]
 
     def decode(self, clients: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[list[int], Tensor]:
-        """(clients whose images can be read, their images (clients x group, C, H, W) in [0, 1] on the device)."""
+        """Decode the images of `clients`.
+
+        Returns:
+            The clients whose images can all be decoded, and their images (clients x group, C, H, W) in [0, 1], on the
+            device.
+        """
         found = {}
         for client in clients:
             if client in self.unreadable:
@@ -150,10 +165,15 @@ class Victims:
     def seen(
         self, built: BuiltModel, setting: Setting, clients: Sequence[int], originals: Tensor, update: int = 0
     ) -> ClientInput:
-        """The clients' images (clients x group, C, H, W) as the model sees them.
+        """The model's input for the clients' images, after the defence of the setting.
 
         Args:
-            update: counts the updates that a client sends of its image; each draws anew.
+            built: the model.
+            setting: whether and how the defence acts.
+            clients: the clients' numbers.
+            originals: (clients x group, C, H, W) in [0, 1].
+            update: number, from 0, of the update that a client sends for its images; the defence draws new random
+                numbers for each.
         """
         if not setting.defended:
             return ClientInput(originals)
@@ -170,7 +190,7 @@ class Victims:
             return ClientInput(images, None, torch.cat([ordered if i.origins is None else i.origins for i in inputs]))
         if all(i.position_mask is None for i in inputs):
             return ClientInput(images)
-        # A step that the schedule spares hides nothing.
+        # In a step that the defence's schedule skips, no position is hidden.
         nothing = torch.zeros(self.group, built.grid[0] * built.grid[1], dtype=torch.bool, device=images.device)
         return ClientInput(images, torch.cat([nothing if i.position_mask is None else i.position_mask for i in inputs]))
 
@@ -182,10 +202,14 @@ class Victims:
         attacks: Iterable[Attack],
         loss_weights: Mapping[str, float] = NO_TERMS,
     ) -> list[Observation]:
-        """The adversary's view of each client's update, as far as `attacks` read it.
+        """One `Observation` per client, with the gradients that `attacks` need.
 
         Args:
-            loss_weights: terms that the clients add to the cross-entropy.
+            built: the model.
+            seen: the model's input, from `seen`.
+            clients: the clients' numbers.
+            attacks: attacks that will receive the observations.
+            loss_weights: weights of the terms that the clients add to the cross-entropy, by name.
         """
         attacks, labels = list(attacks), self.labels(built, clients)
         if self.group > 1 or any(attack.reads_every_parameter for attack in attacks):
@@ -203,7 +227,7 @@ class Victims:
         return observe_each(built, gradients)
 
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
-        """Labels of the clients' images; where the head knows fewer classes than the gallery has, they wrap around."""
+        """Labels of the clients' images, (clients x group,) int64, modulo the number of classes of the model's head."""
         places = [place for client in clients for place in self.members(client)]
         return (self.gallery.images.labels[places] % built.module.num_classes).to(self.device)
 
@@ -216,13 +240,17 @@ class Victims:
         parameters: Mapping[str, Any],
         round: int = 1,
     ) -> dict[str, Any]:
-        """What tells rows apart (`report.rows.CASE`). Clients are told apart by their image: its number may change.
+        """The columns that identify a row (`records.rows.CASE`).
+
+        The column `client` is always 0: clients are identified by their image, because their number may change.
 
         Args:
-            subject: None for a guess that needs no gradient.
+            subject: the attacked model, None for a guess that needs no gradient.
             defense: name of the victims' defence.
-            parameters: the attack's.
-            round: updates of its image that a client has sent.
+            setting: name of the setting.
+            attack: name of the attack.
+            parameters: configuration of the attack.
+            round: number of updates that a client has sent for its images.
         """
         built = subject.built if subject else None
         return {
@@ -246,11 +274,11 @@ class Victims:
         }
 
     def batches(self, size: int) -> list[range]:
-        """All clients, `size` at a time."""
+        """All clients' numbers in batches of `size`."""
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def mean_image(self, batch_size: int) -> Tensor:
-        """Mean of the images that can be read, (1, C, H, W)."""
+        """Mean of the images that can be decoded, (1, C, H, W) in [0, 1]."""
         total, count = torch.zeros((), device=self.device), 0
         for batch in self.batches(batch_size):
             images = self.decode(batch, torch.float64)[1]
@@ -258,13 +286,18 @@ class Victims:
         return (total / count).float()
 
     def another(self, client: int) -> int:
-        """The next client whose image can be read."""
+        """The next client whose images can be decoded."""
         return next(o for k in range(1, len(self) + 1) if (o := (client + k) % len(self)) not in self.unreadable)
 
     def others(self, clients: Sequence[int], originals: Tensor) -> Tensor:
-        """For each of the clients' images another one, (clients x group, C, H, W): the next client's, in its order.
+        """For each of the clients' images another image, (clients x group, C, H, W) in [0, 1].
 
-        Where there is no other client, the next image of the same batch.
+        These are the images of the next client, in their order, or the next image of the same batch if there is only
+        one client.
+
+        Args:
+            clients: the clients' numbers.
+            originals: their images, (clients x group, C, H, W).
         """
         if len(self) - len(self.unreadable) == 1:
             return originals.roll(1, dims=0)
@@ -272,13 +305,13 @@ class Victims:
 
     @torch.no_grad()
     def accuracy(self, subject: Subject, setting: Setting, batch_size: int) -> float:
-        """Share of the images that the model classifies rightly, as it sees them in that setting."""
+        """Share of the images that the model classifies correctly in that setting, in [0, 1]."""
         module = subject.built.module.to(self.device, subject.dtype).eval()
         right, count = 0, 0
         for batch in self.batches(batch_size):
             clients, originals = self.decode(batch, subject.dtype)
             seen = self.seen(subject.built, setting, clients, originals)
-            logits = module(subject.built.normalise(seen.images), **seen.told())
+            logits = module(subject.built.normalise(seen.images), **seen.forward_kwargs())
             right += int((logits.argmax(dim=1) == self.labels(subject.built, clients)).sum())
             count += len(originals)
         return right / count

@@ -25,8 +25,8 @@ class DataBundle:
     Attributes:
         train, test: disjoint image sets over the same classes.
         classes: class names in label order.
-        name: the name it was asked for by.
-        provenance: one line on where the pixels come from, to stand beside any number measured on them.
+        name: the name under which it was loaded.
+        provenance: one line on the origin of the images, to be given with any number measured on them.
         skipped: images left out because they cannot be opened, each "ID: REASON".
     """
 
@@ -40,7 +40,14 @@ class DataBundle:
 
 @dataclass(frozen=True)
 class Request:
-    """What `load_data` asks of a source: side in pixels, place on disk, most images a split, seed of the choice."""
+    """Arguments that `load_data` passes to a source.
+
+    Attributes:
+        size: side of the images in pixels.
+        path: a local copy, or None.
+        train_limit, test_limit: largest number of images in a split; None for all.
+        seed: of the random choice of images.
+    """
 
     size: int
     path: Path | None

@@ -1,7 +1,7 @@
 """Image folders: CLASS/FILE, or train/CLASS/FILE beside val/CLASS/FILE (torchvision's `ImageFolder` layout).
 
 Files are opened and verified when the folder is loaded (`PIL.Image.verify`: headers, and checksums where the format
-has them); pixels are decoded only on demand. With a limit, only as many files are opened as the limit needs.
+has them); pixels are decoded only on demand. With a limit, files are opened only until the limit is reached.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ TEST_SHARE = 0.2
 
 @dataclass(frozen=True)
 class FileImages:
-    """Opens files: `files` are names relative to `root`, "CLASS/FILE" or "train/CLASS/FILE"."""
+    """Opens image files.
+
+    Attributes:
+        root: the folder.
+        files: names relative to `root`, "CLASS/FILE" or "train/CLASS/FILE".
+    """
 
     root: Path
     files: list[str]
 
     def __call__(self, index: int) -> Image.Image:
+        """The image of file number `index`, decoded.
+
+        Raises:
+            OSError, SyntaxError, ValueError: the file cannot be decoded; see `imageset.DECODE_ERRORS`.
+        """
         # Loading inside the block closes the file: a large batch would otherwise exhaust the file handles.
         with Image.open(self.root / self.files[index]) as picture:
             picture.load()
@@ -40,7 +50,7 @@ def load_folder(request: Request) -> DataBundle:
     """Load the image folder `request.path`.
 
     Raises:
-        UsageError: no such folder, no image in it, none that opens, or too few for a test split.
+        UsageError: the folder does not exist, holds no image that can be opened, or too few for a test split.
     """
     if request.path is None:
         raise UsageError("no folder given; write folder:PATH with the path of an image folder")
@@ -74,8 +84,12 @@ def load_folder(request: Request) -> DataBundle:
 def list_images(root: Path, part: str = "") -> list[str]:
     """Return the sorted names, relative to `root`, of the image files in the class folders of `root`/`part`.
 
+    Args:
+        root: the folder.
+        part: "" or the name of a split's folder with a slash at its end.
+
     Raises:
-        UsageError: there is none.
+        UsageError: there is no image file.
     """
     folders = sorted(f for f in (root / part).iterdir() if f.is_dir() and not f.name.startswith("."))
     files = [
@@ -95,7 +109,7 @@ def find_pictures(root: Path) -> list[str]:
     """Return the sorted names, relative to `root`, of the image files in `root` and all folders below it.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no image file.
     """
     files = sorted(
         str(file.relative_to(root))
@@ -108,9 +122,9 @@ def find_pictures(root: Path) -> list[str]:
 
 
 def split_files(files: list[str], seed: int) -> tuple[list[str], list[str]]:
-    """Split names "CLASS/FILE" into about 80 % train and 20 % test, fixed by `seed`; both come back sorted.
+    """Split names "CLASS/FILE" into about 80 % train and 20 % test, determined by `seed`; both lists are sorted.
 
-    Every class of two or more images has some in both; where no class has two, classes are disregarded.
+    Every class of two or more images has some in both. If no class has two, classes are ignored.
 
     Raises:
         UsageError: fewer than two images.
@@ -130,10 +144,17 @@ def split_files(files: list[str], seed: int) -> tuple[list[str], list[str]]:
 
 
 def openable(root: Path, files: list[str], limit: int | None, seed: int, skipped: list[str]) -> list[str]:
-    """Return those `files` that open, at most `limit`, drawn as `choose` would; append the others to `skipped`.
+    """Return the files that can be opened, at most `limit`, in a random choice like that of `choose`.
+
+    Args:
+        root: the folder.
+        files: names relative to `root`.
+        limit: largest number of files to return, None for all.
+        seed: of the choice.
+        skipped: receives "FILE: REASON" for each file that cannot be opened.
 
     Raises:
-        UsageError: none of them opens.
+        UsageError: none of the files can be opened.
     """
     order = np.arange(len(files)) if limit is None else np.random.default_rng(seed).permutation(len(files))
     good: list[str] = []
@@ -155,7 +176,7 @@ def _damage(file: Path) -> str | None:
         with Image.open(file) as picture:
             picture.verify()
     except DECODE_ERRORS as error:
-        # Pillow's own words hold the absolute path, which has no place in a results file.
+        # Pillow's message contains the absolute path, which must not appear in a results file.
         return type(error).__name__
     return None
 

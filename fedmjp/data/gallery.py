@@ -1,7 +1,7 @@
-"""Images to attack: every picture of a place, with no split into train and test.
+"""Images to attack, without a split into train and test.
 
-A place is "photos" (the embedded crops), the name of a data set (its test images), or a folder of pictures, flat or in
-class folders.
+They are loaded from "photos" (the embedded crops), from a data set by name (its test images), or from a folder of
+images, flat or with class folders.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Gallery:
     """Images to attack.
 
     Attributes:
-        images: the set, over the classes of its source.
+        images: the image set, with the classes of its source.
         name: for a table's column.
-        provenance: one line on where the pixels come from.
-        skipped: pictures left out because they cannot be opened, each "ID: REASON".
+        provenance: one line on the origin of the images.
+        skipped: images left out because they cannot be opened, each "ID: REASON".
     """
 
     images: ImageSet
@@ -36,16 +36,18 @@ class Gallery:
 def load_gallery(
     place: str, *, size: int, limit: int | None = None, path: Path | None = None, seed: int = 0
 ) -> Gallery:
-    """Load the images of `place`; pixels are decoded only when asked for.
+    """Load the images of `place`; pixels are decoded only on demand.
 
     Args:
-        place: "photos", a data set's name, or a folder.
-        size: side in pixels that the images are brought to.
-        limit: most images; a random choice fixed by `seed`, or for "photos" the first ones (best views first).
-        path: a data set's local copy.
+        place: "photos", a data set's name, or the path of a folder.
+        size: side in pixels to which the images are resized.
+        limit: largest number of images; a random choice determined by `seed`, or for "photos" the first ones (best
+            views first).
+        path: a local copy of the data set.
+        seed: of the random choice.
 
     Raises:
-        UsageError: no such place, or nothing in it that opens.
+        UsageError: `place` does not exist, or holds no image that can be opened.
     """
     if place in SOURCES and place != "folder:PATH":
         bundle = load_data(place, size=size, path=path, seed=seed)

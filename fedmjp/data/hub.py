@@ -1,7 +1,7 @@
-"""Data sets with a public name on the Hugging Face hub, fetched from there or read from local parquet files.
+"""Public data sets of the Hugging Face hub, downloaded from there or read from local parquet files.
 
-Both roads end in a memory-mapped `datasets.Dataset`, so that ImageNet fits a small machine: the first load of parquet
-files writes an arrow copy into the user's `datasets` cache and later loads only map it.
+In both cases the result is a memory-mapped `datasets.Dataset`, so that ImageNet can be used on a small machine: the
+first load of parquet files writes an arrow copy into the user's `datasets` cache, and later loads only map it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ TEST_SPLITS = ("test", "valid", "validation", "val")
 
 @dataclass(frozen=True)
 class HubSource:
-    """Where a data set lies on the hub, how its columns are called, and whether an image folder may stand in."""
+    """A data set on the hub.
+
+    Attributes:
+        name: its name in this package.
+        repo: its repository on the hub.
+        image, label: names of its columns.
+        test_split: name of the split that is used for testing.
+        takes_folder: whether a local copy may also be an image folder.
+    """
 
     name: str
     repo: str
@@ -40,10 +48,10 @@ class HubSource:
     takes_folder: bool = False
 
     def __call__(self, request: Request) -> DataBundle:
-        """Load the data set, from `request.path` where one is given.
+        """Load the data set, from `request.path` if it is given.
 
         Raises:
-            UsageError: the hub cannot be reached and nothing is cached, or `request.path` holds no such data.
+            UsageError: the hub cannot be reached and nothing is cached, or `request.path` does not hold this data set.
         """
         with needs_extra("federation", f"data set {self.name!r}"):
             import datasets  # noqa: F401
@@ -68,7 +76,12 @@ class HubSource:
 
 @dataclass(frozen=True)
 class RowImages:
-    """Opens the images in `column` of a `datasets.Dataset`, without its own decoding."""
+    """Opens the images in a column of a `datasets.Dataset`, without that library's decoding.
+
+    Attributes:
+        rows: the data set.
+        column: name of the column of images.
+    """
 
     rows: Dataset
     column: str
@@ -80,15 +93,23 @@ class RowImages:
         object.__setattr__(self, "rows", bare)
 
     def __call__(self, index: int) -> Image.Image:
+        """The image of row `index`, not yet decoded.
+
+        Raises:
+            OSError: the image cannot be opened.
+        """
         cell = self.rows[index][self.column]  # {"bytes": ..., "path": ...}
         return Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"])
 
 
 def parquet_files(folder: Path) -> tuple[list[str], list[str]] | None:
-    """Return the train and the test parquet files of `folder` (hub layout, also one folder down), None without both.
+    """Return the train and the test parquet files of `folder` or of a folder in it, None if either is missing.
+
+    Args:
+        folder: files in the hub's layout, train-*.parquet and SPLIT-*.parquet.
 
     Raises:
-        UsageError: no such folder.
+        UsageError: the folder does not exist.
     """
     folder = folder.expanduser()
     if not folder.is_dir():
@@ -121,7 +142,7 @@ def _from_hub(source: HubSource) -> tuple[Dataset, Dataset]:
         with _quiet(), _no_retries_without_network():
             loaded = datasets.load_dataset(source.repo)
         return loaded["train"], loaded[source.test_split]
-    except Exception as error:  # requests, httpx, hub and datasets errors share no base; the cause rides along
+    except Exception as error:  # the errors of requests, httpx, hub and datasets have no common base class
         raise UsageError(
             f"cannot fetch {source.repo} from the Hugging Face hub and it is not cached ({_one_line(error)}); "
             f"connect (and log in if it is gated), or pass --data-path FOLDER with its parquet files"
@@ -131,7 +152,7 @@ def _from_hub(source: HubSource) -> tuple[Dataset, Dataset]:
 
 @contextlib.contextmanager
 def _no_retries_without_network() -> Iterator[None]:
-    """Make `datasets` look into its cache at once where the hub does not answer; it would retry for half a minute."""
+    """Context in which `datasets` reads its cache at once if the hub is unreachable, instead of retrying for 30 s."""
     from datasets import config
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -139,7 +160,7 @@ def _no_retries_without_network() -> Iterator[None]:
     before = config.HF_HUB_OFFLINE
     try:
         get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-    except Exception:  # requests' or httpx' errors, by the version of huggingface_hub
+    except Exception:  # an error of requests or of httpx, depending on the version of huggingface_hub
         config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -166,7 +187,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _class_names(source: HubSource, train: Dataset) -> list[str]:
-    """Return the class names of `train`: its own, or "0", "1", ... where the files name none."""
+    """Return the class names of `train`, or "0", "1", ... if the files contain no names."""
     missing = {source.image, source.label} - set(train.column_names)
     feature = train.features.get(source.label)
     if missing or "int" not in feature.dtype:
@@ -190,7 +211,7 @@ def _image_set(
 
 
 def _stored_as(pictures: RowImages) -> str:
-    """Name the encoding of the first image: copies re-encoded with loss give themselves away here."""
+    """Format and size of the first image, by which copies that were re-encoded with loss can be recognised."""
     try:
         picture = pictures(0)
     except DECODE_ERRORS:

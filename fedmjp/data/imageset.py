@@ -1,8 +1,8 @@
-"""A lazy set of labelled images: labels and names in memory, pixels decoded on demand.
+"""A lazy set of labelled images: labels and ids in memory, pixels decoded on demand.
 
-Preparation is the usual evaluation transform of ImageNet models (torchvision's `Resize(size, BICUBIC)` then
-`CenterCrop(size)`), with one departure: an image that already measures size x size is never resampled, because a
-reconstruction is scored against these very pixels. EXIF orientation is ignored, as torchvision does.
+Images are prepared by the usual evaluation transform of ImageNet models (torchvision's `Resize(size, BICUBIC)` then
+`CenterCrop(size)`), with one departure: an image of size x size pixels is never resampled, because reconstructions are
+scored against exactly these pixels. EXIF orientation is ignored, as in torchvision.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from PIL import Image
 
 from attacks.registry import UsageError
 
-# What Pillow raises on damaged files, by format: PNG speaks SyntaxError, some TIFFs ValueError.
+# Exceptions that Pillow raises for damaged files; PNG files can raise SyntaxError, some TIFF files ValueError.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class ImageSet:
-    """Labelled images that are decoded when asked for.
+    """Labelled images that are decoded on demand.
 
     Args:
-        open_image: index in 0..n-1 -> PIL image of any mode and size; picklable if the set is to be pickled.
+        open_image: index in 0..n-1 -> PIL image of any mode and size; must be picklable if the set is pickled.
         labels: n class indices in 0..len(classes)-1.
         ids: n names that identify the images in tables and messages.
         classes: the class names, in label order.
-        size: side in pixels of the images handed out.
+        size: side in pixels of the returned images.
 
     Attributes:
         labels: LongTensor (n,).
@@ -71,10 +71,10 @@ class ImageSet:
             FloatTensor (B, 3, size, size) in [0, 1], in the order of `indices`.
 
         Raises:
-            IndexError: an index outside 0..n-1.
+            IndexError: an index is outside 0..n-1.
             UsageError: an image cannot be decoded; the message names it.
         """
-        # Eight bits until the end: one conversion a batch, not one an image, and a quarter of the memory meanwhile.
+        # 8-bit values until the whole batch is converted: one conversion per batch, and a quarter of the memory.
         batch = np.empty((len(indices), 3, self.size, self.size), dtype=np.uint8)  # (B, 3, size, size)
         for slot, index in enumerate(int(i) for i in indices):
             self._check(index)
@@ -85,7 +85,7 @@ class ImageSet:
         """Return the set of the images at `indices`, in that order, over the same source and classes.
 
         Raises:
-            IndexError: an index outside 0..n-1.
+            IndexError: an index is outside 0..n-1.
         """
         picked = [int(i) for i in indices]
         for index in picked:
@@ -96,7 +96,7 @@ class ImageSet:
 
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self):
-            raise IndexError(f"image {index} asked of a set of {len(self)}; indices run from 0 to {len(self) - 1}")
+            raise IndexError(f"no image {index} in a set of {len(self)}; indices run from 0 to {len(self) - 1}")
 
     def _decode(self, index: int) -> np.ndarray:
         try:
@@ -107,14 +107,16 @@ class ImageSet:
 
 
 def to_square_rgb(picture: Image.Image, size: int) -> Image.Image:
-    """Return `picture` as RGB: shorter side brought to `size` (bicubic, antialiased), then the centre size x size.
+    """Return `picture` as RGB of size x size pixels.
+
+    The shorter side is resized to `size` (bicubic, antialiased), then the centre is cropped.
 
     Args:
         picture: any mode; transparency is dropped, 16-bit grey is scaled to 8 bits.
-        size: pixels.
+        size: side of the result in pixels.
 
     Raises:
-        ValueError: a strip so long that its resized self would not fit Pillow's limit of pixels.
+        ValueError: the picture is so elongated that the resized one would exceed Pillow's limit of pixels.
     """
     picture = _to_rgb(picture)
     width, height = picture.size
@@ -142,7 +144,7 @@ def _to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def choose(count: int, limit: int | None, seed: int) -> np.ndarray:
-    """Return sorted indices into 0..count-1: all of them, or a random `limit` of them fixed by `seed`."""
+    """Return sorted indices in 0..count-1: all of them, or `limit` randomly chosen ones determined by `seed`."""
     if limit is None or limit >= count:
         return np.arange(count)
     return np.sort(np.random.default_rng(seed).permutation(count)[:limit])

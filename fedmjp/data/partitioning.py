@@ -1,7 +1,7 @@
-"""Which client holds which image: Flower's own partitioners, reduced to index arrays.
+"""Partition of the images among clients, by Flower's partitioners, as index arrays.
 
-"iid" shuffles and cuts evenly. "dirichlet:ALPHA" draws every class's shares over the clients from Dirichlet(ALPHA)
-(Yurochkin et al. 2019, arXiv:1905.12022): label skew grows as ALPHA falls.
+"iid" shuffles and divides evenly. "dirichlet:ALPHA" draws each class's shares over the clients from Dirichlet(ALPHA)
+(Yurochkin et al. 2019, arXiv:1905.12022): the smaller ALPHA, the larger the label skew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
 CHOICES = "iid, dirichlet:ALPHA"
-# Far beyond this the shares are equal, and farther still numpy's sampler overflows to shares of zero.
+# Above this value the shares are practically equal, and for much larger values numpy's sampler overflows to zero
+# shares.
 LARGEST_ALPHA = 1e6
 
 
@@ -33,14 +34,14 @@ def partition(
         labels: n class indices.
         clients: number of clients, 1..n.
         spec: "iid" or "dirichlet:ALPHA" with 0 < ALPHA <= 1e6.
-        seed: fixes the division.
+        seed: determines the partition.
 
     Returns:
         One sorted int64 array per client; together they hold every index once.
 
     Raises:
-        UsageError: unknown `spec`, bad ALPHA, fewer than one client, more clients than images, or an ALPHA so small
-            that some client stays empty however often the partitioner redraws.
+        UsageError: unknown `spec`, ALPHA out of range, fewer than one client, more clients than images, or an ALPHA so
+            small that a client has no image after the partitioner's repeated draws.
     """
     alpha = read_alpha(spec)
     labels = np.asarray(labels, dtype=np.int64)  # (n,)

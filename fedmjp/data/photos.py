@@ -1,8 +1,8 @@
-"""`photos`: crops of the colour photographs that ship inside scikit-image, the data set that needs no download.
+"""`photos`: crops of the colour photographs included in scikit-image, a data set that needs no download.
 
-One class per photograph. A vertical border cuts every photograph in two: train crops come from its left part, test
-crops from its right part, so no pixel is in both. Every crop is a square at native resolution, resized on demand. Crop
-0 of a class is its best view; images are ordered by crop number, then class, so the first eight show eight classes.
+Each photograph is a class. A vertical border divides every photograph in two: train crops come from the left part, test
+crops from the right part, so no pixel is in both. Every crop is a square at native resolution, resized on demand. Crop
+0 of a class is its best view. Images are ordered by crop number, then class, so the first eight show eight classes.
 
 The photographs are the public-domain and CC0 images of `skimage.data`, whose docstrings name authors and origins.
 """
@@ -21,13 +21,20 @@ from fedmjp.data.imageset import ImageSet, choose
 
 TRAIN_CROPS = 12
 TEST_CROPS = 5
-# Fractions of the region's shorter side; test regions are narrow, and smaller crops there would be a blur at 224.
+# Fractions of the region's shorter side. Test regions are narrow; smaller crops of them would be blurred at 224 pixels.
 TRAIN_SIDES = (0.62, 1.0)
 TEST_SIDES = (0.75, 1.0)
 
 
 class Photo(NamedTuple):
-    """A photograph of `skimage.data`: pixels wide and high, first test column, best views (left, top, side)."""
+    """A photograph of `skimage.data`; all lengths are in pixels.
+
+    Attributes:
+        name: of the function in `skimage.data`.
+        width, height: of the photograph.
+        border: first column of the test part.
+        best_train, best_test: the best views, (left, top, side).
+    """
 
     name: str
     width: int
@@ -38,7 +45,13 @@ class Photo(NamedTuple):
 
 
 class Crop(NamedTuple):
-    """A square of a photograph: `box` is (left, top, right, bottom) in its pixels, right and bottom exclusive."""
+    """A square crop of a photograph.
+
+    Attributes:
+        photo: name of the photograph.
+        number: of the crop in its class, from 0.
+        box: (left, top, right, bottom) in pixels of the photograph, right and bottom exclusive.
+    """
 
     photo: str
     number: int
@@ -59,11 +72,20 @@ PHOTOS = (
 
 @dataclass(frozen=True)
 class CropImages:
-    """Opens crops of the photographs."""
+    """Opens crops of the photographs.
+
+    Attributes:
+        crops: the crops.
+    """
 
     crops: list[Crop]
 
     def __call__(self, index: int) -> Image.Image:
+        """The image of crop number `index`.
+
+        Raises:
+            UsageError: scikit-image is installed without the photograph.
+        """
         crop = self.crops[index]
         return _photograph(crop.photo).crop(crop.box)
 
@@ -72,7 +94,7 @@ def load_photos(request: Request) -> DataBundle:
     """Load the embedded photographs: 96 train and 40 test crops in 8 classes.
 
     Raises:
-        UsageError: a path is given, or scikit-image came without its photographs.
+        UsageError: a path is given, or scikit-image is installed without its photographs.
     """
     if request.path is not None:
         raise UsageError("data set 'photos' ships with scikit-image; drop --data-path, or use folder:PATH instead")
@@ -112,7 +134,7 @@ def _photograph(name: str) -> Image.Image:
     try:
         pixels = getattr(skimage.data, name)()
     except (OSError, ImportError) as error:
-        raise UsageError(f"scikit-image came without its photograph {name!r}; reinstall it from its wheel") from error
+        raise UsageError(f"scikit-image lacks its photograph {name!r}; reinstall it from its wheel") from error
     return Image.fromarray(pixels[0] if name == "stereo_motorcycle" else pixels)
 
 

@@ -1,4 +1,4 @@
-"""One door to every data set: `load_data(name, size=...)`."""
+"""Load any data set by name: `load_data(name, size=...)`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ def load_data(
     test_limit: int | None = None,
     seed: int = 0,
 ) -> DataBundle:
-    """Load the data set called `name`; pixels are decoded only when asked for.
+    """Load the data set called `name`; pixels are decoded only on demand.
 
     Args:
         name: an entry of `SOURCES`; "folder:PATH" for an image folder.
         size: side of the images in pixels, at least 1.
         path: a local copy: a folder of parquet files in the hub's layout, or for "imagenet" also an image folder.
-        train_limit: most images in the train set, at least 1; a random subset fixed by `seed`. None takes all.
+        train_limit: largest number of images in the train set, at least 1; a random subset determined by `seed`. None
+            takes all.
         test_limit: the same for the test set.
-        seed: fixes the subsets and, for a folder without splits of its own, the split; at least 0.
+        seed: determines the subsets and, for a folder without splits, the split; at least 0.
 
     Raises:
-        UsageError: unknown name, bad number, or data that is missing, unreadable or out of reach.
+        UsageError: an unknown name, a number out of range, or data that is missing or cannot be read or downloaded.
     """
     for option, value, least in (
         ("size", size, 1),

@@ -33,8 +33,8 @@ class ClientInput:
     position_mask: Tensor | None = None
     origins: Tensor | None = None
 
-    def told(self) -> dict[str, Tensor]:
-        """What the model is told beside the images: keyword arguments of its forward pass."""
+    def forward_kwargs(self) -> dict[str, Tensor]:
+        """Keyword arguments of the model's forward pass, in addition to the images: those of the two that are set."""
         known = {"position_mask": self.position_mask, "origins": self.origins}
         return {name: value for name, value in known.items() if value is not None}
 

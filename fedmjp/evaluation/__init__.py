@@ -1,1 +1,1 @@
-"""Measures of a model on test images: accuracy, and consistency under jigsaws."""
+"""Evaluation of a model on test images: accuracy, and consistency of its predictions under jigsaws."""

@@ -1,4 +1,4 @@
-"""Accuracy of a model on images as they are: no defence, no augmentation."""
+"""Accuracy of a model on unchanged images: no defence, no augmentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ BATCH = 32
 
 @torch.no_grad()
 def evaluate(model: BuiltModel, images: ImageSet, device: torch.device) -> tuple[float, float]:
-    """(mean cross-entropy, accuracy in [0, 1]) on `images`, in float32. Leaves the model in evaluation mode."""
+    """Evaluate the model in float32; it is left in evaluation mode.
+
+    Args:
+        model: the model, on `device`.
+        images: labelled test images, at least one.
+        device: where to compute.
+
+    Returns:
+        Mean cross-entropy, and accuracy in [0, 1].
+    """
     module, total, correct = model.module.eval(), 0.0, 0
     for start in range(0, len(images), BATCH):
         indices = range(start, min(start + BATCH, len(images)))

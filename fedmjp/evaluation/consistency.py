@@ -1,11 +1,13 @@
-"""How much a jigsaw changes a model's answer: accuracy, Diff. Norm. and Consistency of the MJP paper (section 5.1).
+"""The effect of a jigsaw on predictions: accuracy, Diff. Norm. and Consistency of the MJP paper (section 5.1).
 
-Each test image x has a counterpart x~: a share gamma of its patches, chosen in blocks, shuffled among itself. Diff.
-Norm. is |F(x) - F(x~)|^2 of the embeddings that the head reads ([CLS], or the pooled one of a model without), and
-Consistency how often x and x~ get the same answer.
+Each test image x has a counterpart x~, in which a share gamma of the patches, chosen in blocks, is randomly permuted.
+Diff. Norm. is |F(x) - F(x~)|^2, where F(x) is the input embedding of the classifier head ([CLS], or the pooled
+embedding in a model without [CLS]). Consistency is the share of images for which x and x~ are predicted as the same
+class.
 
-Departs from the paper: an embedding's scale is a matter of weights, so Diff. Norm. also stands in units of the mean
-squared distance between the embeddings of two different images (1: a jigsaw moves an image as far as another image is).
+Departs from the paper: the scale of an embedding depends on the weights, so Diff. Norm. is also given in units of the
+mean squared distance between the embeddings of two different images (1: the jigsaw changes an embedding as much as
+replacing the image by another one).
 """
 
 from __future__ import annotations
@@ -26,18 +28,23 @@ BATCH = 100
 SCORES = ("accuracy", "diff_norm", "diff_share", "consistency")
 
 
-def ways(model: BuiltModel) -> tuple[str, ...]:
-    """What a model can show at shuffled places, as MJP's option `positions` names it; as in training first."""
+def position_treatments(model: BuiltModel) -> tuple[str, ...]:
+    """The values of MJP's option `positions` that the model supports, the one used in training first."""
     if model.tells_origins:
         return ("index",)
     return ("unknown", "own") if model.hides_positions else ("own",)
 
 
 @torch.no_grad()
-def look(model: BuiltModel, seen: ClientInput) -> tuple[Tensor, Tensor]:
-    """(embeddings (B, D) that the head reads, answers (B,)) for what a model sees."""
+def embed_and_predict(model: BuiltModel, seen: ClientInput) -> tuple[Tensor, Tensor]:
+    """Embeddings (B, D) at the classifier head's input, and predicted classes (B,) int64.
+
+    Args:
+        model: the model.
+        seen: the model's input, B images.
+    """
     module = model.module
-    tokens = module.forward_features(model.normalise(seen.images), **seen.told())
+    tokens = module.forward_features(model.normalise(seen.images), **seen.forward_kwargs())
     return module.forward_head(tokens, pre_logits=True), module.forward_head(tokens).argmax(dim=1)
 
 
@@ -50,36 +57,41 @@ def measure(
     device: torch.device,
     positions: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """One line an image, a masking ratio and a treatment of positions: right, same, squared distance.
+    """Compare the predictions for each image with and without a jigsaw; the model is left in evaluation mode.
 
     Args:
+        model: the model; it is moved to `device`.
+        images: labelled test images.
         gammas: shares of patches that are shuffled, in [0, 1].
-        seed: of masks and jigsaws; the same ones for every model of one patch grid and every treatment of positions.
-        positions: treatments, of `ways(model)`; all of them by default.
+        seed: of masks and jigsaws, which are the same for every model with the same patch grid and every treatment of
+            positions.
+        device: where to compute.
+        positions: treatments out of `position_treatments(model)`; all of them by default.
 
     Returns:
-        columns positions, gamma, right, same, distance, and spread: the mean squared distance between the embeddings of
-        two different images. Leaves the model in evaluation mode.
+        One row per image, gamma and treatment, with the columns positions, gamma, right (the prediction for x~ is
+        correct), same (the predictions are equal), distance (squared, between the embeddings), and spread: the mean
+        squared distance between the embeddings of two different images.
     """
     generator = torch.Generator().manual_seed(seed)
     lines, embeddings = [], []
     model.module.to(device).eval()
     for pictures, labels in _batches(images, device, model.name):
-        before, answer = look(model, ClientInput(pictures))
+        before, prediction = embed_and_predict(model, ClientInput(pictures))
         embeddings.append(before.cpu().double())
         for gamma in gammas:
             state = generator.get_state()
-            for way in positions or ways(model):
+            for treatment in positions or position_treatments(model):
                 generator.set_state(state)
-                jigsaw = DEFENSES.get("mjp")(gamma=gamma, positions=way)
-                after, second = look(model, jigsaw.on_input(pictures, model, generator, 1))
+                jigsaw = DEFENSES.get("mjp")(gamma=gamma, positions=treatment)
+                after, second = embed_and_predict(model, jigsaw.on_input(pictures, model, generator, 1))
                 lines.append(
                     pd.DataFrame(
                         {
-                            "positions": way,
+                            "positions": treatment,
                             "gamma": gamma,
                             "right": (second == labels).cpu().numpy(),
-                            "same": (second == answer).cpu().numpy(),
+                            "same": (second == prediction).cpu().numpy(),
                             "distance": (after - before).square().sum(dim=1).cpu().numpy(),
                         }
                     )
@@ -89,14 +101,17 @@ def measure(
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
-    """A line a treatment of positions and masking ratio: means, accuracy and consistency in per cent.
+    """One row per treatment of positions and gamma, with means over images; accuracy and consistency in per cent.
 
-    The intervals (NAME_low, NAME_high) are 95 % bootstrap intervals over images; they say nothing of another training
-    of the same model.
+    The intervals (NAME_low, NAME_high) are 95 % bootstrap intervals over images. They do not cover the variation
+    between trainings of the same model.
+
+    Args:
+        frame: from `measure`.
     """
     lines = []
-    for (way, gamma), group in frame.groupby(["positions", "gamma"], sort=False):
-        line: dict[str, object] = {"positions": way, "gamma": gamma, "images": len(group)}
+    for (treatment, gamma), group in frame.groupby(["positions", "gamma"], sort=False):
+        line: dict[str, object] = {"positions": treatment, "gamma": gamma, "images": len(group)}
         scores = {
             "accuracy": 100 * group["right"].astype(float),
             "diff_norm": group["distance"],
@@ -111,7 +126,7 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _batches(images: ImageSet, device: torch.device, title: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, labels) in order, under a bar."""
+    """(images, labels) in order, with a progress bar."""
     for start in track(range(0, len(images), BATCH), description=title, transient=True):
         indices = range(start, min(start + BATCH, len(images)))
         yield images.images(indices).to(device), images.labels[start : start + BATCH].to(device)

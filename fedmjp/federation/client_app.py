@@ -1,6 +1,6 @@
-"""Flower's ClientApp: receives weights, answers with an update. The same app under every engine and under `flwr run`.
+"""Flower's ClientApp: receives weights, replies with an update. Every engine and `flwr run` use the same app.
 
-The run's configuration travels with each message, because Flower's simulation starts clients with an empty run_config.
+Each message contains the run's configuration, because Flower's simulation starts clients with an empty run_config.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ app = ClientApp()
 
 @app.query()
 def identify(message: Message, context: Context) -> Message:
-    """Tell which partition of the data this node holds."""
+    """Reply with the id of the data partition that this node holds."""
     return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train on this node's partition and send the update."""
-    order = message.content["order"]
-    task = shared_task(str(order["config"]), str(order["defense"]))
+    """Train on this node's partition and reply with the update."""
+    instructions = message.content["instructions"]
+    task = shared_task(str(instructions["config"]), str(instructions["defense"]))
     state = message.content["state"]
     weights = read_state(task, state)
-    result = task.update(_partition(context), int(order["round"]), weights, state["parameters"].data)
+    result = task.update(_partition(context), int(instructions["round"]), weights, state["parameters"].data)
     return Message(
         RecordDict(
             {
@@ -48,15 +48,15 @@ def _partition(context: Context) -> int:
 
 
 def pack_state(task: ClientTask) -> ArrayRecord:
-    """Parameters and float buffers of the task's model as it stands."""
+    """Current parameters and float buffers of the task's model, one flat array each."""
     return ArrayRecord({"parameters": pack(task.parameters), "buffers": pack(task.buffers)})
 
 
 def read_state(task: ClientTask, record: ArrayRecord) -> dict:
-    """Parameters and float buffers by name: views of the message's bytes, not to be written to.
+    """Parameters and float buffers by name: views of the message's bytes, which must not be written to.
 
     Raises:
-        ValueError: another model's state.
+        ValueError: the record's length does not fit the task's model.
     """
     state = unpack(flat(record["parameters"]), layout_of(task.parameters))
     return state | unpack(flat(record["buffers"]), layout_of(task.buffers))

@@ -1,4 +1,4 @@
-"""Where the clients run: in this process, or in Flower's Ray simulation. The apps are the same."""
+"""Engines, which run the clients: in this process, or in Flower's Ray simulation. Both use the same apps."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fedmjp.federation.client_app import app as client_app
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.federation.server_app import server_app_for
 
-Conduct = Callable[[Grid], None]
-ENGINES: Registry[Callable[[Conduct, int], None]] = Registry("engine")
+GridFunction = Callable[[Grid], None]
+ENGINES: Registry[Callable[[GridFunction, int], None]] = Registry("engine")
 
-# Flower logs every round at INFO; the run's own progress says it better.
+# Flower logs every round at INFO, which would duplicate the run's own progress display.
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
 @ENGINES.register("local")
-def run_local(conduct: Conduct, clients: int) -> None:
-    """Run `conduct` over an in-process grid of `clients` nodes."""
-    conduct(LocalGrid(client_app, clients))
+def run_local(run: GridFunction, clients: int) -> None:
+    """Call `run` with an in-process grid of `clients` nodes."""
+    run(LocalGrid(client_app, clients))
 
 
 @ENGINES.register("ray")
-def run_ray(conduct: Conduct, clients: int) -> None:
-    """Run `conduct` as the ServerApp of Flower's simulation, one CPU a client.
+def run_ray(run: GridFunction, clients: int) -> None:
+    """Call `run` as the ServerApp of Flower's simulation with `clients` nodes, one CPU per client.
 
     Raises:
         UsageError: Ray is not installed.
@@ -41,8 +41,8 @@ def run_ray(conduct: Conduct, clients: int) -> None:
 
     def main(grid: Grid, _: object) -> None:
         try:
-            conduct(grid)
-        except BaseException as error:  # Flower would wrap or swallow it; the caller gets it as it was raised
+            run(grid)
+        except BaseException as error:  # Flower would wrap or drop it; the caller gets the original exception
             failures.append(error)
 
     backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"logging_level": "ERROR"}}

@@ -1,8 +1,8 @@
 """Flower's Grid in this process: the default engine.
 
-Messages are handed to the ClientApp one at a time and replies are yielded as they come, so that memory does not grow
-with the number of clients. No start-up, no other process, no network. A client that raises answers with an error
-message, as it would on a real SuperNode.
+Messages are delivered to the ClientApp one at a time and each reply is yielded before the next message is delivered, so
+that memory does not grow with the number of clients. There is no start-up time, no other process and no network. If a
+client raises, the reply is an error message, as from a real SuperNode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLIENT_FAILED = 2  # Flower's error code for an exception in a ClientApp
 
 
 class LocalGrid(Grid):
-    """`clients` nodes with ids 1..clients, node n holding partition n - 1, all running `client_app`."""
+    """A grid of `clients` nodes that run `client_app`; node n in 1..clients holds partition n - 1."""
 
     def __init__(self, client_app: ClientApp, clients: int) -> None:
         self._app = client_app
@@ -35,7 +35,7 @@ class LocalGrid(Grid):
         }
 
     def set_run(self, run: Run) -> None:
-        """Take over another run's description."""
+        """Replace the run's description."""
         self._run = run
 
     @property
@@ -50,11 +50,11 @@ class LocalGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """1..clients."""
+        """The nodes' ids, 1..clients."""
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Deliver messages now; the ids of the messages, to pull their replies by."""
+        """Deliver messages immediately; returns their ids, by which `pull_messages` finds the replies."""
         ids = []
         for message in messages:
             reply = self._deliver(message)
@@ -63,7 +63,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Replies to pushed messages, each once."""
+        """Replies to pushed messages; each reply is returned only once."""
         return [self._replies.pop(i) for i in message_ids if i in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
@@ -77,14 +77,14 @@ class LocalGrid(Grid):
         delivered = Message(content=_copy(message.content), metadata=message.metadata)
         try:
             reply = self._app(delivered, self._contexts[node])
-        except Exception as error:  # whatever a client raises must reach the server as a message, as on a real node
+        except Exception as error:  # any exception of a client becomes an error message, as on a real node
             reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             reply = Message(Error(CLIENT_FAILED, reason), reply_to=delivered)
         return reply
 
 
 def _copy(content: RecordDict) -> RecordDict:
-    """Records of the client's own; the arrays' bytes are immutable and shared."""
+    """A copy of the records for one client; the arrays' bytes are immutable and shared."""
     copies = {}
     for key, record in content.items():
         kind = next(k for k in (ArrayRecord, MetricRecord, ConfigRecord) if isinstance(record, k))

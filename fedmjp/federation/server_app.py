@@ -1,4 +1,4 @@
-"""Flower's ServerApp and the loop of rounds of one federation."""
+"""Flower's ServerApp, and the training rounds of one federation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedmjp.federation.wire import flat, layout_of, unpack
 
 @dataclass(frozen=True)
 class ServerView:
-    """What the server holds of one update.
+    """The data that the server has about one update.
 
     Attributes:
-        round: counts from 1.
-        client: partition id.
-        sent: parameters and float buffers by name, as the client was sent them.
-        received: what it sent back, by parameter name: gradients or weights.
+        round: number of the round, from 1.
+        client: partition id, from 0.
+        sent: parameters and float buffers that the client was sent, by name.
+        received: gradients or weights that the client returned, by parameter name.
     """
 
     round: int
@@ -43,18 +43,23 @@ def run_rounds(
     on_round: Callable[[int, Mapping[str, Tensor]], None],
     first_round: int = 1,
 ) -> None:
-    """Train from the task's model as it stands up to the configured round.
+    """Train from the current state of the task's model to the last configured round.
 
     Args:
-        on_update: called with each client's update before it joins the mean.
-        on_round: called with (round, state) after each round, and with (first_round - 1, state) before the first.
+        grid: connects to the clients.
+        task: model, data and configuration.
+        defense: name of the defence that the clients use.
+        on_update: called with each client's update before it is added to the mean.
+        on_round: called with (round, state) after each round, and with (first_round - 1, state) before the first; the
+            state is the global model's parameters and float buffers by name.
+        first_round: number of the first round, above 1 if a run is resumed.
 
     Raises:
-        ClientFailure: a client failed; names client and round.
+        ClientFailure: a client failed; the message names client and round.
     """
     f = task.config.federation
     strategy = FederatedMean(
-        order={"config": task.config.to_json(), "defense": defense},
+        instructions={"config": task.config.to_json(), "defense": defense},
         update=f.update,
         learning_rate=f.learning_rate,
         per_round=task.config.sampled(),
@@ -64,7 +69,7 @@ def run_rounds(
     layout = layout_of(task.parameters)
 
     def observe(sent: RecordDict, received: RecordDict, node: int) -> None:
-        number = int(sent["order"]["round"])
+        number = int(sent["instructions"]["round"])
         gradients = unpack(flat(received["update"]["parameters"]), layout)
         on_update(ServerView(number, strategy.partitions[node], read_state(task, sent["state"]), gradients))
 
@@ -77,12 +82,12 @@ def run_rounds(
     )
 
 
-def server_app_for(conduct: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
-    """A ServerApp whose whole work is `conduct(grid, run_config)`."""
+def server_app_for(run: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
+    """A ServerApp that calls `run(grid, run_config)`."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        conduct(grid, context.run_config)
+        run(grid, context.run_config)
 
     return app

@@ -1,9 +1,9 @@
-"""Flower's strategy of this project: FedSGD on gradients or FedAvg on weights, streamed.
+"""The Flower strategy of this project: FedSGD on gradients or FedAvg on weights, with a streamed mean.
 
-Departs from Flower's FedAvg in four points: replies are added to a running mean as they come instead of being
-collected; a client that fails stops the round instead of dropping out in silence; clients are ordered and sampled by
-partition id, because node ids are random; and the sum is taken in that order under every engine, so that engines agree
-bit for bit.
+It differs from Flower's FedAvg in four points. Replies are added to a running sum as they arrive instead of being
+collected. A client that fails stops the round instead of being left out without a message. Clients are ordered and
+sampled by partition id, because node ids are random. The sum is taken in that order under every engine, so that all
+engines give identical results.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fedmjp.federation.wire import flat, pack
 
 
 def partitions_by_node(grid: Grid) -> dict[int, int]:
-    """Ask every node for its partition id; {node id: partition id} in the order of partitions.
+    """Query every node for its partition id; {node id: partition id} in the order of partitions.
 
     Raises:
-        ClientFailure: a node does not answer.
+        ClientFailure: a node replied with an error.
     """
-    questions = [Message(RecordDict(), node, MessageType.QUERY) for node in grid.get_node_ids()]
+    queries = [Message(RecordDict(), node, MessageType.QUERY) for node in grid.get_node_ids()]
     found = {}
-    for reply in grid.send_and_receive(questions):
+    for reply in grid.send_and_receive(queries):
         if reply.has_error():
-            raise ClientFailure(f"a node does not tell its partition: {reply.error.reason.splitlines()[0]}")
+            raise ClientFailure(f"a node did not send its partition id: {reply.error.reason.splitlines()[0]}")
         found[reply.metadata.src_node_id] = int(reply.content["node"]["partition-id"])
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
@@ -39,52 +39,55 @@ class FederatedMean(Strategy):
     """Mean of the clients' updates, weighted by their number of examples.
 
     Args:
-        order: what each client is told, beside the round: the run's configuration and the defence.
-        update: "gradient" (the server descends along the mean gradient) or "weights" (the mean replaces them).
+        instructions: entries of each client's message besides the round: the run's configuration and the defence.
+        update: "gradient" (the server takes a step along the mean gradient) or "weights" (the mean replaces them).
         learning_rate: of the server's step on gradients.
-        per_round: clients drawn each round.
-        seed: of the draw.
-        first_round: number of the first round, above 1 when a run is resumed.
+        per_round: number of clients sampled each round.
+        seed: of the sampling.
+        first_round: number of the first round, above 1 if a run is resumed.
     """
 
     def __init__(
         self,
         *,
-        order: dict[str, str],
+        instructions: dict[str, str],
         update: str,
         learning_rate: float,
         per_round: int,
         seed: int,
         first_round: int = 1,
     ) -> None:
-        self.order, self.update, self.learning_rate = order, update, learning_rate
+        self.instructions, self.update, self.learning_rate = instructions, update, learning_rate
         self.per_round, self.seed, self.offset = per_round, seed, first_round - 1
         self.partitions: dict[int, int] = {}
         self._sent: ArrayRecord | None = None
         self._queue: list[int] = []
 
     def summary(self) -> None:
-        """Nothing to log: the run's own report says more."""
+        """Log nothing; the run has its own report."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message for each drawn client, in the order of partitions."""
+        """One message for each sampled client, in the order of partitions."""
         self.partitions = self.partitions or partitions_by_node(grid)
         number = server_round + self.offset
         nodes = list(self.partitions)
         draw = np.random.default_rng(np.random.SeedSequence([self.seed, 4, number]))
         chosen = sorted(draw.choice(len(nodes), size=self.per_round, replace=False))
         self._sent, self._queue = arrays, [nodes[i] for i in chosen]
-        order = ConfigRecord({**self.order, "round": number})
-        content = RecordDict({"state": arrays, "order": order})
+        instructions = ConfigRecord({**self.instructions, "round": number})
+        content = RecordDict({"state": arrays, "instructions": instructions})
         return [Message(content, node, MessageType.TRAIN, group_id=str(number)) for node in self._queue]
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
-        """Stream the replies into the mean and take the server's step.
+        """Add the replies to the mean as they arrive, then take the server's step.
+
+        Returns:
+            The new state, and the mean training loss and number of clients.
 
         Raises:
-            ClientFailure: a client answered with an error, not at all, or with NaN.
+            ClientFailure: a client replied with an error, with NaN or infinity, or not at all.
         """
         number = server_round + self.offset
         sums: dict[str, torch.Tensor] = {}
@@ -107,7 +110,7 @@ class FederatedMean(Strategy):
         return arrays, MetricRecord({"train-loss": loss / examples, "clients": clients})
 
     def _in_order(self, replies: Iterable[Message], number: int) -> Iterator[Message]:
-        """Replies in the order in which the clients were asked; early ones wait (never under the local engine)."""
+        """Replies in the order of the clients' messages; early ones are kept (never under the local engine)."""
         waiting: dict[int, Message] = {}
         turn = 0
         for reply in replies:
@@ -122,7 +125,7 @@ class FederatedMean(Strategy):
             raise ClientFailure(self._blame(self._queue[turn], number, "sent no reply"))
 
     def _check_finite(self, total: torch.Tensor, reply: Message, number: int) -> None:
-        """A running sum turns NaN or infinite with the first such entry, so one look at it a client is enough."""
+        """Check the running sum: it becomes NaN or infinite with the first such entry of a client's update."""
         if not torch.isfinite(total.sum()) and not torch.isfinite(total).all():
             raise ClientFailure(self._blame(reply.metadata.src_node_id, number, "sent an update with NaN or infinity"))
 
@@ -132,7 +135,7 @@ class FederatedMean(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """None: the server evaluates on the test images itself."""
+        """No messages: the server evaluates on the test images itself."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -1,6 +1,6 @@
-"""The server's tap: a Grid that shows every training reply to an observer and hands it on untouched.
+"""A Grid that passes every training reply to an observer and returns it unchanged.
 
-Wraps any Grid, so it audits a user's own Flower app and strategy as well as ours.
+It wraps any Grid, so it can audit a user's own Flower app and strategy as well as ours.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Observer = Callable[[RecordDict, RecordDict, int], None]
 
 
 class TapGrid(Grid):
-    """`grid`, with `observer(sent, received, node id)` called on each client's successful training reply, in turn."""
+    """`grid`, with `observer(sent, received, node id)` called for each client's successful training reply."""
 
     def __init__(self, grid: Grid, observer: Observer) -> None:
         self._grid, self._observer = grid, observer
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        """Replies as the wrapped grid gives them, each shown to the observer first."""
-        outgoing = list(messages)  # Flower's network grid goes through them twice
+        """Replies of the wrapped grid, each passed to the observer first."""
+        outgoing = list(messages)  # Flower's network grid iterates over them twice
         sent: dict[int, RecordDict] = {
             message.metadata.dst_node_id: message.content
             for message in outgoing
@@ -35,28 +35,28 @@ class TapGrid(Grid):
             yield reply
 
     def set_run(self, run: Run) -> None:
-        """As the wrapped grid."""
+        """See the wrapped grid."""
         self._grid.set_run(run)
 
     @property
     def run(self) -> Run:
-        """As the wrapped grid."""
+        """See the wrapped grid."""
         return self._grid.run
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """As the wrapped grid."""
+        """See the wrapped grid."""
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """As the wrapped grid."""
+        """See the wrapped grid."""
         return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """As the wrapped grid; replies pulled this way pass unobserved."""
+        """See the wrapped grid; replies to these messages are not observed."""
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """As the wrapped grid, unobserved."""
+        """See the wrapped grid; these replies are not observed."""
         return self._grid.pull_messages(message_ids)

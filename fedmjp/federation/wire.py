@@ -1,7 +1,7 @@
-"""Tensors on Flower's wire: all parameters of a message in one flat float32 array.
+"""Serialisation of tensors in Flower messages: all parameters of a message in one flat float32 array.
 
-One array is twice as fast as 150 over a real network, and in process it is written once and read without a copy: the
-bytes are a plain .npy file, made from the tensors' own memory and viewed in place.
+One array is twice as fast as 150 arrays over a real network. In process it is written once and read without a copy: the
+bytes are a plain .npy file, joined from the tensors' memory and viewed in place.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Layout = dict[str, tuple[int, ...]]
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Names and shapes, in the order in which `pack` lays them out."""
+    """Names and shapes, in the order in which `pack` concatenates the tensors."""
     return {name: tuple(t.shape) for name, t in tensors.items()}
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Array:
-    """One flat float32 Array of all tensors, in their order."""
+    """One flat float32 Array of all tensors, concatenated in their order."""
     parts = [t.detach().to("cpu", torch.float32).contiguous().view(-1).numpy() for t in tensors.values()]
     size = sum(p.size for p in parts)
     header = io.BytesIO()
@@ -36,10 +36,10 @@ def pack(tensors: Mapping[str, Tensor]) -> Array:
 
 
 def flat(array: Array) -> Tensor:
-    """The array as a flat tensor that shares the message's bytes: read it, never write to it.
+    """The array as a flat float32 tensor that shares the message's bytes and must not be written to.
 
     Raises:
-        ValueError: the array is no plain float32 .npy.
+        ValueError: the array is not a plain float32 .npy.
     """
     stream = io.BytesIO(array.data[:1024])
     version = np.lib.format.read_magic(stream)
@@ -48,7 +48,7 @@ def flat(array: Array) -> Tensor:
     if dtype != np.dtype("<f4"):
         raise ValueError(f"expected float32 on the wire, got {dtype}")
     values = np.frombuffer(array.data, dtype=dtype, offset=stream.tell())
-    with warnings.catch_warnings():  # torch warns that the memory is read-only; so is this function's promise
+    with warnings.catch_warnings():  # torch warns that the memory is read-only, which is intended
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(values).view(shape)
 
@@ -56,8 +56,12 @@ def flat(array: Array) -> Tensor:
 def unpack(values: Tensor, layout: Layout) -> dict[str, Tensor]:
     """Views of a flat tensor by name, the inverse of `pack`.
 
+    Args:
+        values: (n,).
+        layout: names and shapes with n values in total.
+
     Raises:
-        ValueError: the flat tensor has another length than the layout.
+        ValueError: the lengths of `values` and `layout` differ.
     """
     sizes = [int(np.prod(shape)) for shape in layout.values()]
     if values.numel() != sum(sizes):

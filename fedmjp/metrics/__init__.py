@@ -1,6 +1,6 @@
-"""How alike an original and its reconstruction are: batched, on the device, each checked against a peer.
+"""Similarity of reconstructions and originals: batched metrics on the images' device, tested against other packages.
 
-`score` gives every metric of a results row at once.
+`score` computes all metrics of a results row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from fedmjp.metrics.ssim import WINDOW, ssim
 
 @dataclass(frozen=True)
 class Direction:
-    """How to read a metric's column."""
+    """Presentation of a metric's column.
+
+    Attributes:
+        label: for table headers, with the unit.
+        higher_is_more_private: whether a larger value means less leakage.
+    """
 
     label: str
     higher_is_more_private: bool
@@ -45,9 +50,18 @@ def score(
     patch_size: int,
     lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Every metric of (B, C, H, W) images in [0, 1], (B,) each, in the order of `METRIC_DIRECTIONS`.
+    """All metrics, (B,) each, in the order of `METRIC_DIRECTIONS`.
 
-    LPIPS is NaN without its network or on images too small for it, SSIM on images smaller than its window (11).
+    LPIPS is NaN without its network and on images too small for it, SSIM is NaN on images smaller than its window (11
+    pixels).
+
+    Args:
+        reconstruction, original: (B, C, H, W) in [0, 1].
+        patch_size: side of a patch in pixels, for `patch_recovery`.
+        lpips: the LPIPS metric, from `load_lpips`.
+
+    Raises:
+        UsageError: see `pairs.checked_pair` and `patch_recovery`.
     """
     missing = torch.full((len(original),), float("nan"), device=original.device)
     values = {

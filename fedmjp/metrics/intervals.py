@@ -1,4 +1,4 @@
-"""Means with intervals: by bootstrap over many values, by Student's t over a few."""
+"""Means with confidence intervals: bootstrap for many values, Student's t for a few."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attacks.registry import UsageError
 
 
 class Interval(NamedTuple):
-    """A mean, its confidence interval, and how many values stand behind it."""
+    """A mean, its confidence interval [low, high], and the number of values."""
 
     mean: float
     low: float
@@ -28,9 +28,12 @@ def bootstrap_mean(
 
     Args:
         values: (n,) numbers; NaN and infinities are dropped and not counted.
+        confidence: in (0, 1).
+        resamples: number of bootstrap samples, at least 1.
+        seed: of the bootstrap.
 
     Returns:
-        NaN with count 0 where nothing is left; a single value is its own interval.
+        The interval; NaN with count 0 if no value is left. The interval of a single value has length 0.
 
     Raises:
         UsageError: `confidence` outside (0, 1), or `resamples` below 1.
@@ -61,11 +64,14 @@ def bootstrap_statistic(
     """Percentile bootstrap intervals of functions of means, such as ratios and paired differences.
 
     Args:
-        table: (n, K), one row an image; rows are drawn whole, so what is measured on one image stays together.
-        statistic: takes (..., K) means to (..., M) values.
+        table: (n, K), one row per image. Whole rows are resampled, so that measurements of the same image stay paired.
+        statistic: maps means (..., K) to values (..., M).
+        confidence: in (0, 1).
+        resamples: number of bootstrap samples, at least 1.
+        seed: of the bootstrap.
 
     Returns:
-        value, low and high, (M,) each.
+        The value, and the lower and upper end of its interval, (M,) each.
 
     Raises:
         UsageError: `confidence` outside (0, 1), `resamples` below 1, or no rows.
@@ -82,16 +88,17 @@ def bootstrap_statistic(
 
 
 def t_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> Interval:
-    """Student's interval of the mean of a few independent values, such as one a seed.
+    """Student's interval of the mean of a few independent values, such as one per seed.
 
-    With three values it is 4.3 standard errors wide to each side: it takes them for draws from a normal distribution,
-    which three values cannot show.
+    For three values it extends 4.3 standard errors to each side. It assumes a normal distribution, which cannot be
+    verified with three values.
 
     Args:
         values: (n,) numbers; NaN and infinities are dropped and not counted.
+        confidence: in (0, 1).
 
     Returns:
-        NaN with count 0 where nothing is left; from a single value an interval from -inf to inf.
+        The interval; NaN with count 0 if no value is left, and an interval from -inf to inf for a single value.
 
     Raises:
         UsageError: `confidence` outside (0, 1).

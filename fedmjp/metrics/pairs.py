@@ -1,4 +1,4 @@
-"""The one contract of every metric: what a pair (reconstruction, original) must be."""
+"""Validation of the pair (reconstruction, original) that every metric receives."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from attacks.registry import UsageError
 
 
 def checked_pair(reconstruction: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pair detached and in float64, in which no metric meets TF32 or loses a difference of squares.
+    """Return the pair detached and in float64, so that no metric uses TF32 or loses digits in a difference of squares.
 
     Args:
-        reconstruction: (B, C, H, W), floating, values expected in [0, 1] (not enforced: clamping is the
-            attack's choice).
+        reconstruction: (B, C, H, W), floating point, values expected in [0, 1] (not enforced: an attack may or may not
+            clamp its images).
         original: the same shape and device.
 
     Returns:
-        The two tensors, (B, C, H, W) float64, on the device they came on.
+        The two tensors, (B, C, H, W) float64, on their device.
 
     Raises:
         UsageError: the shapes differ, are not (B, C, H, W) or are empty, the devices differ, or a tensor is not
-            floating (an image in 0..255 would score as nonsense).
+            floating point (the scores of an image in 0..255 would be meaningless).
     """
     for name, images in (("reconstruction", reconstruction), ("original", original)):
         if images.ndim != 4 or images.numel() == 0:

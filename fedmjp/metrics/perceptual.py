@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from attacks.registry import UsageError
 from fedmjp.metrics.pairs import checked_pair
 
-# The files that torchvision would load instead of downloading: another hash in the name means a silent download.
+# The files that torchvision loads from its cache; with another hash in the name it would download them without notice.
 TRUNKS = {"squeeze": "squeezenet1_1-b8a52dc0.pth", "alex": "alexnet-owt-7be5be79.pth", "vgg": "vgg16-397923af.pth"}
 SHIPPED = Path(__file__).resolve().parent / "weights" / "lpips_squeeze.safetensors"
 SHIPPED_SHA256 = "a01e4094d595049279c3f3b0f4496277beb510b79a188005e306a4ca3bb709b4"
@@ -35,7 +35,7 @@ class Lpips:
 
     Attributes:
         network: the `lpips.LPIPS` module.
-        net: the backbone; distances in different ones do not compare.
+        net: the backbone; distances of different backbones are not comparable.
     """
 
     network: nn.Module
@@ -43,7 +43,7 @@ class Lpips:
 
     @property
     def label(self) -> str:
-        """For table headers, for example "lpips[squeeze]"."""
+        """Name for table headers, for example "lpips[squeeze]"."""
         return f"lpips[{self.net}]"
 
     @torch.no_grad()
@@ -51,7 +51,10 @@ class Lpips:
         """Distance of (B, 3, H, W) or grey (B, 1, H, W) images in [0, 1].
 
         Returns:
-            (B,) on the images' device, 0 for identical images; NaN for images too small for the backbone.
+            (B,) float32 on the images' device, 0 for identical images; NaN for images too small for the backbone.
+
+        Raises:
+            UsageError: see `pairs.checked_pair`.
         """
         pair = checked_pair(reconstruction, original)
         if min(original.shape[-2:]) < SMALLEST[self.net]:
@@ -94,7 +97,7 @@ def load_lpips(net: str = "squeeze", weights: Path | None = None, device: torch.
         network.load_state_dict(_shipped())
     # cuDNN rounds float32 convolutions to TF32 unless the whole process forbids it; double is never rounded.
     dtype = torch.float64 if torch.device(device).type == "cuda" else torch.float32
-    # Channels last: twice as fast on a CPU.
+    # The channels-last format is twice as fast on a CPU.
     network = network.eval().requires_grad_(False).to(device, dtype).to(memory_format=torch.channels_last)
     return Lpips(network, net)
 
@@ -117,8 +120,8 @@ def _network(net: str, *, random_trunk: bool) -> nn.Module:
         import lpips
     except ImportError as error:
         raise UsageError("LPIPS needs the package lpips: pip install lpips") from error
-    # Initial weights that are overwritten at once must not move the experiment's random numbers, and torchvision
-    # deprecates the way lpips asks it for its trunk.
+    # The random initial weights, which are overwritten at once, must not change the state of the experiment's random
+    # generator. torchvision warns that the way in which lpips loads the trunk is deprecated.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return lpips.LPIPS(net=net, pnet_rand=random_trunk, verbose=False)

@@ -1,4 +1,4 @@
-"""Pixel metrics: mean squared error, PSNR, and the share of patches recovered."""
+"""Pixel metrics: mean squared error, PSNR, and the share of recovered patches."""
 
 from __future__ import annotations
 
@@ -8,28 +8,41 @@ from torch.nn import functional as F
 from attacks.registry import UsageError
 from fedmjp.metrics.pairs import checked_pair
 
-# Keeps the PSNR of identical images finite (120 dB), so that means over images stay meaningful.
+# Keeps the PSNR of identical images finite (120 dB), so that means over images are finite.
 LEAST_MSE = 1e-12
 
 
 def mse(reconstruction: Tensor, original: Tensor) -> Tensor:
-    """Mean squared error of (B, C, H, W) images in [0, 1]; (B,), in [0, 1]."""
+    """Mean squared error of (B, C, H, W) images in [0, 1]; (B,) float32, in [0, 1].
+
+    Raises:
+        UsageError: see `pairs.checked_pair`.
+    """
     rec, orig = checked_pair(reconstruction, original)
     return (rec - orig).square().flatten(1).mean(dim=1).float()
 
 
 def psnr(reconstruction: Tensor, original: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB for a peak of 1; (B,), at most 120."""
+    """Peak signal-to-noise ratio of (B, C, H, W) images in [0, 1]; (B,) float32, in dB for a peak of 1, at most 120.
+
+    Raises:
+        UsageError: see `pairs.checked_pair`.
+    """
     rec, orig = checked_pair(reconstruction, original)
     error = (rec - orig).square().flatten(1).mean(dim=1)
     return _decibels(error).float()
 
 
 def patch_recovery(reconstruction: Tensor, original: Tensor, patch_size: int, threshold_db: float = 25.0) -> Tensor:
-    """Share of patches whose own PSNR exceeds `threshold_db`; (B,), in [0, 1].
+    """Share of patches whose PSNR exceeds `threshold_db`; (B,) float32, in [0, 1].
+
+    Args:
+        reconstruction, original: (B, C, H, W) in [0, 1].
+        patch_size: side of a patch in pixels.
+        threshold_db: in dB.
 
     Raises:
-        UsageError: the image does not divide into patches of `patch_size` pixels.
+        UsageError: the image cannot be divided into patches of `patch_size` pixels; see also `pairs.checked_pair`.
     """
     rec, orig = checked_pair(reconstruction, original)
     if patch_size < 1 or original.shape[-1] % patch_size or original.shape[-2] % patch_size:

@@ -1,10 +1,10 @@
 """Structural similarity (Wang et al., 2004, eq. 13) with the original's Gaussian window.
 
 The window is 11 x 11 with sigma 1.5, C1 = 0.01^2, C2 = 0.03^2, and the mean is over the pixels whose window lies inside
-the image, over all channels. That is `skimage.metrics.structural_similarity(gaussian_weights=True, sigma=1.5,
-use_sample_covariance=False, data_range=1, channel_axis=0)`. It is not torchmetrics' mean, which in recent releases
-includes a border seen through reflected padding (its full map, cropped by 5, agrees). Own code for that reason, in
-float64 for the difference of squares, and without convolutions, which are slow in float64.
+the image, over all channels. This equals `skimage.metrics.structural_similarity(gaussian_weights=True, sigma=1.5,
+use_sample_covariance=False, data_range=1, channel_axis=0)`. It differs from torchmetrics' mean, which in recent
+releases includes a border computed with reflected padding (its full map, cropped by 5, is equal). Therefore it is
+implemented here, in float64 because of the difference of squares, and without convolutions, which are slow in float64.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def ssim(reconstruction: Tensor, original: Tensor) -> Tensor:
         (B,) float32 in [-1, 1]; 1 for identical images.
 
     Raises:
-        UsageError: an image is smaller than the window, or see `checked_pair`.
+        UsageError: an image is smaller than the window; see also `pairs.checked_pair`.
     """
     rec, orig = checked_pair(reconstruction, original)
     if min(rec.shape[-2:]) < WINDOW:
         raise UsageError(f"SSIM needs images of at least {WINDOW} x {WINDOW} pixels, got {tuple(rec.shape[-2:])}")
-    # On a CPU one image's moments fit the cache, a batch's do not: four times as fast one by one.
+    # On a CPU the moments of one image fit into the cache, those of a batch do not: one by one is four times as fast.
     size = 1 if rec.device.type == "cpu" else len(rec)
     pairs = zip(rec.split(size), orig.split(size), strict=True)
     return torch.cat([_ssim(r, o) for r, o in pairs]).float()
@@ -59,7 +59,7 @@ def _windowed_means(images: Tensor) -> Tensor:
 
 
 def _means_along(images: Tensor, dim: int) -> Tensor:
-    """Weighted sums of shifted copies along one dimension, the two sides of the window together."""
+    """Weighted sums of shifted copies along one dimension, where the two halves of the window share their weights."""
     weights = [math.exp(-0.5 * (k / SIGMA) ** 2) for k in range(WINDOW // 2 + 1)]
     total = weights[0] + 2 * sum(weights[1:])
     middle, length = WINDOW // 2, images.shape[dim] - WINDOW + 1

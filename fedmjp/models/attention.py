@@ -1,7 +1,7 @@
-"""The attention weights of a ViT's last block, as its own forward pass computes them.
+"""The attention weights of a ViT's last block, as computed in its forward pass.
 
-timm's fused attention never writes the weights down, so the block is switched to the plain computation for one pass
-and a hook takes what its softmax gives: any norm, scale or bias of the layer is in it.
+timm's fused attention does not return the weights. Therefore the block is switched to the unfused computation for one
+pass, and a hook records the output of its softmax, which includes any norm, scale or bias of the layer.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from fedmjp.models.build import BuiltModel
 
 @torch.no_grad()
 def last_attention(model: BuiltModel, images: Tensor) -> Tensor:
-    """Attention weights (B, heads, T, T) of the last block; each row (what one token looks at) sums to 1.
+    """Attention weights (B, heads, T, T) of the last block; each row (one query token) sums to 1.
 
-    Tokens are in the model's order: prefix tokens, [CLS] first, then patches in raster order.
+    Tokens are in the model's order: prefix tokens, [CLS] first, then patches in raster order. The model is left in
+    evaluation mode.
 
     Args:
+        model: a plain ViT.
         images: (B, C, H, W) in [0, 1].
 
     Raises:
-        UsageError: the model is no plain ViT with a [CLS] token.
+        UsageError: the model is not a plain ViT with a [CLS] token.
     """
     module = model.module
     if getattr(module, "cls_token", None) is None or not hasattr(module, "blocks"):
-        raise UsageError(f"{model.name} has no [CLS] token whose attention could be looked at; name a ViT")
+        raise UsageError(f"{model.name} has no [CLS] token, whose attention is needed; name a ViT")
     layer, kept = module.blocks[-1].attn, []
     hook = layer.attn_drop.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     fused, layer.fused_attn = layer.fused_attn, False

@@ -1,10 +1,10 @@
-"""Dense absolute localisation (DAL): can a position embedding tell its own place in the grid?
+"""Dense absolute localisation (DAL): a loss that predicts each patch's grid coordinates from its position embedding.
 
-Equation 4 of the MJP paper: the mean L1 distance between the grid place (i, j), 1 <= i, j <= K, of each unmasked patch
-and the place that a map g reads from its position embedding. As in the released code the nonlinear map has one hidden
-layer (the paper speaks of a 3-layer MLP, counting the input), coordinates are in units of patches, and PCA is a
-randomised one with 5 iterations. Departs from it: places count from 1 as in the paper, and the PCA draws from a fixed
-seed, so that a run repeats.
+Equation 4 of the MJP paper: the mean L1 distance between the grid coordinates (i, j), 1 <= i, j <= K, of each unmasked
+patch and the coordinates that a map g predicts from its position embedding. As in the released code, the nonlinear map
+has one hidden layer (the paper calls it a 3-layer MLP, counting the input), coordinates are in units of patches, and
+the PCA is a randomised one with 5 iterations. Departs from the code: coordinates count from 1 as in the paper, and the
+PCA uses a fixed seed, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ DAL_MAPS = ("none", "pca", "linear", "nonlinear")
 
 
 class DenseAbsoluteLocalisation(nn.Module):
-    """The map g: position embedding (D) -> place in the grid (2), and its loss.
+    """The map g: position embedding (D) -> grid coordinates (2), and its loss.
 
     Args:
         width: D.
         kind: "pca" (no parameters), "linear" or "nonlinear".
 
     Raises:
-        ValueError: another kind.
+        ValueError: `kind` has another value.
     """
 
     def __init__(self, width: int, kind: str) -> None:
@@ -38,12 +38,12 @@ class DenseAbsoluteLocalisation(nn.Module):
             self.map = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 
     def forward(self, positions: Tensor, grid: tuple[int, int], mask: Tensor | None = None) -> Tensor:
-        """The loss, a scalar in units of patches.
+        """The mean L1 distance over the visible positions of all images, a scalar in units of patches.
 
         Args:
             positions: (N, D) position embeddings of the patches.
             grid: (rows, columns) with rows * columns = N.
-            mask: (B, N) bool, True where a position is hidden in that image; None hides nothing.
+            mask: (B, N) bool, True where a position is hidden in that image; None if no position is hidden.
         """
         rows, columns = grid
         places = torch.cartesian_prod(
@@ -57,7 +57,7 @@ class DenseAbsoluteLocalisation(nn.Module):
         if self.kind != "pca":
             return self.map(positions)
         seen = positions[visible]
-        if len(seen) < 3:  # two axes cannot be fitted to fewer points; nothing to localise
+        if len(seen) < 3:  # two axes cannot be fitted to fewer than three points
             return positions.new_zeros(len(positions), 2)
         with torch.random.fork_rng(devices=[positions.device] if positions.is_cuda else []):
             torch.manual_seed(0)

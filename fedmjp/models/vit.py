@@ -1,14 +1,14 @@
 """timm's Vision Transformer with the MJP input layer.
 
 Equations 5-7 of "Masked Jigsaw Puzzle" (Liu, Ren et al.): masked positions get one shared, learnable *unknown* position
-embedding in place of their own. The paper's ablation IDX instead adds, from a second table, an embedding of the place
-that a moved patch came from. timm does everything else. `AprilBlock` is the first block of the analytic attack's
-papers.
+embedding instead of their own. The paper's ablation IDX instead adds, from a second table, an embedding of the original
+place of a moved patch. The rest is timm's implementation. `AprilBlock` is the first block for which the analytic attack
+of the APRIL paper is exact.
 
-Departs from the released code: the unknown embedding is a parameter of its own instead of one more row of the position
-table, so that checkpoints of plain ViTs load unchanged. The paper says of IDX
-only that more embeddings tell the patches' global indexes: here every patch keeps the position embedding of the place
-where it is shown, and adds the second table's row of its origin.
+Departs from the released code: the unknown embedding is a separate parameter instead of one more row of the position
+table, so that checkpoints of plain ViTs load unchanged. About IDX the paper says only that additional embeddings encode
+the patches' global indices. Here every patch keeps the position embedding of the place where it is shown, and the row
+of the second table for its original place is added.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from fedmjp.models.localisation import DenseAbsoluteLocalisation
 
-# Parameters added to the tokens of patches: the gradient of each holds rows of dL/dz, token by token.
+# Parameters added to the tokens of patches: their gradients consist of rows dL/dz of single tokens.
 POSITION_TABLES = ("pos_embed", "unk_embed", "idx_embed")
 
 
 class ViT(VisionTransformer):
-    """A Vision Transformer whose position embeddings can be hidden patch by patch.
+    """A Vision Transformer in which the position embedding of each patch can be hidden.
 
     Args:
-        unknown_position: give the model the shared embedding E_unk (equation 6).
-        origin_table: give the model a second table of embeddings, one row a patch of the ordered image (IDX).
+        unknown_position: add the shared embedding E_unk (equation 6).
+        origin_table: add a second table of embeddings, one row per patch of the ordered image (IDX).
         dal: the map of the dense absolute localisation loss ("pca", "linear", "nonlinear"), or "none".
         **kwargs: as for timm's `VisionTransformer`.
     """
@@ -39,7 +39,7 @@ class ViT(VisionTransformer):
         self, *, unknown_position: bool = False, origin_table: bool = False, dal: str = "none", **kwargs
     ) -> None:
         super().__init__(**kwargs)
-        # Made after the rest, so that the same seed gives the plain and the MJP model the same other weights.
+        # Created last, so that with the same seed all other weights are equal in the plain and in the MJP model.
         self.unk_embed = self._table(1) if unknown_position else None
         self.idx_embed = self._table(self.patch_embed.num_patches) if origin_table else None
         self.dal = DenseAbsoluteLocalisation(self.embed_dim, dal) if dal != "none" else None
@@ -53,19 +53,20 @@ class ViT(VisionTransformer):
         """Logits (B, classes) of normalised images (B, C, H, W).
 
         Args:
-            position_mask: (B, N) bool, True where the patch's position is hidden behind the unknown embedding.
-            origins: (B, N) int64, the place in the ordered image of the patch shown at each place; None where each
-                stands at its own.
+            images: normalised.
+            position_mask: (B, N) bool, True where the patch's position embedding is replaced by the unknown one.
+            origins: (B, N) int64, for each place the index in the ordered image of the patch shown there; None if no
+                patch was moved.
 
         Raises:
-            ValueError: a mask is given to a model without an unknown embedding, or origins to one without their table.
+            ValueError: a mask is given to a model without unknown embedding, or origins to one without their table.
         """
         return self.forward_head(self.forward_features(images, position_mask, origins))
 
     def forward_features(
         self, images: Tensor, position_mask: Tensor | None = None, origins: Tensor | None = None
     ) -> Tensor:
-        """Tokens (B, prefix + N, D) after the last block's norm."""
+        """Tokens (B, prefix + N, D) after the final norm; arguments and errors as for `forward`."""
         tokens = self._add_origins(self.patch_embed(images), origins)
         tokens = self._pos_embed(tokens) if position_mask is None else self._masked_pos_embed(tokens, position_mask)
         return self.norm(self.blocks(self.norm_pre(tokens)))
@@ -86,19 +87,22 @@ class ViT(VisionTransformer):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that weight decay should leave alone: timm's, and those of this class."""
+        """Names of parameters without weight decay: those of timm, and those of this class."""
         return super().no_weight_decay() | set(POSITION_TABLES)
 
     def patch_positions(self) -> Tensor | None:
-        """Position embeddings of the patches, (N, D), or None."""
+        """Position embeddings of the patches, (N, D), or None if the model has none."""
         return None if self.pos_embed is None else self.pos_embed[0, self.num_prefix_tokens :]
 
 
 class AprilBlock(nn.Module):
-    """A block without the first norm and without residuals, for which APRIL's closed form is exact (Lu et al., equation
-    5).
+    """A block without the first norm and without residuals, for which APRIL's closed form is exact.
 
-    The same architecture as the `breaching` package's, so that both attack the same gradient.
+    Lu et al., equation 5. The architecture equals that of the `breaching` package, so that both attack the same
+    gradient.
+
+    Args:
+        block: a timm block, whose attention, second norm and MLP are used.
     """
 
     def __init__(self, block: Block) -> None:
@@ -106,7 +110,7 @@ class AprilBlock(nn.Module):
         self.attn, self.norm2, self.mlp = block.attn, block.norm2, block.mlp
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Apply attention, norm and MLP: tokens (B, T, D) -> (B, T, D)."""
         return self.mlp(self.norm2(self.attn(tokens)))
 
 

@@ -1,4 +1,4 @@
-"""Weights and where they come from. Whatever is loaded is told in words, and the words go into every table."""
+"""Load weights and describe their origin in words; every table shows this description."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from torch import Tensor, nn
 from attacks.registry import UsageError
 
 SHIPPED = Path(__file__).parent / "checkpoints"
-IMAGENET_CLASSES = 1000  # of timm's weights, and the usual head for random ones
-# What a checkpoint of a plain ViT lacks for the _mjp and _idx variants; others have it too much.
+IMAGENET_CLASSES = 1000  # of timm's weights, and the default head for random weights
+# Parameters of the _mjp and _idx variants, which may be absent from a checkpoint or, for other variants, superfluous.
 MJP_ONLY = ("unk_embed", "idx_embed", "dal.")
 
 
 def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | None, seed: int) -> str:
-    """Fill `module` from `source` and return the provenance in words.
+    """Load weights from `source` into `module` and return a description of their origin.
 
     Args:
-        source: "random", "timm", "auto", or the path of a .safetensors, .pt or .pth state dict.
+        module: the model, with random weights.
+        name: its name with the variant.
+        source: "random", "timm", "auto" (the shipped weights, else random), or the path of a .safetensors, .pt or .pth
+            state dict.
+        timm_name: name of timm's weights for this architecture, or None.
+        seed: of the random weights, for the description.
 
     Raises:
         UsageError: a missing file, weights that cannot be downloaded, or a shape that does not fit.
@@ -37,15 +42,19 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
 
 
 def shipped_names() -> list[str]:
-    """Models whose weights ship with the package."""
+    """Names of the models whose weights are included in the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
 
 
 def classes_of(name: str, source: str) -> int | None:
-    """Number of classes that the weights of model `name` tell apart, or None where they are random or timm's.
+    """Number of classes of the weights of model `name`, or None if they are random, timm's, or have no known head.
+
+    Args:
+        name: of the model, with its variant.
+        source: see `load_weights`.
 
     Raises:
-        UsageError: a missing or damaged file.
+        UsageError: the file is missing or damaged.
     """
     shipped = SHIPPED / f"{name}.safetensors"
     if source in ("random", "timm") or (source == "auto" and not shipped.exists()):
@@ -60,7 +69,7 @@ def _timm_state(timm_name: str | None, name: str) -> dict[str, Tensor]:
         raise UsageError(f"timm publishes no weights for {name!r}; pass --weights random or a checkpoint's path")
     try:
         return timm.create_model(timm_name, pretrained=True).state_dict()
-    except Exception as error:  # the hub's client raises a dozen kinds of errors, all of which mean the same to a user
+    except Exception as error:  # the hub's client raises many kinds of errors, which all have the same cause for a user
         raise UsageError(
             f"timm's weights of {timm_name} are neither cached nor reachable ({type(error).__name__}); "
             "download them where there is a network, or pass --weights random or a checkpoint's path"
@@ -74,13 +83,17 @@ def _read(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file fails in many ways inside the readers
-        raise UsageError(f"{path} is no readable checkpoint ({type(error).__name__}: {str(error)[:80]})") from error
+    except Exception as error:  # the readers raise many kinds of errors for a damaged file
+        raise UsageError(f"{path} is not a readable checkpoint ({type(error).__name__}: {str(error)[:80]})") from error
     return state.get("model", state)
 
 
 def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
-    """Load what fits; a head for other classes stays random and is told, any other misfit is an error."""
+    """Load a state dict. A head for other classes stays random, as the returned description says.
+
+    Raises:
+        UsageError: any other parameter is missing, unknown or has another shape.
+    """
     own = module.state_dict()
     state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
     head = [k for k in own if k.split(".")[0] in {"head", "fc"} and k in state and state[k].shape != own[k].shape]

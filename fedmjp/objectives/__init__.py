@@ -1,4 +1,4 @@
-"""What a client minimises: cross-entropy, plus the terms that its defence asks for by name.
+"""The training objective of a client: cross-entropy, plus the terms that its defence names.
 
 A term is a function of the model and the position mask; `@TERMS.register("name")` makes it available to defences.
 """
@@ -19,7 +19,15 @@ TERMS: Registry[Callable[[BuiltModel, Tensor | None], Tensor]] = Registry("objec
 
 @TERMS.register("dal")
 def dense_absolute_localisation(model: BuiltModel, position_mask: Tensor | None) -> Tensor:
-    """MJP's equation 4 on the visible position embeddings, in patches; 0 for a model without a DAL map."""
+    """Localisation loss of the visible position embeddings, a scalar (MJP, equation 4).
+
+    Args:
+        model: the model; without a DAL map the loss is 0.
+        position_mask: (B, N) bool, True where a position is hidden, or None.
+
+    Returns:
+        The mean distance between true and predicted grid coordinates, in units of patches.
+    """
     dal = getattr(model.module, "dal", None)
     if dal is None:
         return next(model.module.parameters()).new_zeros(())
@@ -37,14 +45,18 @@ def client_loss(
     """Mean cross-entropy plus the weighted terms, a scalar.
 
     Args:
-        images: (B, C, H, W) in [0, 1], as the defence leaves them.
+        model: the model.
+        images: (B, C, H, W) in [0, 1], after the defence.
         labels: (B,) int64, or (B, classes) probabilities (smoothed or mixed labels).
         position_mask: (B, N) bool or None.
         weights: term name -> weight (`Defense.loss_weights`).
-        origins: (B, N) int64 or None, for models that are told where moved patches come from.
+        origins: (B, N) int64, for models that embed the original place of each patch (IDX), or None.
+
+    Raises:
+        UsageError: a name in `weights` is not registered.
     """
-    told = ClientInput(images, position_mask, origins).told()
-    logits = model.module(model.normalise(images), **told)
+    forward_kwargs = ClientInput(images, position_mask, origins).forward_kwargs()
+    logits = model.module(model.normalise(images), **forward_kwargs)
     loss = F.cross_entropy(logits, labels)
     for name, weight in weights.items():
         loss = loss + weight * TERMS.get(name)(model, position_mask)

@@ -1,1 +1,1 @@
-"""What is written down of a run and how it is taken up again: rows, run folder, provenance."""
+"""Records of a run, from which it can be resumed: rows, run folder, provenance."""

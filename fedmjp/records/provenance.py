@@ -1,4 +1,4 @@
-"""Where a number comes from: commit, versions, device."""
+"""Provenance of a number: commit, package versions, device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Version of each package that can move a number; absent packages are left out."""
+    """Version of each package that can affect results; packages that are not installed are left out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -68,7 +68,7 @@ def device_name(device: torch.device) -> str:
 
 
 def columns(device: torch.device) -> dict[str, str]:
-    """What every results row says of where it was measured."""
+    """The columns of a results row that describe code, versions and device."""
     return {
         "commit": commit(),
         "version": __version__,
@@ -78,5 +78,12 @@ def columns(device: torch.device) -> dict[str, str]:
 
 
 def run_id(asked: Mapping[str, Any]) -> str:
-    """A short name for everything that decides about numbers: the same options have the same id."""
+    """A short id of the options that affect results: equal options have equal ids.
+
+    Args:
+        asked: the options, as JSON-serialisable values.
+
+    Returns:
+        Ten hexadecimal digits.
+    """
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]

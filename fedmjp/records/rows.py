@@ -1,8 +1,7 @@
-"""The rows of a run: one JSON object a line, one line per image and attack.
+"""The rows of a run: a file with one JSON object per line, and one line per image and attack.
 
-Everything the report says is computed from this file and from nothing else. A run may be killed at any moment and
-taken up again, so the log repairs the one kind of damage that a kill can do (a last line cut short) and refuses every
-other kind.
+The report is computed from this file alone. A run may be killed at any moment and resumed, so the log repairs the only
+damage that this can cause (an incomplete last line) and refuses any other damage.
 """
 
 from __future__ import annotations
@@ -55,10 +54,11 @@ ROW_KEYS = (
     "details",
     "flags",
 )
-# What a row may leave out, as rows written before the key was known do.
+# Keys that a row may lack because it was written before they were introduced, and their default values.
 OPTIONAL = {"flags": []}
 
-# What was asked, as opposed to what was measured and where: rows that agree in all of it are the same row.
+# The keys that describe what was run, in contrast to its results and the machine. Rows that agree in all of them and in
+# the image are the same row.
 CASE = (
     "dataset",
     "model",
@@ -80,18 +80,18 @@ CASE = (
 )
 IDENTITY = (*CASE, "image", "image_id")
 
-# Gradient-free answers every attack has to beat: they are rows like any other, filed under these attack names.
+# Names in the column `attack` of the two baselines that need no gradient.
 BASELINES = ("mean_image", "other_image")
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What the rows of a log hold.
+    """The keys of the rows of a log.
 
     Attributes:
-        keys: every key, in the order of the file.
-        identity: keys that tell rows apart.
-        optional: what a row may leave out, and what it then counts for.
+        keys: all keys, in the order of the file.
+        identity: the keys that identify a row.
+        optional: keys that a row may lack, with their default values.
     """
 
     keys: tuple[str, ...]
@@ -103,18 +103,18 @@ RESULTS = Schema(ROW_KEYS, IDENTITY, OPTIONAL)
 
 
 class RowLog:
-    """An append-only log of result rows that survives being killed.
+    """An append-only log of result rows that can be continued after the process was killed.
 
     Args:
-        path: a .jsonl file; made with its folders if it does not exist, read and continued if it does.
-        schema: of the rows; those of attacks on images by default.
+        path: a .jsonl file; it is created with its folders if it does not exist, else read and continued.
+        schema: of the rows; by default that of attacks on images.
 
     Attributes:
-        repaired: the file ended in a line without its line end. A half-written row was cut off; a whole row that
-            lacked only its line end was kept.
+        repaired: whether the last line had no line end. If it was incomplete, it was removed; if only the line end was
+            missing, it was kept.
 
     Raises:
-        UsageError: a line other than a half-written last one is no row; the message names the file and the line.
+        UsageError: a line, other than an incomplete last one, is not a valid row; the message names file and line.
     """
 
     def __init__(self, path: str | os.PathLike[str], schema: Schema = RESULTS) -> None:
@@ -129,16 +129,19 @@ class RowLog:
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any]) -> bool:
-        """Write one row and flush it; NaN and infinities become null. What the schema has as optional may be left out.
+        """Write one row and flush the file; NaN and infinities become null.
 
-        A resumed run repeats a batch that was only partly written: images already in the file when it was opened are
-        then left as they are.
+        A resumed run repeats a batch that was written only in part. Rows that were in the file when it was opened are
+        then not written again.
+
+        Args:
+            row: a value for each key of the schema; optional keys may be missing.
 
         Returns:
-            whether the row was written.
+            Whether the row was written.
 
         Raises:
-            ValueError: keys missing or unknown, or the row was already appended through this log.
+            ValueError: keys are missing or unknown, or the row was already appended through this log.
         """
         row = {**self.schema.optional, **row}
         missing = [key for key in self.schema.keys if key not in row]
@@ -158,25 +161,25 @@ class RowLog:
         return True
 
     def has(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row with this identity is in the log; keys outside the identity are ignored."""
+        """Whether the log contains a row with the same identity; other keys of `row` are ignored."""
         key = _key(row, self.schema.identity)
         return key in self._read or key in self._appended
 
     def done(self, case: Mapping[str, Any], image_ids: Sequence[str]) -> bool:
-        """Whether every image of a batch has its row.
+        """Whether the log contains a row for every image of a batch.
 
         Args:
-            case: the values of `CASE`; other keys are ignored.
-            image_ids: of the batch, in its order.
+            case: the values of the keys `CASE`; other keys are ignored.
+            image_ids: ids of the images in the order of the batch.
         """
         return all(self.has({**case, "image": i, "image_id": name}) for i, name in enumerate(image_ids))
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows, those read at the opening first; a new list of the log's own dictionaries."""
+        """All rows in their order; a new list of the log's own dictionaries."""
         return list(self._rows)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file; further calls have no effect."""
         self._file.close()
 
     def __enter__(self) -> RowLog:
@@ -189,7 +192,11 @@ class RowLog:
 
 
 def pack_rows(path: Path) -> Path:
-    """Replace a finished rows file by its compressed self, PATH.gz: equal rows give equal bytes."""
+    """Replace a finished rows file by a compressed one; equal rows give equal bytes.
+
+    Returns:
+        Path of the compressed file, PATH.gz.
+    """
     packed = path.with_name(path.name + ".gz")
     draft = packed.with_name(packed.name + ".part")
     draft.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
@@ -199,7 +206,7 @@ def pack_rows(path: Path) -> Path:
 
 
 def unpack_rows(path: Path) -> None:
-    """Undo `pack_rows`, where there is a packed file and no plain one."""
+    """Undo `pack_rows` if there is a compressed file and no uncompressed one; `path` is that of the latter."""
     packed = path.with_name(path.name + ".gz")
     if packed.exists() and not path.exists():
         draft = path.with_name(path.name + ".part")
@@ -208,14 +215,14 @@ def unpack_rows(path: Path) -> None:
 
 
 def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """Read a results file (.jsonl, or .jsonl.gz) without changing it; a half-written last line is left out.
+    """Read a results file (.jsonl, or .jsonl.gz) without changing it; an incomplete last line is left out.
 
     Returns:
-        one row per line with the columns `ROW_KEYS`. Metrics, `seconds` and `gradient_norm` are float64 with NaN for
+        One row per line with the columns `ROW_KEYS`. Metrics, `seconds` and `gradient_norm` are float64 with NaN for
         null; dictionaries and lists stay Python objects.
 
     Raises:
-        UsageError: no such file, or a damaged line (named).
+        UsageError: the file does not exist, or a line is damaged; the message names the line.
     """
     path = Path(path)
     if not path.is_file():
@@ -246,14 +253,14 @@ def _parse(content: bytes, path: Path, schema: Schema) -> tuple[list[dict[str, A
 def _row(line: bytes, schema: Schema) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:  # JSONDecodeError and UnicodeDecodeError both are
+    except ValueError:  # the base class of JSONDecodeError and UnicodeDecodeError
         return None
     row = {**schema.optional, **row} if isinstance(row, dict) else {}
     return {key: row[key] for key in schema.keys} if set(row) == set(schema.keys) else None
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    # Through a second file: a kill during the repair must not cost the rows that were whole.
+    # Written to a second file first, so that no complete row is lost if the process is killed during the repair.
     draft = path.with_name(path.name + ".part")
     draft.write_text("".join(map(_line, rows)), encoding="utf-8")
     draft.replace(path)

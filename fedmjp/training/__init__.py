@@ -1,4 +1,4 @@
-"""Central training: the clients' model, data, objective and defence, with the recipe that the papers train by."""
+"""Central training with the clients' model, data, objective and defence, and the training recipe of the papers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Training batches: order, augmentation and mixing, all of it timm's.
+"""Training batches: order, augmentation and mixing, all by timm.
 
-An image is cropped, flipped and RandAugmented on its own; erasing, Mixup and CutMix act on the batch, as in timm's
-prefetching loader. The result stays in [0, 1] but for erased pixels, so that the defence's jigsaw and the objective's
-normalisation see what a client's would.
+Cropping, flipping and RandAugment act on single images; erasing, Mixup and CutMix act on the batch, as in timm's
+prefetching loader. Except for erased pixels the result stays in [0, 1], so that the defence's jigsaw and the
+objective's normalisation get the same kind of input as in a client.
 
-Departs from DeiT: a data set hands out its images already at the model's size, so a random crop is taken from that
-square and not from the file's full resolution.
+Departs from DeiT: a data set returns its images already at the model's size, so a random crop is taken from that square
+and not from the file at its full resolution.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from fedmjp.data import ImageSet
 from fedmjp.models import BuiltModel
 from fedmjp.training.config import Recipe
 
-KEPT_BYTES = (
-    1 << 30
-)  # decoded images are kept in memory up to here; above, they are decoded each time they are asked for
+# Decoded images are kept in memory up to this size; a larger set is decoded again in every epoch.
+KEPT_BYTES = 1 << 30
 
 
 class Augmented(Dataset):
-    """Images of a set, each randomly cropped, flipped and RandAugmented anew each time.
+    """Images of a set with random cropping, flipping and RandAugment, drawn anew at each access.
 
     Args:
         images: the set.
-        recipe: `smallest_crop` and `rand_augment`.
+        recipe: gives `smallest_crop` and `rand_augment`.
     """
 
     def __init__(self, images: ImageSet, recipe: Recipe) -> None:
@@ -60,22 +59,23 @@ class Augmented(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """(3, size, size) uint8 and the label."""
+        """Image number `index`, augmented, (3, size, size) uint8, and its label."""
         pixels = _decode(self.images, [index])[0] if self.kept is None else self.kept[index]
         return self.transform(Image.fromarray(pixels)), int(self.images.labels[index])
 
 
 class Batches:
-    """One epoch after another of augmented batches.
+    """Augmented batches, epoch by epoch.
 
     Args:
         images: the training images.
-        recipe: how they are augmented and mixed.
-        model: gives the normalisation in whose units erasing draws its noise.
-        seed: with an epoch's number it fixes that epoch's batches.
+        recipe: gives batch size, augmentation and mixing.
+        model: gives the normalisation; erasing draws its noise in normalised units.
+        seed: together with an epoch's number it determines that epoch's batches.
+        workers: processes that decode and augment images; 0 for none.
 
     Raises:
-        UsageError: fewer images than one batch.
+        UsageError: there are fewer images than in one batch.
     """
 
     def __init__(self, images: ImageSet, recipe: Recipe, model: BuiltModel, seed: int, workers: int = 0) -> None:
@@ -91,13 +91,13 @@ class Batches:
             self.mixup = Mixup(**alphas, label_smoothing=recipe.label_smoothing, num_classes=self.classes)
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """Number of steps in an epoch."""
         return len(self.loader)
 
     def epoch(self, number: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of epoch `number` (from 1): images (B, C, H, W) and soft labels (B, classes), on `device`.
 
-        Seeds every global generator first, so that an epoch's batches do not depend on the epochs before it.
+        All global random generators are seeded first, so that an epoch's batches do not depend on earlier epochs.
         """
         entropy = int(np.random.SeedSequence([self.seed, 4, number]).generate_state(1)[0])
         random_seed(entropy)
@@ -118,12 +118,12 @@ class Batches:
 
 @lru_cache(maxsize=1)
 def _decoded(images: ImageSet) -> np.ndarray:
-    """All of a set, for trainings in a row on the same one; nothing writes to it."""
+    """All images of a set, (n, size, size, 3) uint8, cached for consecutive trainings; must not be written to."""
     return _decode(images, range(len(images)))
 
 
 def _decode(images: ImageSet, indices: range | list[int]) -> np.ndarray:
-    """(B, size, size, 3) uint8."""
+    """The images at `indices`, (B, size, size, 3) uint8."""
     pixels = np.empty((len(indices), images.size, images.size, 3), dtype=np.uint8)
     for start in range(0, len(indices), 1024):
         part = images.images(indices[start : start + 1024])

@@ -1,4 +1,4 @@
-"""What a training hands on: half-precision weights and a card that says where they come from."""
+"""Export of a training: half-precision weights, and a model card that describes their origin."""
 
 from __future__ import annotations
 
@@ -41,10 +41,15 @@ part of it and have terms of their own.
 
 
 def export(trainer: Trainer, history: list[dict[str, float]], path: Path) -> float:
-    """Write the weights as float16 to `path` and the model card beside it (.md).
+    """Write the weights as float16 to `path`, and the model card to the same path with the suffix .md.
+
+    Args:
+        trainer: the finished training.
+        history: one record per epoch, from `Trainer.epoch`.
+        path: the .safetensors file to write.
 
     Returns:
-        top-1 accuracy in [0, 1] of the written file, read back.
+        Top-1 accuracy in [0, 1] of the weights in the written file.
     """
     state = trainer.model.module.state_dict()
     halves = {n: t.detach().cpu().half() if t.is_floating_point() else t.cpu() for n, t in state.items()}

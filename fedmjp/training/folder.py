@@ -1,4 +1,4 @@
-"""The folder of a training: state to resume from, history, weights and model card. All its file names stand here."""
+"""The folder of a training: checkpoint, history, weights and model card. All its file names are defined here."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from fedmjp.training.config import TrainConfig
 
 
 class TrainingFolder:
-    """`config.out`, opened for a new training or to go on with an unfinished one.
+    """The folder `config.out`, opened for a new training or to resume one.
+
+    Args:
+        config: all options of the training.
 
     Raises:
-        UsageError: the folder holds a training and `resume` is not set, or holds one with other options.
+        UsageError: the folder holds a training and `resume` is not set, or it holds one with other options.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -49,7 +52,7 @@ class TrainingFolder:
 
     @property
     def weights(self) -> Path:
-        """The trained weights; the model card lies beside them."""
+        """Path of the trained weights; the model card has the same path with the suffix .md."""
         return self.out / "model.safetensors"
 
     def _check_same(self, before: dict[str, Any]) -> None:
@@ -61,12 +64,17 @@ class TrainingFolder:
             )
         if before["commit"] != provenance.commit():
             raise UsageError(
-                f"{self.out} was begun at commit {before['commit']}, this is {provenance.commit()}: one training must "
-                "not mix them; pass another --out"
+                f"{self.out} was started at commit {before['commit']}, but this is commit {provenance.commit()}; check "
+                "out that commit to resume, or pass another --out"
             )
 
     def save(self, state: dict[str, Any], history: list[dict[str, float]]) -> None:
-        """Write checkpoint, history.csv and history.png, each whole or not at all."""
+        """Write checkpoint, history.csv and history.png; the checkpoint is replaced atomically.
+
+        Args:
+            state: from `Trainer.state`.
+            history: one record per epoch, from `Trainer.epoch`.
+        """
         temporary = self.out / "state.pt.tmp"
         torch.save({"state": state, "history": history}, temporary)
         temporary.replace(self.out / "state.pt")
@@ -75,34 +83,34 @@ class TrainingFolder:
         history_figure({"": frame}, self.out / "history.png")
 
     def load(self) -> tuple[dict[str, Any] | None, list[dict[str, float]]]:
-        """(state, history) of the last whole epoch, or (None, []) where there is none.
+        """(state, history) after the last finished epoch, or (None, []) if there is none.
 
         Raises:
-            UsageError: a checkpoint that cannot be read.
+            UsageError: the checkpoint cannot be read.
         """
         path = self.out / "state.pt"
         if not path.exists():
             return None, []
         try:
             kept = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file fails in many ways inside the reader
-            raise UsageError(f"{path} is no readable checkpoint ({type(error).__name__}); start again") from error
+        except Exception as error:  # the reader raises many kinds of errors for a damaged file
+            raise UsageError(f"{path} is not a readable checkpoint ({type(error).__name__}); start again") from error
         return kept["state"], kept["history"]
 
 
 def history_figure(histories: dict[str, pd.DataFrame], path: Path) -> None:
-    """Test accuracy (per cent) and training loss by epoch, one line a training.
+    """Draw test accuracy (per cent) and training loss by epoch, one line per training.
 
     Args:
         histories: label -> columns `epoch`, `test_accuracy`, `train_loss`; an empty label gets no legend.
-        path: the .png to write; a .pdf goes beside it.
+        path: the .png to write; a .pdf is written too.
     """
     figure = Figure(figsize=(6.6, 2.8), layout="constrained")
     panels = figure.subplots(1, 2)
     for index, (label, history) in enumerate(histories.items()):
-        look = style(index) | {"ms": 3.5, "lw": 1.3}
-        panels[0].plot(history["epoch"], 100 * history["test_accuracy"], label=label, **look)
-        panels[1].plot(history["epoch"], history["train_loss"], **look)
+        line_style = style(index) | {"ms": 3.5, "lw": 1.3}
+        panels[0].plot(history["epoch"], 100 * history["test_accuracy"], label=label, **line_style)
+        panels[1].plot(history["epoch"], history["train_loss"], **line_style)
     for axes, words in zip(panels, ("Test accuracy (%)", "Training loss"), strict=True):
         axes.set_xlabel("Epoch", fontsize=NORMAL)
         axes.set_ylabel(words, fontsize=NORMAL)

@@ -22,7 +22,7 @@ from attacks import UsageError
 from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.data import DataBundle
 from fedmjp.defenses import DEFENSES
-from fedmjp.evaluation.consistency import SCORES, measure, summarise, ways
+from fedmjp.evaluation.consistency import SCORES, measure, position_treatments, summarise
 from fedmjp.models import MODELS, split_name
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog, Schema, pack_rows, unpack_rows
@@ -254,7 +254,8 @@ def train_and_measure(
     history = [trainer.epoch(number, lambda loss: None) for number in range(1, config.recipe.epochs + 1)]
     model = trainer.model
     trained_with = getattr(trainer.defense, "positions", "own")
-    positions = trained_with if trained_with in ways(model) else ways(model)[-1]
+    treatments = position_treatments(model)
+    positions = trained_with if trained_with in treatments else treatments[-1]
     found = measure(model, trainer.data.test, gammas, seed=config.seed, device=trainer.device, positions=(positions,))
     steps = sum(line["steps"] for line in history)
     shared = {

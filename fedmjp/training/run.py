@@ -1,4 +1,4 @@
-"""One training from its options to its weights: resumes, shows progress, exports."""
+"""Run one training: resume it, show its progress, export its weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from fedmjp.training.trainer import Trainer
 
 
 def train(config: TrainConfig, console: Console) -> Path:
-    """Train, or finish a training, and export its weights; their path.
+    """Train, or resume a training, and export its weights; a finished training is exported again.
 
-    A training that is finished already is exported again.
+    Args:
+        config: all options.
+        console: receives progress and results.
+
+    Returns:
+        Path of the exported weights.
 
     Raises:
-        UsageError: options, data, weights, device or folder that cannot be used.
+        UsageError: options, data, weights, device or folder cannot be used.
     """
     trainer = Trainer(config)
     folder = TrainingFolder(config)
@@ -36,7 +41,7 @@ def train(config: TrainConfig, console: Console) -> Path:
 
 
 def _epoch(trainer: Trainer, number: int, console: Console) -> dict[str, float]:
-    """Train one epoch under a bar and print its line."""
+    """Train one epoch with a progress bar and print its results."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     title = f"epoch {number}/{trainer.recipe.epochs}"
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:

@@ -1,7 +1,7 @@
-"""AdamW steps on a client's loss, epoch by epoch.
+"""Central training with AdamW on a client's loss, epoch by epoch.
 
-What a step computes is what a client computes (`fedmjp.client`): the defence on the input, the objective, its gradient,
-the defence on the update; in place of sending it, AdamW takes it.
+A step computes the same as a client (`fedmjp.client`): the defence on the input, the objective, its gradient, the
+defence on the update. Instead of being sent, the update is passed to AdamW.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedmjp.objectives import client_loss
 from fedmjp.training.batches import Batches
 from fedmjp.training.config import TrainConfig
 
-LAST_RATE = 0.01  # where the cosine ends, in units of its peak; DeiT's 1e-5
+LAST_RATE = 0.01  # last learning rate of the cosine schedule in units of its peak; DeiT's 1e-5
 
 
 class Trainer:
@@ -33,10 +33,10 @@ class Trainer:
 
     Args:
         config: all options.
-        data: what `config` names, if it is loaded already.
+        data: the data that `config` names, if it is loaded already.
 
     Raises:
-        UsageError: options, data, weights or a device that cannot be used.
+        UsageError: options, data, weights or device cannot be used.
     """
 
     def __init__(self, config: TrainConfig, data: DataBundle | None = None) -> None:
@@ -56,7 +56,7 @@ class Trainer:
         )
         self.model.module.to(self.device)
         if self.device.type == "cpu":
-            _write_attention_out(self.model.module)
+            _use_unfused_attention(self.model.module)
         self.batches = Batches(self.data.train, self.recipe, self.model, config.seed, config.workers)
         rate = self.recipe.learning_rate * self.recipe.batch_size / 512
         self.optimizer = create_optimizer_v2(
@@ -72,14 +72,15 @@ class Trainer:
         )
 
     def epoch(self, number: int, on_step: Callable[[float], None]) -> dict[str, float]:
-        """Train epoch `number` (from 1) and evaluate; the line of the history.
+        """Train epoch `number` (from 1) and evaluate.
 
         Args:
-            on_step: told each step's loss.
+            number: of the epoch.
+            on_step: called with each step's loss.
 
         Returns:
-            epoch, steps, rate (of the last step), train_loss, test_loss, test_accuracy in [0, 1], train_seconds and
-            images_per_second (training alone).
+            The record for the history: epoch, steps, rate (of the last step), train_loss, test_loss, test_accuracy in
+            [0, 1], train_seconds and images_per_second (without evaluation).
 
         Raises:
             UsageError: the loss is no longer finite.
@@ -105,6 +106,17 @@ class Trainer:
         }
 
     def step(self, images: Tensor, labels: Tensor, generator: torch.Generator, epoch: int) -> float:
+        """Take one step on a batch; returns its loss.
+
+        Args:
+            images: (B, C, H, W) in [0, 1], on the trainer's device.
+            labels: (B,) int64, or (B, classes) probabilities.
+            generator: gives the defence's random numbers.
+            epoch: number of the epoch, from 1.
+
+        Raises:
+            UsageError: the loss is not finite.
+        """
         seen = self.defense.on_input(images, self.model, generator, epoch)
         with self._autocast():
             weights = self.defense.loss_weights()
@@ -113,12 +125,12 @@ class Trainer:
             raise UsageError(f"the loss is {float(loss.detach())} in epoch {epoch}; lower --learning-rate")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        held = {n: p for n, p in self.model.module.named_parameters() if p.grad is not None}
-        update = self.defense.on_update({n: p.grad for n, p in held.items()}, generator)
-        for name, parameter in held.items():
+        trained = {n: p for n, p in self.model.module.named_parameters() if p.grad is not None}
+        update = self.defense.on_update({n: p.grad for n, p in trained.items()}, generator)
+        for name, parameter in trained.items():
             parameter.grad = update[name]
         if self.recipe.clip_gradient:
-            torch.nn.utils.clip_grad_norm_(held.values(), self.recipe.clip_gradient)
+            torch.nn.utils.clip_grad_norm_(trained.values(), self.recipe.clip_gradient)
         self.optimizer.step()
         return float(loss.detach())
 
@@ -128,21 +140,25 @@ class Trainer:
         return torch.autocast(kind, torch.bfloat16, enabled=half)
 
     def state(self) -> dict[str, Any]:
-        """All that an epoch leaves to the next one; schedule and random numbers follow from the epoch's number."""
+        """State to resume from after an epoch; schedule and random numbers are determined by the epoch's number."""
         return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Restore what `state` returned."""
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _entropy(self, epoch: int) -> int:
-        """Seed of the defence's draws in one epoch."""
+        """Seed of the defence's random numbers in one epoch."""
         return int(np.random.SeedSequence([self.config.seed, 5, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def load(config: TrainConfig) -> DataBundle:
-    """The images that a training names, at its model's size."""
+    """Load the images that a training's configuration names, at the size of its model.
+
+    Raises:
+        UsageError: see `load_data`.
+    """
     data = config.data
     return load_data(
         data.data,
@@ -154,8 +170,8 @@ def load(config: TrainConfig) -> DataBundle:
     )
 
 
-def _write_attention_out(module: torch.nn.Module) -> None:
-    """Let timm compute attention step by step: torch's fused kernel takes half of a CPU's training step.
+def _use_unfused_attention(module: torch.nn.Module) -> None:
+    """Switch timm to unfused attention, because torch's fused kernel takes half of a CPU's training step.
 
     Measured on 64 tokens in bfloat16: 4.9 ms an image against 8.4 ms, forward and backward.
     """

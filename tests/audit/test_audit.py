@@ -1,4 +1,4 @@
-"""The auditor: matching, scoring, and what the adversary is and is not shown."""
+"""The auditor: assignment, scoring, and the contents of an `Observation` under a threat model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedmjp.config import RunConfig, from_flat
 from tests.conftest import observe, photographs
 
 
-def test_matching_is_the_best_permutation() -> None:
+def test_the_assignment_is_the_best_permutation() -> None:
     originals = photographs(32, 5)
     shuffled = (
         originals[[3, 0, 4, 1, 2]] + 0.2 * torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -45,13 +45,14 @@ def view_of(config: RunConfig, grants: ThreatModel | None = None):
     )
 
 
-def made(*names: str) -> dict[str, Attack]:
+def build_attacks(*names: str) -> dict[str, Attack]:
     return {name: ATTACKS.get(name)() for name in names}
 
 
 def score_of(task, view, attack: str) -> list[float]:
     originals = task.batch(0, 1, 0).images
-    scored = audit_update([view], originals, attacks=made(attack), baselines={}, score_images=scorer(8, None))
+    attacks = build_attacks(attack)
+    scored = audit_update([view], originals, attacks=attacks, baselines={}, score_images=scorer(8, None))
     return [r["psnr"] for r in next(iter(scored)).records]
 
 
@@ -73,14 +74,13 @@ def test_mjp_at_90_percent_stops_both_closed_forms(attack: str) -> None:
 def test_mjp_at_90_percent_on_deit_s(attack: str, block: str) -> None:
     task, view = view_of(small(model="deit_s", defense="mjp", gamma=0.9, block=block))
     originals = task.batch(0, 1, 0).images
-    scored = next(
-        iter(audit_update([view], originals, attacks=made(attack), baselines={}, score_images=scorer(16, None)))
-    )
+    attacks = build_attacks(attack)
+    scored = next(iter(audit_update([view], originals, attacks=attacks, baselines={}, score_images=scorer(16, None))))
     assert scored.records[0]["psnr"] < 15
     assert "MJP" in scored.diagnosis
 
 
-def test_the_adversary_sees_what_it_is_granted() -> None:
+def test_an_observation_holds_only_what_the_threat_model_grants() -> None:
     _, view = view_of(small(), ThreatModel.parse(["model_weights"]))
     assert view.labels is None
     assert "pos_embed" not in view.gradients
@@ -89,13 +89,13 @@ def test_the_adversary_sees_what_it_is_granted() -> None:
     assert "pos_embed" in view.gradients
 
 
-def test_baselines_stand_beside_attacks(mini) -> None:
+def test_baselines_are_scored_before_attacks(mini) -> None:
     images = photographs(64, 2)
     scored = list(
         audit_update(
             [observe(mini, images[:1])],
             images[:1],
-            attacks=made("patch_embedding", "april"),
+            attacks=build_attacks("patch_embedding", "april"),
             baselines={"mean_image": images.mean(dim=0, keepdim=True), "other_image": images[1:]},
             score_images=scorer(8, None),
             skip=lambda name: name == "april",

@@ -1,4 +1,4 @@
-"""Many victims: rows, resumption, pictures that cannot be read, memory that runs out."""
+"""Attacks on many clients: rows, resumption, images that cannot be decoded, out of memory."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def subject():
     return Subject(build_model("vit_mini_64_mjp", num_classes=8, weights="random"))
 
 
-def victims_of(place: str = "photos", limit: int | None = 5, told: list | None = None, seed: int = 0) -> Victims:
+def victims_of(place: str = "photos", limit: int | None = 5, warnings: list | None = None, seed: int = 0) -> Victims:
     gallery = load_gallery(place, size=64, limit=limit)
-    warn = (told if told is not None else []).append
+    warn = (warnings if warnings is not None else []).append
     return Victims(gallery, DEFENSES.get("mjp")(gamma=0.5), seed=seed, device=CPU, warn=warn)
 
 
-def made(*names: str) -> dict[str, Attack]:
+def build_attacks(*names: str) -> dict[str, Attack]:
     return {name: ATTACKS.get(name)() for name in names}
 
 
 def campaign_on(victims: Victims, rows: RowLog, batch_size: int = 3, **changes) -> Campaign:
     options = {
         "defense": "mjp",
-        "attacks": made("patch_embedding", "april"),
+        "attacks": build_attacks("patch_embedding", "april"),
         "rows": rows,
         "columns": {"run_id": "test", **provenance.columns(CPU)},
         "score_images": scorer(8, None),
@@ -56,7 +56,7 @@ def campaign_on(victims: Victims, rows: RowLog, batch_size: int = 3, **changes) 
 
 
 def rows_of(rows: RowLog) -> list[dict]:
-    """Without what may differ between equal campaigns, in an order of their own."""
+    """All rows in a fixed order, without the column that differs between equal campaigns."""
     kept = [{k: v for k, v in row.items() if k != "seconds"} for row in rows.rows()]
     return sorted(kept, key=lambda r: (r["setting"], r["attack"], r["image_id"]))
 
@@ -65,11 +65,11 @@ def psnr(rows: RowLog, setting: str, attack: str, metric: str = "psnr") -> list[
     return [r[metric] for r in rows.rows() if (r["setting"], r["attack"]) == (setting, attack)]
 
 
-def test_settings_that_see_the_same_share_their_gradients() -> None:
+def test_settings_with_the_same_model_input_share_their_gradients() -> None:
     assert by_input([ORIGINAL, SEEN, BARE, BACK]) == [[ORIGINAL], [SEEN, BACK], [BARE]]
 
 
-def test_every_setting_attack_and_image_has_its_row(tmp_path, subject) -> None:
+def test_every_setting_attack_and_image_has_a_row(tmp_path, subject) -> None:
     with RowLog(tmp_path / "rows.jsonl") as rows:
         campaign = campaign_on(victims_of(), rows)
         campaign.attack(subject, [ORIGINAL, SEEN, BARE, BACK])
@@ -78,41 +78,42 @@ def test_every_setting_attack_and_image_has_its_row(tmp_path, subject) -> None:
         assert min(psnr(rows, "a", "patch_embedding")) > 60
         assert min(psnr(rows, "c", "patch_embedding")) > 60  # without the shared embedding nothing is hidden
         assert median(psnr(rows, "b", "patch_embedding")) < 15
-        # Hidden patches come back as one colour, so that a permutation among them leaves the mean square alone.
+        # Hidden patches are reconstructed as one colour, so a permutation among them does not change the MSE.
         assert psnr(rows, "d", "patch_embedding") == pytest.approx(psnr(rows, "b", "patch_embedding"), abs=0.01)
         assert psnr(rows, "d", "patch_embedding", "ssim") != psnr(rows, "b", "patch_embedding", "ssim")
         assert all(6 < p < 25 for p in psnr(rows, "a", "mean_image"))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7])
-def test_the_batch_size_changes_nothing(tmp_path, subject, batch_size: int) -> None:
+def test_the_rows_do_not_depend_on_the_batch_size(tmp_path, subject, batch_size: int) -> None:
     with RowLog(tmp_path / "one.jsonl") as one, RowLog(tmp_path / "two.jsonl") as two:
         campaign_on(victims_of(), one, 3).attack(subject, [SEEN])
         campaign_on(victims_of(), two, batch_size).attack(subject, [SEEN])
         for a, b in zip(rows_of(one), rows_of(two), strict=True):
             assert a["image_id"] == b["image_id"]
-            # On masked updates the naive solves are ill-posed and magnify how a batch's gradients were rounded.
+            # On masked updates the systems that these attacks solve are ill-posed and amplify round-off.
             assert a["psnr"] == pytest.approx(b["psnr"], abs=0.3)
 
 
-def test_what_is_there_is_not_computed_again(tmp_path, subject, monkeypatch) -> None:
+def test_existing_rows_are_not_computed_again(tmp_path, subject, monkeypatch) -> None:
     with RowLog(tmp_path / "rows.jsonl") as rows:
-        campaign_on(victims_of(limit=3), rows, batch_size=3, attacks=made("april")).attack(subject, [ORIGINAL])
+        april = build_attacks("april")
+        campaign_on(victims_of(limit=3), rows, batch_size=3, attacks=april).attack(subject, [ORIGINAL])
         sizes = []
-        real = campaign_module.answers
+        real = campaign_module.run_attacks
 
         def counting(victims, subject, settings, clients, originals, attacks, score_images, skip):
             sizes.append((len(clients), sorted(set(attacks) - set(skip))))
             return real(victims, subject, settings, clients, originals, attacks, score_images, skip)
 
-        monkeypatch.setattr(campaign_module, "answers", counting)
-        campaign_on(victims_of(limit=5), rows, attacks=made("april")).attack(subject, [ORIGINAL])
+        monkeypatch.setattr(campaign_module, "run_attacks", counting)
+        campaign_on(victims_of(limit=5), rows, attacks=april).attack(subject, [ORIGINAL])
         campaign_on(victims_of(limit=5), rows).attack(subject, [ORIGINAL])
         assert sizes == [(2, ["april"]), (3, ["patch_embedding"]), (2, ["patch_embedding"])]
         assert len(rows.rows()) == 10
 
 
-def test_another_seed_draws_another_mask_and_has_rows_of_its_own(tmp_path, subject) -> None:
+def test_another_seed_draws_another_mask_and_writes_separate_rows(tmp_path, subject) -> None:
     first, second = victims_of(seed=0), victims_of(seed=1)
     clients, images = first.decode([0, 1])
     masks = [v.seen(subject.built, SEEN, clients, images).position_mask for v in (first, second, first)]
@@ -138,18 +139,18 @@ def out_of_memory_above(monkeypatch, most: int) -> None:
     monkeypatch.setattr(victims, "attacked_gradients", limited)
 
 
-def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, subject, monkeypatch) -> None:
-    told = []
+def test_out_of_memory_halves_the_batch_and_continues(tmp_path, subject, monkeypatch) -> None:
+    warnings = []
     with RowLog(tmp_path / "whole.jsonl") as whole, RowLog(tmp_path / "halved.jsonl") as halved:
         campaign_on(victims_of(), whole, 1).attack(subject, [ORIGINAL, SEEN, BACK])
         out_of_memory_above(monkeypatch, 1)
-        campaign = campaign_on(victims_of(told=told), halved, 5)
+        campaign = campaign_on(victims_of(warnings=warnings), halved, 5)
         campaign.attack(subject, [ORIGINAL, SEEN, BACK])
         assert rows_of(halved) == rows_of(whole)
         assert campaign.batch_size == 1
-    assert told == [
-        "out of memory with 5 images a batch; going on with 2",
-        "out of memory with 2 images a batch; going on with 1",
+    assert warnings == [
+        "out of memory with 5 clients per batch; continuing with 2",
+        "out of memory with 2 clients per batch; continuing with 1",
     ]
 
 
@@ -168,17 +169,17 @@ def test_out_of_memory_in_the_middle_of_a_batch_leaves_no_half_written_batch(tmp
         assert len(rows.rows()) == 4 * 2
 
 
-def test_an_image_that_alone_does_not_fit_is_a_mistake_with_advice(tmp_path, subject, monkeypatch) -> None:
+def test_an_error_is_raised_if_a_single_image_does_not_fit_into_memory(tmp_path, subject, monkeypatch) -> None:
     out_of_memory_above(monkeypatch, 0)
     with (
         RowLog(tmp_path / "rows.jsonl") as rows,
-        pytest.raises(UsageError, match=r"vit_mini_64_mjp does not fit the memory"),
+        pytest.raises(UsageError, match=r"vit_mini_64_mjp does not fit into memory"),
     ):
         campaign_on(victims_of(limit=2), rows, 2).attack(subject, [ORIGINAL])
 
 
-def folder_of_trouble(root) -> None:
-    """Good, grey, tiny, 16-bit, palette pictures; a strip, an empty file, text, and a picture cut in two."""
+def write_difficult_images(root) -> None:
+    """Write RGB, grey, tiny, 16-bit and palette images, a strip, an empty file, text, and a truncated image."""
     pixels = np.random.default_rng(0).integers(0, 255, (90, 120, 3), dtype=np.uint8)
     smooth = np.kron(pixels[::10, ::10], np.ones((10, 10, 1), dtype=np.uint8))
     Image.fromarray(smooth).save(root / "good.png")
@@ -194,33 +195,33 @@ def folder_of_trouble(root) -> None:
     (root / "cut.jpg").write_bytes(whole[: len(whole) // 2])
 
 
-def test_a_folder_of_trouble_loses_only_what_cannot_be_read(tmp_path, subject) -> None:
+def test_only_images_that_cannot_be_decoded_are_left_out(tmp_path, subject) -> None:
     folder = tmp_path / "pictures"
     folder.mkdir()
-    folder_of_trouble(folder)
-    told: list[str] = []
-    victims = victims_of(str(folder), None, told)
+    write_difficult_images(folder)
+    warnings: list[str] = []
+    victims = victims_of(str(folder), None, warnings)
     assert {reason.split(":")[0] for reason in victims.gallery.skipped} == {"empty.jpg", "text.png"}
     with RowLog(tmp_path / "rows.jsonl") as rows:
-        campaign = campaign_on(victims, rows, attacks=made("patch_embedding"))
+        campaign = campaign_on(victims, rows, attacks=build_attacks("patch_embedding"))
         campaign.attack(subject, [ORIGINAL])
         campaign.baselines("a")
         found = {r["image_id"]: r["psnr"] for r in rows.rows() if r["attack"] == "patch_embedding"}
         assert set(found) == {"good.png", "grey.jpg", "tiny.png", "deep.png", "palette.gif"}
         assert min(found.values()) > 40
         assert len(rows.rows()) == 5 * 3
-    assert [line.split("'")[1] for line in told] == ["cut.jpg", "strip.png"]
+    assert [line.split("'")[1] for line in warnings] == ["cut.jpg", "strip.png"]
 
 
-def test_float64_is_float64_all_the_way(tmp_path) -> None:
+def test_float64_is_used_in_every_step(tmp_path) -> None:
     subject = Subject(build_model("vit_mini_64", num_classes=8, weights="random", block="april"), precision="float64")
     with RowLog(tmp_path / "rows.jsonl") as rows:
-        campaign_on(victims_of(), rows, attacks=made("april")).attack(subject, [ORIGINAL])
+        campaign_on(victims_of(), rows, attacks=build_attacks("april")).attack(subject, [ORIGINAL])
         assert min(psnr(rows, "a", "april")) > 100
         assert {r["precision"] for r in rows.rows()} == {"float64"}
 
 
-def test_accuracy_counts_right_answers(subject) -> None:
+def test_accuracy_is_the_share_of_correct_predictions(subject) -> None:
     victims = victims_of()
     with torch.no_grad():
         clients, images = victims.decode(range(5))
@@ -253,12 +254,12 @@ def test_clients_with_several_images(tmp_path, subject) -> None:
     assert all("one_mask_assumed" in row["flags"] for row in hidden)
 
 
-def test_whole_updates_agree_with_those_of_the_attacked_layers(subject) -> None:
+def test_whole_updates_equal_those_of_the_attacked_layers(subject) -> None:
     victims = victims_of(limit=2)
     clients, originals = victims.decode([0, 1])
     seen = victims.seen(subject.built, SEEN, clients, originals)
     few, every = (
-        victims.observe(subject.built, seen, clients, made(name).values(), {"dal": 0.1})
+        victims.observe(subject.built, seen, clients, build_attacks(name).values(), {"dal": 0.1})
         for name in ("patch_embedding", "inverting_gradients")
     )
     for part, whole in zip(few, every, strict=True):

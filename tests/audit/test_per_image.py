@@ -1,4 +1,4 @@
-"""One batched pass against one-by-one autograd."""
+"""Gradients from one batched pass equal those computed one image at a time by autograd."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_unused_unknown_embedding_sends_zeros() -> None:
     assert not attacked_gradients(model, photographs(64, 3), LABELS)["unk_embed"].any()
 
 
-def test_masked_rows_are_exactly_zero_and_add_up_in_the_shared_one() -> None:
+def test_masked_rows_are_zero_and_their_sum_is_the_unknown_embeddings_gradient() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
     mask = torch.zeros(1, 64, dtype=torch.bool)
     mask[0, 5:20] = True
@@ -63,7 +63,7 @@ def test_masked_rows_are_exactly_zero_and_add_up_in_the_shared_one() -> None:
     hidden = attacked_gradients(model, images, LABELS[:1], mask)
     rows = hidden["pos_embed"][0, 0, 1:]
     assert (rows.abs().sum(dim=1) == 0).equal(mask[0])
-    # What reaches the tokens is the same whichever embedding stands there: the bias of the projection sees it all.
+    # A token's gradient does not depend on which embedding is added to it; the projection's bias gets their sum.
     total = rows.sum(dim=0) + hidden["unk_embed"][0, 0, 0]
     torch.testing.assert_close(total, hidden["patch_embed.proj.bias"][0], atol=1e-7, rtol=1e-4)
 
@@ -82,7 +82,7 @@ def test_token_gradient_of_a_model_without_positions() -> None:
     torch.testing.assert_close(rows.mT @ patches, weight, atol=1e-7, rtol=1e-3)
 
 
-def test_the_localisation_loss_joins_image_by_image() -> None:
+def test_the_localisation_loss_is_added_per_image() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="nonlinear")
     images, mask = photographs(64, 3), torch.rand(3, 64, generator=torch.Generator().manual_seed(1)) < 0.4
     together = attacked_gradients(model, images, LABELS, mask, loss_weights={"dal": 1.0})

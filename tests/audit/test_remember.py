@@ -1,4 +1,4 @@
-"""What the server remembers: enough for the closed forms, little, and the same after a restart."""
+"""Stored updates: sufficient for the closed forms, small, and the same after a restart."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def size_of(observation) -> int:
     return parameters + sum(g.numel() for g in observation.gradients.values())
 
 
-def test_keeps_what_makes_tokens_and_little_else() -> None:
+def test_keeps_the_gradients_of_the_token_embedding_only() -> None:
     whole = view(0, 1)
-    message = torch.cat([g.flatten() for g in whole.gradients.values()])  # gradients as they come, views of one array
+    message = torch.cat([g.flatten() for g in whole.gradients.values()])  # received gradients are views of one array
     parts = message.split([g.numel() for g in whole.gradients.values()])
     views = {n: part.view_as(g) for (n, g), part in zip(whole.gradients.items(), parts, strict=True)}
     kept = remember(replace(whole, gradients=views))
@@ -35,10 +35,10 @@ def test_keeps_what_makes_tokens_and_little_else() -> None:
     assert torch.equal(kept.model.dal(positions, (8, 8)), whole.model.dal(positions, (8, 8)))
     assert size_of(kept) < 0.1 * size_of(whole)
     assert all(g.untyped_storage().nbytes() == g.nbytes for g in kept.gradients.values())
-    assert "blocks" in dict(whole.model.named_children())  # the observed model itself stays whole
+    assert "blocks" in dict(whole.model.named_children())  # the observed model itself is unchanged
 
 
-def test_earlier_updates_of_the_same_client_oldest_first(tmp_path) -> None:
+def test_returns_earlier_updates_of_the_same_client_oldest_first(tmp_path) -> None:
     memory = Memory(tmp_path)
     for number in (2, 1, 3):
         memory.add(view(number, number))
@@ -48,7 +48,7 @@ def test_earlier_updates_of_the_same_client_oldest_first(tmp_path) -> None:
     assert memory.before(view(1, 1)) == []
 
 
-def test_a_restart_remembers_the_same(tmp_path) -> None:
+def test_updates_are_the_same_after_a_restart(tmp_path) -> None:
     before = Memory(tmp_path)
     for number in (1, 2):
         before.add(view(number, number))

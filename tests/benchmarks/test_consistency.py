@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from fedmjp.data import load_data
 from fedmjp.defenses import ClientInput
 from fedmjp.evaluation.accuracy import evaluate
-from fedmjp.evaluation.consistency import look, measure, summarise
+from fedmjp.evaluation.consistency import embed_and_predict, measure, summarise
 from fedmjp.models import BuiltModel, build_model
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_numbers_by_hand(images) -> None:
     frame = measured(built, images)
     plain = frame[frame["gamma"] == 0]
     assert plain["right"].mean() == pytest.approx(evaluate(built, images, CPU)[1])
-    embeddings = look(built, ClientInput(images.images(range(12))))[0].double()
+    embeddings = embed_and_predict(built, ClientInput(images.images(range(12))))[0].double()
     pairs = [(embeddings[i] - embeddings[j]).square().sum() for i in range(12) for j in range(12) if i != j]
     assert frame["spread"].iloc[0] == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-4)
 

@@ -82,8 +82,8 @@ def test_verdicts_are_on_the_same_images() -> None:
 
 MISTAKES = [
     (["--attacks", "dgl"], "did you mean 'dlg'"),
-    (["--init", "patch"], "unknown start 'patch'"),
-    (["--init", "patch_embedding", "--restarts", "2"], "makes no sense with 2 restarts"),
+    (["--init", "patch"], "unknown init 'patch'"),
+    (["--init", "patch_embedding", "--restarts", "2"], "use restarts=1 instead of 2"),
     (["--batches", "4"], "--batches 4 needs at least as many --num-images"),
     (["--steps", "0"], "--steps takes numbers of at least 1"),
     (["--gammas", "1.5"], "--gamma must lie in"),

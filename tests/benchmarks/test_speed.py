@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import speed
 
-from attacks.breaching import peer
+from attacks.breaching import prepare_attack
 
 
 @pytest.mark.slow
@@ -65,7 +65,9 @@ def test_the_peer_is_given_the_same_gradients_and_finds_the_same_image(monkeypat
 def test_searches_that_are_timed_walk_the_same_way() -> None:
     pytest.importorskip("breaching")
     searches = matching_speed.Searches("vit_mini_32", 1, "cpu")
-    theirs = peer(searches.views[0], "invertinggradients", ["optim.max_iterations=2"]).run(searches.start[0, 0])[1]
+    theirs = prepare_attack(searches.views[0], "invertinggradients", ["optim.max_iterations=2"]).run(
+        searches.start[0, 0]
+    )[1]
     seen: list[list[float]] = []
     run = matching_speed.minimise
 

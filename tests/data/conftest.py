@@ -1,4 +1,4 @@
-"""Shared pieces of the data tests."""
+"""Fixtures of the data tests."""
 
 from pathlib import Path
 

@@ -39,7 +39,7 @@ def test_broken_images_are_skipped_named_and_counted(tmp_path):
     [
         ("L", "grey.png", (10, 10, 10)),
         ("RGBA", "alpha.png", (10, 10, 10)),
-        # C = M = Y = K = 10 is (255 - 10) * (255 - 10) / 255 = 235.4 of light.
+        # C = M = Y = K = 10 gives the RGB value (255 - 10) * (255 - 10) / 255 = 235.4.
         ("CMYK", "print.tif", (235, 235, 235)),
         ("RGB", "plain.bmp", (10, 10, 10)),
     ],
@@ -63,7 +63,7 @@ def test_train_and_test_subfolders_are_used(tmp_path, held_out):
     assert held_out in bundle.provenance
 
 
-def test_limit_with_subfolders_passes_over_broken_files(tmp_path):
+def test_limit_with_subfolders_skips_broken_files(tmp_path):
     plant(tmp_path, *(f"train/a/{k:02}.png" for k in range(20)), "val/a/0.png")
     clean = load_data(f"folder:{tmp_path}", size=8, train_limit=10, seed=5)
     broken = clean.train.ids[3]
@@ -106,7 +106,7 @@ def test_shared_imagenet_sample_as_folder_and_as_imagenet(shared):
     assert bundle.train.ids[2].startswith(bundle.classes[label] + "/")
 
 
-def test_a_folder_that_vanished_after_loading_is_named(tmp_path):
+def test_an_image_deleted_after_loading_is_named(tmp_path):
     plant(tmp_path / "set", "a/0.png", "a/1.png")
     bundle = load_data(f"folder:{tmp_path / 'set'}", size=8)
     shutil.rmtree(tmp_path / "set")

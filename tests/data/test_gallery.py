@@ -1,4 +1,4 @@
-"""Images to attack, from any place."""
+"""Galleries of images to attack, from every kind of source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_folder_flat_or_nested_gives_every_picture(tmp_path, layout) -> None:
     assert len(gallery.images.classes) == len({name.rpartition("/")[0] for name in layout})
 
 
-def test_a_limit_is_a_choice_fixed_by_the_seed(tmp_path) -> None:
+def test_a_limit_is_a_choice_determined_by_the_seed(tmp_path) -> None:
     for value in range(20):
         save(tmp_path / f"{value:02d}.png", value)
     names = [load_gallery(str(tmp_path), size=16, limit=5, seed=seed).images.ids for seed in (0, 0, 1)]
@@ -40,7 +40,7 @@ def test_a_limit_is_a_choice_fixed_by_the_seed(tmp_path) -> None:
     assert len(names[0]) == 5
 
 
-def test_hidden_files_and_other_files_are_no_pictures(tmp_path) -> None:
+def test_hidden_files_and_other_file_types_are_ignored(tmp_path) -> None:
     save(tmp_path / "a.png", 1)
     save(tmp_path / ".cache" / "b.png", 1)
     (tmp_path / "notes.txt").write_text("x")
@@ -50,12 +50,12 @@ def test_hidden_files_and_other_files_are_no_pictures(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("place", "words"), [("no/such/place", "neither a folder nor a data set"), ("", "no image found")]
 )
-def test_a_place_without_pictures_is_a_mistake(tmp_path, place: str, words: str) -> None:
+def test_a_place_without_images_raises(tmp_path, place: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         load_gallery(place or str(tmp_path), size=16)
 
 
-def test_a_strip_is_refused_before_it_fills_the_memory(tmp_path) -> None:
+def test_an_elongated_image_is_refused_before_it_is_resized(tmp_path) -> None:
     Image.fromarray(np.zeros((1, 60_000, 3), dtype=np.uint8)).save(tmp_path / "strip.png")
     gallery = load_gallery(str(tmp_path), size=224)
     with pytest.raises(UsageError, match="too long a strip"):

@@ -1,4 +1,4 @@
-"""Decoding against torchvision's transforms and against pixels known in advance."""
+"""Decoding compared with torchvision's transforms and with known pixel values."""
 
 import pickle
 
@@ -40,7 +40,7 @@ def test_resize_and_crop_equal_torchvision(width, height):
     assert np.array_equal(np.asarray(to_square_rgb(picture, 32)), np.asarray(expected))
 
 
-def test_image_of_the_right_size_keeps_every_bit():
+def test_image_of_the_right_size_is_unchanged():
     picture = noise(32, 32)
     pixels = make_set(picture, size=32).images([0])  # (1, 3, 32, 32)
     assert pixels.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Partitions: disjoint, covering, reproducible, skewed as asked."""
+"""Partitions: disjoint, complete, reproducible, with the requested label skew."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_iid_divides_evenly(data):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    # Enough images that eleven draws, the partitioner's patience, all but surely leave no client empty.
+    # Enough images that one of the partitioner's eleven draws almost certainly gives every client an image.
     labels=st.lists(st.integers(0, 4), min_size=80, max_size=120),
     clients=st.integers(1, 4),
     alpha=st.floats(0.5, 1e6),
@@ -90,7 +90,7 @@ def test_iid_is_shuffled_and_takes_tensors():
         (9, "dirichlet:0.001", "raise ALPHA, ask for fewer clients or load more images"),
     ],
 )
-def test_mistakes_are_told_with_advice(clients, spec, advice):
-    with pytest.raises(UsageError, match=advice) as told:
+def test_invalid_arguments_raise_one_line_that_says_what_to_do(clients, spec, advice):
+    with pytest.raises(UsageError, match=advice) as caught:
         partition([0, 1] * 5, clients, spec, 0)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)

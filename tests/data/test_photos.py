@@ -1,4 +1,4 @@
-"""The embedded photographs: sizes, order, and train and test regions that share no pixel."""
+"""The embedded photographs: sizes, order, and disjoint train and test regions."""
 
 from collections import Counter
 

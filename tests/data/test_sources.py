@@ -1,4 +1,4 @@
-"""Named sources: parquet files, the hub out of reach, and a table of mistakes with the advice each must draw."""
+"""Data sources by name: parquet files, an unreachable hub, and a table of invalid calls with their error messages."""
 
 import io
 import os
@@ -42,7 +42,7 @@ def write_parquet(file, count, image="img", label="label", labels=None):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Send the arrow copies of throw-away files to a throw-away cache."""
+    """Write the arrow copies of temporary files to a temporary cache."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -97,8 +97,8 @@ def test_hub_layouts(tmp_path, name, image, label, held_out, below):
 
 
 @pytest.mark.parametrize("offline", ["1", "0"])
-def test_hub_out_of_reach_is_told_in_seconds(tmp_path, offline):
-    # A dead endpoint on this machine stands for a missing network and keeps the test off the real one.
+def test_an_unreachable_hub_raises_within_seconds(tmp_path, offline):
+    # A closed port on this machine imitates a missing network, so that the test does not use the real one.
     env = {**os.environ, "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run([sys.executable, "-c", SNIPPET], env=env, capture_output=True, text=True, timeout=120)
     imported, seconds = done.stdout.splitlines()
@@ -137,7 +137,7 @@ MISTAKES = [
 
 @pytest.fixture
 def mistakes(tmp_path):
-    """Return a folder with one subfolder for every way in which data can be wrong."""
+    """Return a folder with one subfolder for each kind of invalid data."""
     for name in ("empty", "torn", "bare", "single/a", "broken/a"):
         (tmp_path / name).mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "bare/loose.png")
@@ -155,7 +155,7 @@ def mistakes(tmp_path):
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(("call", "advice"), MISTAKES)
-def test_mistakes_are_told_with_advice(mistakes, call, advice):
+def test_invalid_calls_raise_one_line_that_says_what_to_do(mistakes, call, advice):
     call = {"size": 8, **call}
     name = call.pop("name")
     folder = call.pop("folder", None)
@@ -163,6 +163,6 @@ def test_mistakes_are_told_with_advice(mistakes, call, advice):
         name = f"folder:{mistakes / folder}"
     if "path" in call:
         call["path"] = mistakes / call["path"]
-    with pytest.raises(UsageError, match=advice) as told:
+    with pytest.raises(UsageError, match=advice) as caught:
         load_data(name, **call)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)

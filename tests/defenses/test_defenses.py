@@ -112,7 +112,7 @@ def test_mjp_positions_pick_the_model(options: dict, given: str, trained: str) -
 
 
 @pytest.mark.parametrize(
-    ("positions", "name", "told"),
+    ("positions", "name", "arguments"),
     [
         ("unknown", "vit_micro_32_mjp", {"position_mask"}),
         ("own", "vit_micro_32_mjp", set()),
@@ -121,13 +121,13 @@ def test_mjp_positions_pick_the_model(options: dict, given: str, trained: str) -
         ("index", "resnet_micro_32", set()),
     ],
 )
-def test_mjp_tells_the_model_what_it_can_use(positions: str, name: str, told: set) -> None:
-    """The jigsaw is the same one whatever the positions; only what is told of it differs."""
+def test_mjp_passes_the_model_the_arguments_it_accepts(positions: str, name: str, arguments: set) -> None:
+    """The jigsaw is the same for all values of `positions`; only the model's arguments differ."""
     model = build_model(name, num_classes=8, weights="random")
     images = photographs(32, 2)
     seen = DEFENSES.get("mjp")(gamma=0.5, positions=positions).on_input(images, model, draw(), 1)
     plain = DEFENSES.get("mjp")(gamma=0.5).on_input(images, model, draw(), 1)
-    assert set(seen.told()) == told
+    assert set(seen.forward_kwargs()) == arguments
     assert torch.equal(seen.images, plain.images)
 
 
@@ -147,7 +147,7 @@ def test_spp_shuffles_patches_and_the_pixels_in_them() -> None:
     model = build_model("vit_micro_32", num_classes=8, weights="random")
     images = torch.rand(2, 3, 32, 32)  # no two pixels are alike
     seen = DEFENSES.get("spp")(spp_probability=1.0).on_input(images, model, draw(), 1)
-    assert seen.told() == {}
+    assert seen.forward_kwargs() == {}
     orders, sources = [], []
     for b in range(2):
         before, after = (F.unfold(x[b : b + 1], 4, stride=4)[0].view(3, 16, 64) for x in (images, seen.images))

@@ -1,4 +1,4 @@
-"""Replies are streamed: many clients need hardly more memory than one."""
+"""Replies are streamed: peak memory does not grow with the number of clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rounds of a federation against a plain PyTorch loop, and what happens when a client misbehaves."""
+"""The rounds of a federation compared with a plain PyTorch loop, and the errors for clients that fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def train(config: RunConfig, defense: str = "none", engine: str = "local"):
     """(updates by (round, client), state by round) of a run."""
     updates, states = {}, {}
 
-    def conduct(grid) -> None:
+    def run(grid) -> None:
         run_rounds(
             grid,
             ClientTask(config, defense),
@@ -27,7 +27,7 @@ def train(config: RunConfig, defense: str = "none", engine: str = "local"):
             on_round=lambda number, state: states.__setitem__(number, {n: t.clone() for n, t in state.items()}),
         )
 
-    ENGINES.get(engine)(conduct, config.federation.clients)
+    ENGINES.get(engine)(run, config.federation.clients)
     return updates, states
 
 
@@ -37,7 +37,7 @@ def state_of(task: ClientTask) -> dict[str, torch.Tensor]:
     }
 
 
-def test_fedsgd_is_the_plain_loop(small) -> None:
+def test_fedsgd_equals_a_plain_loop(small) -> None:
     updates, states = train(small)
     task = ClientTask(small, "none")
     weights = state_of(task)
@@ -45,7 +45,7 @@ def test_fedsgd_is_the_plain_loop(small) -> None:
         gradients = [task.update(c, number, weights).tensors for c in range(3)]
         for c in range(3):
             for n, gradient in gradients[c].items():
-                # Round 1 starts from the same bits; later rounds differ by the order in which a mean is rounded.
+                # Round 1 starts from identical weights; later rounds differ by the round-off of the mean.
                 tolerance = {"rtol": 0, "atol": 0} if number == 1 else {"rtol": 1e-3, "atol": 1e-6}
                 torch.testing.assert_close(updates[number, c][n], gradient, **tolerance)
         for n in gradients[0]:
@@ -123,7 +123,7 @@ def test_a_clients_batches_cover_its_data(small) -> None:
         ),
     ],
 )
-def test_a_bad_client_stops_the_round_by_name(small, monkeypatch, fault, words: str) -> None:
+def test_a_failing_client_stops_the_round_and_is_named(small, monkeypatch, fault, words: str) -> None:
     honest = ClientTask.update
 
     def update(self, client, number, *state):
@@ -139,7 +139,7 @@ def test_a_bad_client_stops_the_round_by_name(small, monkeypatch, fault, words: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_ray_gives_the_same_bits(small) -> None:
+def test_ray_gives_identical_updates(small) -> None:
     here, there = train(small, "mjp")[0], train(small, "mjp", engine="ray")[0]
     assert sorted(here) == sorted(there)
     assert all(torch.equal(here[k][n], there[k][n]) for k in here for n in here[k])

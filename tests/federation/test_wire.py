@@ -1,4 +1,4 @@
-"""Tensors on the wire: exact, in order, readable by Flower itself."""
+"""Serialised tensors: exact, in order, readable by Flower itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_empty() -> None:
     assert unpack(flat(pack({})), {}) == {}
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_refuses_another_length_or_type() -> None:
     with pytest.raises(ValueError, match="does not fit a model of 6"):
         unpack(torch.zeros(5), {"a": (2, 3)})
     with pytest.raises(ValueError, match="expected float32"):

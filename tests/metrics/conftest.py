@@ -1,4 +1,4 @@
-"""Three photographs, three noise levels: the pairs on which every metric is compared with someone else's."""
+"""Three photographs and three noise levels: the pairs on which every metric is compared with another package."""
 
 from pathlib import Path
 

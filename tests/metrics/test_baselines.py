@@ -6,7 +6,7 @@ from attacks.registry import UsageError
 from fedmjp.metrics import MEAN_IMAGE, OTHER_IMAGE, mean_image, mse, other_image
 
 
-def test_mean_image_is_numpys_mean_and_the_best_constant_guess(photographs):
+def test_mean_image_equals_numpys_mean_and_is_the_best_constant_guess(photographs):
     mean = mean_image(photographs)
     np.testing.assert_allclose(mean[0], photographs.numpy().astype("float64").mean(axis=0), atol=1e-7)
     assert mean.shape == (1, 3, 96, 96)
@@ -17,17 +17,17 @@ def test_mean_image_is_numpys_mean_and_the_best_constant_guess(photographs):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_other_image_uses_every_image_and_never_at_its_own_place(count):
+def test_other_image_is_a_permutation_without_fixed_points(count):
     images = torch.arange(count, dtype=torch.float32).view(count, 1, 1, 1) / count
     others = other_image(images)
     assert not (others == images).any()
     assert sorted(others.flatten().tolist()) == images.flatten().tolist()
 
 
-def test_a_single_image_has_no_other(photographs):
+def test_a_single_image_raises(photographs):
     with pytest.raises(UsageError, match="at least 2"):
         other_image(photographs[:1])
 
 
-def test_names_are_those_of_the_rows():
+def test_names_equal_those_of_the_rows():
     assert (MEAN_IMAGE, OTHER_IMAGE) == ("mean_image", "other_image")

@@ -17,7 +17,8 @@ def test_agrees_with_scipy(confidence):
     scipys = stats.bootstrap(
         (SKEWED,), np.mean, confidence_level=confidence, n_resamples=20_000, method="percentile", rng=1
     )
-    # The two draw differently: allow three standard errors of such a quantile, about 3 % of the mean's deviation each.
+    # Both use different random numbers: allow three standard errors of a quantile, each about 3 % of the mean's
+    # standard deviation.
     tolerance = 0.1 * scipys.standard_error
     assert ours.mean == pytest.approx(SKEWED.mean())
     assert ours.low == pytest.approx(scipys.confidence_interval.low, abs=tolerance)
@@ -25,19 +26,19 @@ def test_agrees_with_scipy(confidence):
     assert ours.count == 60
 
 
-def test_covers_the_true_mean_about_as_often_as_it_says():
+def test_coverage_is_close_to_the_confidence():
     samples = np.random.default_rng(0).normal(3.0, 2.0, size=(300, 40))
     intervals = [bootstrap_mean(sample, resamples=500, seed=i) for i, sample in enumerate(samples)]
     covered = np.mean([interval.low <= 3.0 <= interval.high for interval in intervals])
     assert 0.90 < covered < 0.98
 
 
-def test_values_that_are_not_finite_are_left_out_and_not_counted():
+def test_values_that_are_not_finite_are_not_counted():
     with_gaps = np.insert(SKEWED, [0, 20, 60], [np.nan, np.inf, np.nan])
     assert bootstrap_mean(with_gaps) == bootstrap_mean(SKEWED)
 
 
-def test_one_value_is_its_own_interval_and_none_is_nan():
+def test_the_interval_of_one_value_has_length_zero_and_of_none_is_nan():
     assert bootstrap_mean([2.5, float("nan")]) == Interval(2.5, 2.5, 2.5, 1)
     nothing = bootstrap_mean([float("nan")])
     assert nothing.count == 0
@@ -45,7 +46,7 @@ def test_one_value_is_its_own_interval_and_none_is_nan():
     assert bootstrap_mean([]).count == 0
 
 
-def test_a_seed_fixes_the_interval_and_another_moves_it():
+def test_the_seed_determines_the_interval():
     assert bootstrap_mean(SKEWED, seed=4) == bootstrap_mean(SKEWED, seed=4)
     assert bootstrap_mean(SKEWED, seed=4).low != bootstrap_mean(SKEWED, seed=5).low
 
@@ -58,7 +59,7 @@ def test_takes_tensors_and_lists():
 @pytest.mark.parametrize(
     "options", [{"confidence": 0.0}, {"confidence": 1.0}, {"confidence": 95.0}, {"resamples": 0}], ids=str
 )
-def test_refuses_what_makes_no_interval(options):
+def test_invalid_options_raise(options):
     with pytest.raises(UsageError, match="confidence|resamples"):
         bootstrap_mean(SKEWED, **options)
 
@@ -92,7 +93,7 @@ def test_students_interval_agrees_with_scipy(confidence):
     assert ours == pytest.approx((values.mean(), scipys.low, scipys.high, 3))
 
 
-def test_students_interval_of_too_few():
+def test_students_interval_of_too_few_values():
     assert t_interval([2.0]) == Interval(2.0, -math.inf, math.inf, 1)
     assert t_interval([math.nan]).count == 0
     with pytest.raises(UsageError, match="outside"):

@@ -34,7 +34,7 @@ def no_download(monkeypatch):
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
 
 
-def test_gives_the_numbers_of_torchmetrics_documentation(squeeze):
+def test_gives_the_values_of_torchmetrics_documentation(squeeze):
     # torchmetrics.functional.image.learned_perceptual_image_patch_similarity, second doctest, net_type="squeeze".
     generator = torch.Generator().manual_seed(42)
     first, second = torch.rand(2, 3, 100, 100, generator=generator), torch.rand(2, 3, 100, 100, generator=generator)
@@ -78,7 +78,7 @@ def test_grey_images_count_as_rgb_with_equal_channels(squeeze, noisy, photograph
     np.testing.assert_allclose(squeeze(rec, orig), expected, rtol=1e-5)
 
 
-def test_names_its_trunk_and_is_empty_where_the_trunk_sees_nothing(squeeze, photographs):
+def test_the_label_names_the_trunk_and_small_images_give_nan(squeeze, photographs):
     assert squeeze.label == "lpips[squeeze]"
     smallest = photographs[..., :17, :17]
     assert torch.isfinite(squeeze(smallest, 1 - smallest)).all()
@@ -89,7 +89,7 @@ def test_names_its_trunk_and_is_empty_where_the_trunk_sees_nothing(squeeze, phot
 
 @pytest.mark.parametrize(("net", "side"), SMALLEST.items())
 def test_the_smallest_sides_are_those_of_the_trunks(net, side):
-    # The meta device knows shapes only: no weights to draw, nothing to convolve.
+    # The meta device computes shapes only: no weights are drawn and no convolutions are computed.
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trunk = lpips.LPIPS(net=net, pnet_rand=True, pretrained=False, verbose=False).net
@@ -121,7 +121,7 @@ def test_takes_the_trunk_from_the_hub_cache(empty_hub, no_download):
     assert torch.equal(cached.slice5[-2].weight, trunk.features[10].weight)
 
 
-def test_wrong_weights_are_told_in_one_line(tmp_path):
+def test_wrong_weights_raise_one_line(tmp_path):
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "linear.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("not a checkpoint")
@@ -152,8 +152,8 @@ def test_a_missing_package_is_named(monkeypatch):
         load_lpips("squeeze")
 
 
-def test_ranks_blur_against_noise_as_people_do(squeeze, photographs):
-    # Zhang et al., figure 1: at an equal squared error a blurred patch is the worse one to people, not to MSE.
+def test_ranks_blur_and_noise_as_people_do(squeeze, photographs):
+    # Zhang et al., figure 1: at an equal squared error, people rate a blurred patch as worse than a noisy one.
     original = photographs[1:2]
     small = resize(original[0].numpy(), (3, 24, 24), anti_aliasing=True)
     blurred = torch.from_numpy(resize(small, (3, 96, 96), order=3).astype("float32"))[None].clamp(0, 1)

@@ -15,7 +15,7 @@ def test_mse_and_psnr_agree_with_scikit_image(noisy, photographs):
     np.testing.assert_allclose(psnr(noisy, photographs), expected_psnr, rtol=1e-6)
 
 
-def test_identical_images_reach_the_documented_cap(photographs):
+def test_identical_images_have_the_documented_maximum(photographs):
     assert mse(photographs, photographs).tolist() == [0.0, 0.0, 0.0]
     assert psnr(photographs, photographs).tolist() == [120.0, 120.0, 120.0]
 

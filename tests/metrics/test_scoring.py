@@ -1,4 +1,4 @@
-"""What all metrics share: one table of cases drives shape, batching, order, direction and errors."""
+"""Tests that hold for all metrics, from one table of cases: shape, batching, order, direction and errors."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ each_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 
 
 @each_metric
-def test_a_batch_is_scored_as_its_images_one_by_one(metric, noisy, photographs):
+def test_a_batch_has_the_scores_of_its_images_one_by_one(metric, noisy, photographs):
     together = metric(noisy, photographs)
     apart = torch.cat([metric(noisy[i : i + 1], photographs[i : i + 1]) for i in range(3)])
     assert together.shape == (3,)
@@ -41,7 +41,7 @@ def test_scores_follow_a_permutation_of_the_batch(metric, noisy, photographs):
 
 
 @each_metric
-def test_scores_carry_no_graph_and_leave_the_images_alone(metric, noisy, photographs):
+def test_scores_have_no_gradient_and_images_are_unchanged(metric, noisy, photographs):
     rec, before = noisy.clone().requires_grad_(), photographs.clone()
     assert not metric(rec, photographs).requires_grad
     assert torch.equal(rec.detach(), noisy)
@@ -71,7 +71,7 @@ def test_an_empty_batch_is_refused(metric, photographs):
 
 
 @pytest.mark.parametrize("name", [name for name in METRICS if name != "patch_recovery"])
-def test_a_reconstruction_with_a_nan_scores_nan_and_spares_its_neighbours(name, noisy, photographs):
+def test_a_nan_in_a_reconstruction_affects_its_own_score_only(name, noisy, photographs):
     broken = noisy.clone()
     broken[1, 0, 40, 40] = float("nan")
     assert torch.isnan(METRICS[name](broken, photographs)).tolist() == [False, True, False]
@@ -99,13 +99,13 @@ def test_score_with_lpips(noisy, photographs, lpips_weights):
     assert torch.isfinite(small["ssim"]).all()
 
 
-def test_small_images_have_no_ssim_but_all_else(noisy, photographs):
+def test_small_images_have_all_scores_but_ssim(noisy, photographs):
     scores = score(noisy[..., :8, :8], photographs[..., :8, :8], patch_size=4)
     undefined = {name for name, values in scores.items() if torch.isnan(values).any()}
     assert undefined == {"ssim", "lpips"}
 
 
-def test_directions_are_those_in_which_noise_moves_the_scores(photographs, lpips_weights):
+def test_noise_changes_the_scores_in_the_documented_direction(photographs, lpips_weights):
     noise = torch.randn(photographs.shape, generator=torch.Generator().manual_seed(2))
     lpips = load_lpips("squeeze", lpips_weights)
     near = score((photographs + 0.03 * noise).clamp(0, 1), photographs, patch_size=16, lpips=lpips)
@@ -114,7 +114,7 @@ def test_directions_are_those_in_which_noise_moves_the_scores(photographs, lpips
         assert (far[name].mean() > near[name].mean()).item() == direction.higher_is_more_private, name
 
 
-def test_labels_tell_the_units():
+def test_labels_contain_the_units():
     assert METRIC_DIRECTIONS["psnr"].label == "PSNR (dB)"
     assert "25 dB" in METRIC_DIRECTIONS["patch_recovery"].label
     assert len({direction.label for direction in METRIC_DIRECTIONS.values()}) == len(KEYS)

@@ -1,4 +1,4 @@
-"""The last block's attention weights against softmax(q k^T / sqrt(d)) computed by hand in float64."""
+"""The last block's attention weights compared with softmax(q k^T / sqrt(d)) computed explicitly in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGES = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def sharp() -> BuiltModel:
-    """Random weights whose last queries and keys are large enough for attention that is far from uniform."""
+    """A model with random weights, whose last queries and keys are scaled so that its attention is far from uniform."""
     built = build_model("vit_mini_64", num_classes=8, weights="random")
     with torch.no_grad():
         built.module.blocks[-1].attn.qkv.weight[: 2 * 192].mul_(6)
@@ -43,14 +43,14 @@ def by_hand(built: BuiltModel, images: torch.Tensor) -> torch.Tensor:
     return torch.stack(weights, dim=1)
 
 
-def test_equals_softmax_by_hand(sharp) -> None:
+def test_equals_an_explicit_softmax(sharp) -> None:
     found, wanted = last_attention(sharp, IMAGES), by_hand(sharp, IMAGES)
     assert found.shape == (3, 3, 65, 65)
     assert wanted.max() > 10 / 65
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-7)
 
 
-def test_the_model_is_left_as_it_was(sharp) -> None:
+def test_the_model_is_unchanged_afterwards(sharp) -> None:
     layer = sharp.module.blocks[-1].attn
     with torch.no_grad():
         before = sharp.module.eval()(sharp.normalise(IMAGES))

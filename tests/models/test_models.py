@@ -1,4 +1,4 @@
-"""The registry: shapes, variants that share weights, the MJP input layer by hand, checkpoints that fit or do not."""
+"""The registry: shapes, variants that share weights, the MJP input layer, checkpoints that fit or do not fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_forward_and_backward(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_plain_vits_are_timms() -> None:
+def test_plain_vits_equal_timms() -> None:
     import timm
 
     torch.manual_seed(3)
@@ -51,8 +51,8 @@ def test_variants_share_weights() -> None:
     assert set(plain) - set(nope) == {"pos_embed"}
 
 
-def test_masked_positions_by_hand() -> None:
-    """Equation 6: tokens of hidden patches carry the unknown embedding, the others their own."""
+def test_masked_positions_get_the_unknown_embedding() -> None:
+    """Equation 6: the unknown embedding is added to tokens of hidden patches, their own embedding to the others."""
     module = build_model("vit_mini_64_mjp", num_classes=7, weights="random").module
     images = torch.randn(2, 3, 64, 64)
     mask = torch.rand(2, 64) < 0.4
@@ -77,8 +77,8 @@ def test_masked_rows_get_no_gradient() -> None:
     assert module.unk_embed.grad.abs().sum() > 0
 
 
-def test_origins_by_hand() -> None:
-    """IDX: place i's token is its patch's projection, place i's position, and the row of where the patch came from."""
+def test_origins_add_the_row_of_the_original_place() -> None:
+    """IDX: token i is its patch's projection plus position i plus the row of the patch's original place."""
     module = build_model("vit_micro_32_idx", num_classes=7, weights="random").module
     images = torch.randn(2, 3, 32, 32)
     origins = torch.stack([torch.randperm(64) for _ in range(2)])
@@ -97,7 +97,7 @@ def test_origins_by_hand() -> None:
 
 
 def test_rows_of_origins_get_the_gradient_of_their_patch() -> None:
-    """Row j of the second table is sent what the position row of the place that shows patch j is sent."""
+    """Row j of the second table gets the gradient of the position row of the place where patch j is shown."""
     module = build_model("vit_micro_32_idx", num_classes=7, weights="random").module
     origins = torch.randperm(64)[None]
     module(torch.randn(1, 3, 32, 32), origins=origins)[0, 0].backward()
@@ -105,7 +105,7 @@ def test_rows_of_origins_get_the_gradient_of_their_patch() -> None:
     torch.testing.assert_close(module.idx_embed.grad[0, origins[0]], module.pos_embed.grad[0, 1:])
 
 
-def test_origins_without_their_table() -> None:
+def test_origins_without_their_table_raise() -> None:
     module = build_model("vit_micro_32_mjp", num_classes=7, weights="random").module
     with pytest.raises(ValueError, match="_idx variant"):
         module(torch.randn(1, 3, 32, 32), origins=torch.arange(64)[None])
@@ -117,13 +117,13 @@ def test_small_backbones_have_no_published_weights() -> None:
             build_model(name, num_classes=7, weights="timm")
 
 
-def test_mask_without_unknown_embedding() -> None:
+def test_mask_without_unknown_embedding_raises() -> None:
     module = build_model("vit_mini_64", num_classes=7, weights="random").module
     with pytest.raises(ValueError, match="_mjp variant"):
         module(torch.randn(1, 3, 64, 64), torch.ones(1, 64, dtype=torch.bool))
 
 
-def test_dal_linear_by_hand() -> None:
+def test_dal_linear_equals_its_formula() -> None:
     dal = DenseAbsoluteLocalisation(8, "linear")
     positions, mask = torch.randn(6, 8), torch.tensor([[True, False, False, True, False, False]])
     expected = []
@@ -135,7 +135,7 @@ def test_dal_linear_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pca", "linear", "nonlinear"])
-def test_dal_reaches_visible_positions_only(kind: str) -> None:
+def test_dal_depends_on_visible_positions_only(kind: str) -> None:
     positions = torch.randn(64, 16, requires_grad=True)
     mask = torch.zeros(2, 64, dtype=torch.bool)
     mask[:, 10:20] = True
@@ -173,7 +173,7 @@ def test_bad_models(tmp_path) -> None:
         ({"name": "deit_x"}, "choose from: vit_ti"),
         ({"name": "resnet50_mjp"}, "unknown model"),
         ({"name": "vit_mini_32", "weights": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
-        ({"name": "vit_mini_32", "weights": str(broken)}, "no readable checkpoint"),
+        ({"name": "vit_mini_32", "weights": str(broken)}, "is not a readable checkpoint"),
         ({"name": "vit_mini_32", "weights": "timm"}, "timm publishes no weights"),
         ({"name": "resnet50", "weights": "random", "block": "april"}, "plain ViT"),
     ]

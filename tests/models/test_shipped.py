@@ -1,4 +1,4 @@
-"""Checkpoints that ship: what `--weights auto` finds, and that their cards tell the truth."""
+"""Checkpoints included in the package: they are found by `--weights auto`, and their cards are correct."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_other_classes_leave_the_head_random() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_names())
-def test_accuracy_is_the_cards(name: str) -> None:
+def test_accuracy_equals_that_of_the_card(name: str) -> None:
     """On all test images of the data in the card, to a tenth of a per cent (the card's digits) and two images."""
     data = re.match(r"# \S+, (\S+)", card_of(name))[1]
-    told, count = re.search(r"of this file \| ([\d.]+)% of (\d+) test images", card_of(name)).groups()
+    accuracy, count = re.search(r"of this file \| ([\d.]+)% of (\d+) test images", card_of(name)).groups()
     built = build_model(name, num_classes=classes_of(name, "auto"))
     test = load_data(data, size=built.image_size, path=Path(shared_file(f"data/{data}"))).test
     assert len(test) == int(count)
-    assert 100 * evaluate(built, test, torch.device("cpu"))[1] == pytest.approx(float(told), abs=0.1)
+    assert 100 * evaluate(built, test, torch.device("cpu"))[1] == pytest.approx(float(accuracy), abs=0.1)

@@ -1,4 +1,4 @@
-"""Rows, rounds and run.json of a made-up run, shared by the report's tests."""
+"""Rows, rounds and run.json of an invented run, for the tests of records and report."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_row(**changes: Any) -> dict[str, Any]:
 
 
 def make_rows(rounds: int = 3, clients: int = 4) -> list[dict[str, Any]]:
-    """Rows of two defences, three attacks (one of them refusing under mjp) and the two baselines."""
+    """Rows of two defences, three attacks (one of which fails under mjp) and the two baselines."""
     draw = np.random.default_rng(0)
     rows = []
     for defense, shift in SHIFT.items():
@@ -83,7 +83,7 @@ def _scores(draw: np.random.Generator, attack: str, level: float | None, shift: 
 
 
 def write_run(out: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
-    """Write rows.jsonl, rounds.csv and run.json as a run leaves them; returns `out`."""
+    """Write rows.jsonl, rounds.csv and run.json as a run does; returns `out`."""
     with RowLog(out / "rows.jsonl") as log:
         for row in rows:
             log.append(row)

@@ -1,4 +1,4 @@
-"""The row log: round trip, resuming, and what a kill or a careless editor can do to the file."""
+"""The row log: round trip, resuming, and damage by a killed process or by manual edits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_not_finite_becomes_null(tmp_path, value):
     assert load_rows(path)["psnr"].isna().all()
 
 
-def test_missing_and_unknown_keys_are_refused_and_leave_no_trace(tmp_path):
+def test_rows_with_missing_or_unknown_keys_are_refused_and_not_written(tmp_path):
     path = tmp_path / "rows.jsonl"
     lacking = make_row()
     del lacking["psnr"]
@@ -50,7 +50,7 @@ def test_missing_and_unknown_keys_are_refused_and_leave_no_trace(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 40, -3])
-def test_half_written_last_line_is_cut_off(tmp_path, cut):
+def test_incomplete_last_line_is_removed(tmp_path, cut):
     path = tmp_path / "rows.jsonl"
     with RowLog(path) as log:
         for client in range(3):
@@ -92,7 +92,7 @@ def test_damaged_middle_line_names_file_and_line(tmp_path, damage):
     assert path.read_bytes() == lines[0] + damage + b"\n" + lines[2]
 
 
-def test_done_wants_every_image_of_the_batch(tmp_path):
+def test_done_needs_every_image_of_the_batch(tmp_path):
     path = tmp_path / "rows.jsonl"
     with RowLog(path) as log:
         log.append(make_row(image=0))
@@ -107,7 +107,7 @@ def test_done_wants_every_image_of_the_batch(tmp_path):
 
 
 @pytest.mark.parametrize("name", CASE)
-def test_everything_asked_tells_rows_apart(tmp_path, name):
+def test_rows_that_differ_in_a_key_of_the_identity_are_different(tmp_path, name):
     other = make_row(**{name: {"x": 1} if name.endswith("parameters") else 17})
     with RowLog(tmp_path / "rows.jsonl") as log:
         log.append(make_row())
@@ -116,18 +116,18 @@ def test_everything_asked_tells_rows_apart(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["commit", "device", "psnr", "seconds", "run_id"])
-def test_what_was_measured_and_where_does_not(tmp_path, name):
+def test_rows_that_differ_in_other_keys_only_are_the_same(tmp_path, name):
     with RowLog(tmp_path / "rows.jsonl") as log:
         log.append(make_row())
         assert log.done(make_row(**{name: "other"}), ["face_0001"])
 
 
-def test_missing_file_is_the_callers_mistake(tmp_path):
+def test_missing_file_raises(tmp_path):
     with pytest.raises(UsageError, match="no results file"):
         load_rows(tmp_path / "rows.jsonl")
 
 
-def test_rows_written_before_flags_were_known_have_none(tmp_path):
+def test_rows_without_the_optional_key_flags_get_none(tmp_path):
     path = tmp_path / "rows.jsonl"
     old = {key: value for key, value in make_row().items() if key != "flags"}
     path.write_text(json.dumps(old) + "\n")
@@ -138,7 +138,7 @@ def test_rows_written_before_flags_were_known_have_none(tmp_path):
     assert load_rows(path)["flags"].tolist() == [[], []]
 
 
-def test_rows_of_another_kind_have_keys_and_identity_of_their_own(tmp_path):
+def test_another_schema_has_its_own_keys_and_identity(tmp_path):
     schema = Schema(("cell", "value", "note"), ("cell",), {"note": ""})
     path = tmp_path / "cells.jsonl"
     with RowLog(path, schema) as log:

@@ -1,4 +1,4 @@
-"""Central training as a user meets it: resumed bit for bit, mistakes in one line, weights that load again."""
+"""Central training from the command line: identical results after resuming, one-line errors, loadable weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = ["--data", "photos", "--train-limit", "24", "--model", "vit_mini_32", "-
 
 
 def config(out, **changes) -> TrainConfig:
-    """Three epochs of six steps with everything on that draws random numbers."""
+    """Three epochs of six steps with every option enabled that uses random numbers."""
     recipe = Recipe(**({"epochs": 3, "batch_size": 8, "warmup_epochs": 1, "learning_rate": 0.03} | changes))
     data = DataConfig(data="photos", train_limit=24, test_limit=8)
     return TrainConfig(
@@ -44,13 +44,13 @@ def run(*options: str) -> int:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> TrainConfig:
-    """An unbroken training."""
+    """An uninterrupted training."""
     options = config(tmp_path_factory.mktemp("train") / "whole")
     train(options, QUIET)
     return options
 
 
-def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path, monkeypatch) -> None:
+def test_a_resumed_training_equals_an_uninterrupted_one(whole, tmp_path, monkeypatch) -> None:
     options = config(tmp_path / "broken")
     steps, count = Trainer.step, iter(range(100))
 
@@ -87,7 +87,7 @@ def _assert_same(ours, theirs) -> None:
         assert ours == theirs
 
 
-def test_folder_holds_what_the_help_promises(whole) -> None:
+def test_the_folder_holds_the_documented_files(whole) -> None:
     names = {p.name for p in whole.out.iterdir()}
     assert names == {
         *("run.json", "state.pt", "history.csv", "history.png", "history.pdf"),
@@ -106,8 +106,8 @@ def test_folder_holds_what_the_help_promises(whole) -> None:
     assert "gamma 0.9" in card
 
 
-def test_step_is_a_clients_step(tmp_path) -> None:
-    """With plain labels and images, one step's loss and gradient are those that a client computes."""
+def test_a_step_equals_a_clients_step(tmp_path) -> None:
+    """With plain labels and images, one step's loss and gradient equal those of a client."""
     from fedmjp.objectives import client_loss
 
     trainer = Trainer(config(tmp_path, clip_gradient=0.0))
@@ -125,7 +125,7 @@ def test_step_is_a_clients_step(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_training_learns(tmp_path) -> None:
+def test_training_reduces_the_loss(tmp_path) -> None:
     light = {"mixup": 0, "cutmix": 0, "erasing": 0, "rand_augment": "none", "smallest_crop": 1.0, "repeats": 1}
     options = config(tmp_path / "out", epochs=12, **light)
     options = TrainConfig(**(vars(options) | {"defense": "none"}))
@@ -147,7 +147,7 @@ def test_schedule_warms_up_and_ends_low(tmp_path) -> None:
     assert rates[-1] < 0.2 * peak
 
 
-def test_decay_spares_position_embeddings(tmp_path) -> None:
+def test_position_embeddings_have_no_weight_decay(tmp_path) -> None:
     trainer = Trainer(config(tmp_path))
     spared = {id(p) for g in trainer.optimizer.param_groups if not g["weight_decay"] for p in g["params"]}
     names = {n for n, p in trainer.model.module.named_parameters() if id(p) in spared}
@@ -172,7 +172,7 @@ def test_repeated_augmentation_keeps_the_epochs_length(tmp_path, repeats: int) -
     assert len(set(order)) == 24 // repeats
 
 
-def test_too_few_images_for_a_batch(tmp_path) -> None:
+def test_too_few_images_for_a_batch_raise(tmp_path) -> None:
     trainer = Trainer(config(tmp_path))
     with pytest.raises(UsageError, match="more than the 24 training images"):
         Batches(trainer.data.train, Recipe(), trainer.model, seed=0)
@@ -194,15 +194,15 @@ def test_too_few_images_for_a_batch(tmp_path) -> None:
         (["--out", __file__, "--epochs", "30"], "is a file"),
     ],
 )
-def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:
+def test_errors_are_one_line(options, words, tmp_path, capsys) -> None:
     options = options if "--out" in options else [*options, "--out", str(tmp_path / "out")]
     assert run(*options) == 2
-    told = capsys.readouterr().err.strip()
-    assert words in told
-    assert told.count("\n") == 0
+    printed = capsys.readouterr().err.strip()
+    assert words in printed
+    assert printed.count("\n") == 0
 
 
-def test_folders_are_not_mixed(whole, capsys) -> None:
+def test_a_folder_is_not_reused_for_another_training(whole, capsys) -> None:
     same = ["--test-limit", "8", "--defense", "mjp", "--epochs", "3", "--warmup-epochs", "1", "--out", str(whole.out)]
     assert run(*same, "--threads", "1", "--learning-rate", "0.03") == 2
     assert "holds a training already" in capsys.readouterr().err

@@ -1,5 +1,7 @@
-"""A ViT of 17 tokens on which gradients tell patches apart, as training makes them do: distinct positions, sharp
-attention. (In a freshly initialised one all tokens are treated alike, and no search gets far.)"""
+"""A ViT of 17 tokens whose gradients differ between patches as in a trained model: distinct positions, sharp attention.
+
+A freshly initialised ViT treats all tokens almost equally, and no attack makes progress on it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SCALES = {"patch_embed": 1.0, "pos_embed": 50.0, "unk_embed": 50.0, "qkv": 8.0}
 
 
 def small_vit(*, masked: bool = False, dal: str = "none") -> BuiltModel:
-    """16 pixels, patches of 4, 64 channels, two blocks."""
+    """A ViT for 16 x 16 pixels with patches of 4 x 4, 64 channels and two blocks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = ViT(
@@ -38,16 +40,16 @@ def small_vit(*, masked: bool = False, dal: str = "none") -> BuiltModel:
 
 
 def view(model: BuiltModel, first: int = 1, count: int = 1, **changes) -> tuple[Observation, Tensor]:
-    """The update of `count` photographs from the `first` on, labelled by their places, and the photographs."""
+    """The update of `count` photographs, starting with number `first` and labelled by their numbers, and the images."""
     images = photographs(SIZE, first + count)[first:]
     return observe(model, images, torch.arange(first, first + count) % CLASSES, **changes), images
 
 
 def attack(name: str, observation: Observation, **options) -> Reconstruction:
-    """Run one attack."""
+    """Run one attack on one update."""
     return ATTACKS.get(name)(**options)([observation])
 
 
 def psnr(found: Reconstruction, images: Tensor) -> float:
-    """Mean over the batch, dB."""
+    """Mean PSNR over the batch, in dB."""
     return float(score(found.images, images, patch_size=PATCH)["psnr"].mean())

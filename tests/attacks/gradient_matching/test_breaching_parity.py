@@ -1,4 +1,4 @@
-"""Ours against the `breaching` package: same case, same start, same steps."""
+"""Comparison of our attacks with the `breaching` package: same update, same initial images, same number of steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from attacks.gradient_matching.priors import SmallNorm
 
 breaching = pytest.importorskip("breaching")
 
-from attacks.breaching import peer  # noqa: E402
+from attacks.breaching import prepare_attack  # noqa: E402
 
 STEPS = 40
 
 
 @dataclass(frozen=True)
 class TheirVariation:
-    """The package's own total variation, which counts the frame of the image too, as a part of ours."""
+    """The package's total variation, which includes the image's border, as a prior of our attacks."""
 
     scale: float
-    begins: float = 0.0
+    active_from: float = 0.0
 
     def __call__(self, images: Tensor) -> Tensor:
         from breaching.attacks.auxiliaries.regularizers import TotalVariation
@@ -41,15 +41,15 @@ class TheirVariation:
 
 @dataclass(frozen=True, kw_only=True)
 class Composed(GradientMatching):
-    """Any recipe."""
+    """An attack with a given recipe."""
 
-    made: Any
+    parts: Any
 
     def recipe(self, observation) -> Recipe:
-        return self.made
+        return self.parts
 
 
-# Configuration of the package, overrides, the same of ours, and evaluations an iteration.
+# Configuration of the package -> overrides, our equivalent recipe, and evaluations per iteration.
 PAIRS = {
     "invertinggradients": (
         [],
@@ -63,18 +63,18 @@ PAIRS = {
     ),
     "_default_optimization_attack": (
         ["optim.optimizer=l-bfgs"],
-        Recipe(SquaredL2(0.5), LBFGS(1.0), boxed=False),
+        Recipe(SquaredL2(0.5), LBFGS(1.0), clamps_pixels=False),
         20,
     ),
 }
 
 
 @pytest.mark.parametrize("config", list(PAIRS))
-def test_the_objective_is_the_same_along_the_way(config: str, monkeypatch) -> None:
+def test_the_objective_is_equal_at_every_step(config: str, monkeypatch) -> None:
     overrides, recipe, evaluations = PAIRS[config]
     observation, _ = view(small_vit())
     iterations = STEPS // evaluations
-    theirs = peer(observation, config, [f"optim.max_iterations={iterations}", *overrides])
+    theirs = prepare_attack(observation, config, [f"optim.max_iterations={iterations}", *overrides])
     kept = []
     run = engine.minimise
 
@@ -83,13 +83,13 @@ def test_the_objective_is_the_same_along_the_way(config: str, monkeypatch) -> No
         return kept[-1]
 
     monkeypatch.setattr("attacks.gradient_matching.attack.minimise", keeping)
-    Composed(made=recipe, steps=STEPS)([observation])
+    Composed(parts=recipe, steps=STEPS)([observation])
     start = torch.randn(1, 1, 3, 16, 16, generator=torch.Generator().manual_seed(0))[0]
     _, values = theirs.run(start)
     ours = kept[0].trace[::evaluations, 0, 0].tolist()
     assert len(values) == len(ours) == iterations
     assert values[-1] < values[0]
-    # Signs and curvatures amplify round-off: the first steps agree to the last digits, the rest closely.
+    # Signs and curvatures amplify round-off: the first steps agree almost exactly, the others approximately.
     assert ours[:5] == pytest.approx(values[:5], rel=1e-3)
     assert ours == pytest.approx(values, rel=0.05)
 
@@ -102,7 +102,7 @@ def test_the_objective_is_the_same_along_the_way(config: str, monkeypatch) -> No
         ("see_through_gradients", {}, "breaching_see_through_gradients"),
     ],
 )
-def test_our_image_is_not_worse(ours: str, options: dict, theirs: str) -> None:
+def test_our_reconstruction_is_not_worse(ours: str, options: dict, theirs: str) -> None:
     model = small_vit()
     cases = [view(model, first) for first in range(4)]
     mean = {
@@ -113,7 +113,7 @@ def test_our_image_is_not_worse(ours: str, options: dict, theirs: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_package_attacks_are_rows_like_others() -> None:
+def test_the_package_attacks_return_repeatable_reconstructions() -> None:
     observation, images = view(small_vit())
     names = [name for name in ATTACKS if name.startswith("breaching_")]
     assert len(names) == 4
@@ -126,7 +126,7 @@ def test_the_package_attacks_are_rows_like_others() -> None:
         assert torch.equal(found.images, again.images)
 
 
-def test_what_the_package_cannot_take_is_told() -> None:
+def test_unsupported_updates_get_a_diagnosis() -> None:
     observation, _ = view(small_vit(), kind="weights", local_steps=3, learning_rate=0.1)
     assert "one step only" in attack("breaching_inverting_gradients", observation, steps=1).diagnosis
     without, _ = view(small_vit())
@@ -134,10 +134,10 @@ def test_what_the_package_cannot_take_is_told() -> None:
     assert "no pos_embed" in attack("breaching_april", without).diagnosis
 
 
-def test_masked_positions_are_told_to_the_package() -> None:
+def test_masked_positions_are_passed_to_the_package() -> None:
     mask = torch.zeros(1, 16, dtype=torch.bool)
     mask[0, 3:8] = True
     observation, _ = view(small_vit(masked=True), mask=mask)
-    theirs = peer(observation, "invertinggradients", ["optim.max_iterations=1"])
+    theirs = prepare_attack(observation, "invertinggradients", ["optim.max_iterations=1"])
     assert torch.equal(theirs.payload[0]["parameters"][0], observation.model.cls_token)
     assert theirs.attacker.model_template.forward_kwargs["position_mask"][0].tolist() == mask[0].tolist()

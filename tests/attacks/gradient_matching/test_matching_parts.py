@@ -1,4 +1,4 @@
-"""The parts against formulas and oracles: simulated gradients, distances, priors, labels, schedules."""
+"""The parts compared with formulas and references: simulated gradients, distances, priors, labels, schedules."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from small_vit import CLASSES, small_vit, view
 from torch.nn import functional as F
 
-from attacks.gradient_matching.differences import Differenced
+from attacks.gradient_matching.differences import FiniteDifferences
 from attacks.gradient_matching.distances import Cosine, LayerwiseL2, PositionCosine, SquaredL2
 from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.labels import infer_labels
+from attacks.gradient_matching.matched_update import MatchedUpdate, extract_matched_update
 from attacks.gradient_matching.optimisers import CosineDecay, StepDecay
 from attacks.gradient_matching.priors import GroupConsistency, PatchBorders, TotalVariation
-from attacks.gradient_matching.reading import Reading, read
-from attacks.gradient_matching.simulation import simulate
+from attacks.gradient_matching.simulation import build_simulation
 from attacks.gradient_matching.unrolled import Unrolled, math_attention
 from fedmjp.models import build_model
 from tests.conftest import observe, photographs
@@ -26,30 +26,30 @@ from tests.conftest import observe, photographs
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_each_lane_gets_its_own_gradient(exact: bool, masked: bool, batch: int) -> None:
+def test_each_simulated_client_gets_its_own_gradient(exact: bool, masked: bool, batch: int) -> None:
     model = small_vit(masked=masked)
     observation, _ = view(model, count=batch)
     masks = torch.rand(2, 16, generator=torch.Generator().manual_seed(0)) < 0.4 if masked else torch.zeros(2, 0)
-    readings = [Reading(observation.gradients, mask if masked else None, ()) for mask in masks]
-    chosen, target = simulate(observation, readings, restarts=1, exact=exact)
-    assert isinstance(chosen, Unrolled if exact else Differenced)
+    updates = [MatchedUpdate(observation.gradients, mask if masked else None, ()) for mask in masks]
+    chosen, target = build_simulation(observation, updates, restarts=1, exact=exact)
+    assert isinstance(chosen, Unrolled if exact else FiniteDifferences)
     images = torch.randn(2, batch, 3, 16, 16, requires_grad=True)
     labels = torch.randint(0, CLASSES, (2, batch))
     with math_attention():
         found = chosen.gradients(images, labels)
-    for lane in range(2):
-        mask = masks[lane : lane + 1].expand(batch, -1) if masked else None
-        pixels = images[lane].detach() * 0.25 + 0.5
-        expected = observe(model, pixels, labels[lane], mask).gradients
+    for client in range(2):
+        mask = masks[client : client + 1].expand(batch, -1) if masked else None
+        pixels = images[client].detach() * 0.25 + 0.5
+        expected = observe(model, pixels, labels[client], mask).gradients
         assert set(found) == {n for n, g in expected.items() if g.any()}
         for name, gradient in found.items():
-            torch.testing.assert_close(gradient[lane], expected[name], rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(gradient[client], expected[name], rtol=1e-3, atol=1e-6)
     assert set(target.values) == set(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("masked", [False, True])
-def test_differences_are_the_derivatives(masked: bool, dtype: torch.dtype) -> None:
+def test_finite_differences_approximate_the_derivatives(masked: bool, dtype: torch.dtype) -> None:
     model = small_vit(masked=masked)
     model.module.to(dtype)
     images = photographs(16, 4).to(dtype).unflatten(0, (2, 2))
@@ -57,9 +57,9 @@ def test_differences_are_the_derivatives(masked: bool, dtype: torch.dtype) -> No
     labels = torch.tensor([[1, 2], [3, 1]])
     held = [None if mask is None else mask.expand(2, -1) for mask in masks]
     views = [observe(model, *case) for case in zip(images, labels, held, strict=True)]
-    readings = [Reading(v.gradients, mask, ()) for v, mask in zip(views, masks, strict=True)]
-    engines = [simulate(views[0], readings, restarts=1, exact=exact) for exact in (False, True)]
-    assert [type(engine) for engine, _ in engines] == [Differenced, Unrolled]
+    updates = [MatchedUpdate(v.gradients, mask, ()) for v, mask in zip(views, masks, strict=True)]
+    engines = [build_simulation(views[0], updates, restarts=1, exact=exact) for exact in (False, True)]
+    assert [type(engine) for engine, _ in engines] == [FiniteDifferences, Unrolled]
     start = torch.randn(2, 2, 3, 16, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
     for distance in (Cosine(), SquaredL2(), LayerwiseL2(weights={"blocks.1": 0.5}), PositionCosine("pos_embed")):
         losses, slopes = [], []
@@ -69,29 +69,29 @@ def test_differences_are_the_derivatives(masked: bool, dtype: torch.dtype) -> No
                 losses.append(distance(engine.gradients(guess, labels), target))
                 slopes.append(torch.autograd.grad(losses[-1].sum(), guess)[0])
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
-        for lane in range(2):
-            error = float((slopes[0][lane] - slopes[1][lane]).norm() / slopes[1][lane].norm())
-            assert error < (5e-2 if dtype == torch.float32 else 1e-5), (distance, lane)
+        for client in range(2):
+            error = float((slopes[0][client] - slopes[1][client]).norm() / slopes[1][client].norm())
+            assert error < (5e-2 if dtype == torch.float32 else 1e-5), (distance, client)
 
 
-def test_a_network_that_cannot_be_mapped_over_lanes_falls_to_autograd() -> None:
+def test_a_network_that_vmap_does_not_support_uses_autograd() -> None:
     model = build_model("vit_mini_32_nope", num_classes=8, weights="random")
     observation = observe(model, photographs(32, 1))
-    assert isinstance(simulate(observation, [read(observation)], 1)[0], Differenced)
+    assert isinstance(build_simulation(observation, [extract_matched_update(observation)], 1)[0], FiniteDifferences)
 
     class Odd(torch.nn.Sequential):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            scale = float(images.detach().abs().max())  # a number that depends on the data
+            scale = float(images.detach().abs().max())  # a Python number that depends on the data
             return super().forward(images / scale)
 
     network = Odd(torch.nn.Conv2d(3, 4, 3), torch.nn.Sigmoid(), torch.nn.Flatten(), torch.nn.LazyLinear(8))
     network(photographs(32, 1))
     odd = dataclasses.replace(model, module=network)
     observation = observe(odd, photographs(32, 1))
-    assert isinstance(simulate(observation, [read(observation)], 1)[0], Unrolled)
+    assert isinstance(build_simulation(observation, [extract_matched_update(observation)], 1)[0], Unrolled)
 
 
-def test_distances_by_their_formulas() -> None:
+def test_distances_equal_their_formulas() -> None:
     simulated = {"a": torch.tensor([[3.0, 0.0]]), "b.c": torch.tensor([[0.0, 4.0]])}
     received = {"a": torch.tensor([[0.0, 0.0]]), "b.c": torch.tensor([[0.0, 1.0]])}
     target = Target.of(received)
@@ -102,7 +102,7 @@ def test_distances_by_their_formulas() -> None:
     assert float(PositionCosine("b.c")(simulated, target)) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_priors_by_their_formulas() -> None:
+def test_priors_equal_their_formulas() -> None:
     flat = torch.zeros(1, 2, 1, 1, 4, 4)
     flat[0, 1, ..., 2:] = 1.0  # a jump between columns 1 and 2, which is a patch border for p = 2
     assert TotalVariation(3.0)(flat)[0].tolist() == pytest.approx([0.0, 1.0])
@@ -113,7 +113,7 @@ def test_priors_by_their_formulas() -> None:
     assert GroupConsistency(4.0)(flat)[0].tolist() == pytest.approx([0.5, 0.5])
 
 
-def test_schedules_by_their_formulas() -> None:
+def test_schedules_equal_their_formulas() -> None:
     assert [round(StepDecay()(s, 800), 6) for s in (0, 298, 299, 500, 700, 799)] == [1, 1, 0.1, 0.01, 0.001, 0.001]
     assert CosineDecay()(50, 100) == pytest.approx(0.5)
     assert CosineDecay(warmup=0.1)(4, 100) == pytest.approx(5 / 11)
@@ -121,7 +121,7 @@ def test_schedules_by_their_formulas() -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_labels_of_one_image_are_exact_and_those_of_a_batch_nearly(trained: bool) -> None:
+def test_inferred_labels_are_exact_for_one_image_and_mostly_right_for_a_batch(trained: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     right = total = 0
     for batch in (1, 1, 1, 2, 4, 8):

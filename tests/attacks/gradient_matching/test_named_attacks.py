@@ -1,4 +1,4 @@
-"""Each named attack recovers a photograph of a small ViT; what it needs and raises; where it starts and stops."""
+"""Each named attack recovers a photograph from a small ViT; capabilities, errors, initial images, stopping."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedmjp.audit.assignment import match
 from fedmjp.objectives import client_loss
 from tests.conftest import photographs
 
-# Attack, options, and the PSNR to reach on the second photograph. dlg seeks the label too and may settle on a wrong
-# one: with seed 0 it did so here, with seeds 1 and 2 it did not.
+# Attack, options, and the least PSNR (dB) on the second photograph. dlg optimises the label too and may converge to a
+# wrong one: with seed 0 it did so here, with seeds 1 and 2 it did not.
 CASES = [
     ("dlg", {"steps": 250, "seed": 1}, 40.0),
     ("idlg", {"steps": 200}, 30.0),
@@ -50,7 +50,7 @@ def test_recovers_a_photograph(name: str, options: dict, threshold: float) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_repeats_itself_and_starts_elsewhere_with_another_seed(name: str) -> None:
+def test_the_seed_determines_the_result(name: str) -> None:
     observation, _ = view(small_vit())
     first, second, other = (attack(name, observation, steps=3, seed=seed).images for seed in (0, 0, 1))
     assert torch.equal(first, second)
@@ -58,18 +58,18 @@ def test_repeats_itself_and_starts_elsewhere_with_another_seed(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_victims_together_end_as_alone(name: str) -> None:
+def test_victims_attacked_together_give_the_same_result_as_alone(name: str) -> None:
     model = small_vit()
     views = [view(model, first)[0] for first in (1, 2, 3)]
     together = ATTACKS.get(name)(steps=3).attack_many([[v] for v in views])
     for observation, found in zip(views, together, strict=True):
         alone = attack(name, observation, steps=3)
-        # Adam moves a pixel whose slope is nil by a whole step, to the side that round-off says.
+        # Adam moves a pixel whose derivative is zero up to round-off by a full step in a random direction.
         assert found.details["loss"] == pytest.approx(alone.details["loss"], rel=1e-2)
         assert float((found.images - alone.images).abs().mean()) < 5e-3
 
 
-def test_the_best_of_several_starts_wins() -> None:
+def test_the_restart_of_least_loss_is_returned() -> None:
     observation, _ = view(small_vit())
     for name in ("inverting_gradients", "idlg"):
         alone = [attack(name, observation, steps=15, seed=seed).details["loss"] for seed in (0,)]
@@ -77,14 +77,14 @@ def test_the_best_of_several_starts_wins() -> None:
         assert several.details["loss"] <= min(alone) + 1e-6
 
 
-def test_restarts_that_agree() -> None:
+def test_restarts_with_group_consistency() -> None:
     observation, images = view(small_vit())
     found = attack("see_through_gradients", observation, steps=100, restarts=3)
     assert found.images.shape == images.shape
 
 
 @pytest.mark.slow
-def test_a_batch_comes_back_in_the_order_of_its_labels() -> None:
+def test_a_batch_is_returned_in_the_order_of_its_labels() -> None:
     observation, images = view(small_vit(), first=1, count=2)
     found = attack("inverting_gradients", observation, steps=300, tv=0.01)
     assert found.labels.tolist() == [1, 2]
@@ -93,21 +93,23 @@ def test_a_batch_comes_back_in_the_order_of_its_labels() -> None:
 
 
 @pytest.mark.slow
-def test_hidden_positions_are_hidden_from_the_simulated_client_too() -> None:
+def test_positions_masked_in_the_update_are_masked_in_the_simulated_client() -> None:
     model = small_vit(masked=True)
     mask = torch.zeros(1, 16, dtype=torch.bool)
     mask[0, 3:8] = True
     observation, images = view(model, mask=mask)
-    knowing = attack("inverting_gradients", observation, steps=300, tv=0.01)
-    assert knowing.flags == ()
-    assert psnr(knowing, images) > 20
-    ignoring = attack("inverting_gradients", dataclasses.replace(observation, model=_Deaf(model.module)), steps=20)
-    assert "zero_rows_ignored" in ignoring.flags
-    assert "takes no mask" in ignoring.diagnosis
+    masked = attack("inverting_gradients", observation, steps=300, tv=0.01)
+    assert masked.flags == ()
+    assert psnr(masked, images) > 20
+    unmasked = attack(
+        "inverting_gradients", dataclasses.replace(observation, model=_WithoutMask(model.module)), steps=20
+    )
+    assert "zero_rows_ignored" in unmasked.flags
+    assert "takes no mask" in unmasked.diagnosis
 
 
-class _Deaf(nn.Module):
-    """The same model behind a forward pass that takes no mask."""
+class _WithoutMask(nn.Module):
+    """The same model with a forward pass that takes no mask."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ class _Deaf(nn.Module):
         return self.head(self.norm(self.blocks(tokens))[:, 0])
 
 
-def test_the_localisation_loss_is_taken_out_before_matching() -> None:
+def test_the_localisation_loss_is_subtracted_before_matching() -> None:
     model = small_vit(masked=True, dal="nonlinear")
     images, labels = photographs(16, 2)[1:], torch.tensor([1])
     mask = torch.zeros(1, 16, dtype=torch.bool)
@@ -138,7 +140,7 @@ def test_the_localisation_loss_is_taken_out_before_matching() -> None:
 
 
 @pytest.mark.slow
-def test_weights_after_local_steps_are_matched_by_simulating_them() -> None:
+def test_weights_after_local_steps_are_matched_by_simulating_the_steps() -> None:
     model, rate = small_vit(), 0.05
     images, labels = photographs(16, 2), torch.arange(2)
     sent = {n: p.detach().clone() for n, p in model.module.named_parameters()}
@@ -163,7 +165,7 @@ def test_weights_after_local_steps_are_matched_by_simulating_them() -> None:
     assert found.details["loss"] < 0.1 * blind.details["loss"]
 
 
-def test_starts_from_another_attack() -> None:
+def test_the_initial_images_can_come_from_another_attack() -> None:
     observation, images = view(small_vit())
     found = attack("inverting_gradients", observation, steps=2, init="patch_embedding", tv=0.0)
     assert psnr(found, images) > 40
@@ -173,24 +175,24 @@ def test_starts_from_another_attack() -> None:
     )
     found = attack("inverting_gradients", blind, steps=2, init="patch_embedding")
     assert found.images is None
-    assert "nothing to start from, patch_embedding says" in found.diagnosis
+    assert "no initial images, because patch_embedding failed" in found.diagnosis
 
 
 MISTAKES = [
-    ({"init": "patch"}, r"unknown start 'patch'; choose from: randn, zeros, .*patch_embedding"),
-    ({"init": "dlg"}, "unknown start 'dlg'"),
-    ({"init": "patch_embedding", "restarts": 2}, "makes no sense with 2 restarts"),
+    ({"init": "patch"}, r"unknown init 'patch'; choose from: randn, zeros, .*patch_embedding"),
+    ({"init": "dlg"}, "unknown init 'dlg'"),
+    ({"init": "patch_embedding", "restarts": 2}, "use restarts=1 instead of 2"),
     ({"steps": 0}, "steps must be at least 1"),
 ]
 
 
 @pytest.mark.parametrize(("options", "words"), MISTAKES)
-def test_mistakes_are_told(options: dict, words: str) -> None:
+def test_invalid_options_raise(options: dict, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         ATTACKS.get("inverting_gradients")(**options).require(ThreatModel(), "inverting_gradients")
 
 
-def test_needs_the_weights_and_what_its_start_needs() -> None:
+def test_requires_model_weights_and_the_capabilities_of_its_initial_attack() -> None:
     with pytest.raises(UsageError, match="model_weights"):
         ATTACKS.get("gradvit")().require(ThreatModel(frozenset()), "gradvit")
     only = ThreatModel(frozenset({Capability.MODEL_WEIGHTS}))
@@ -213,23 +215,23 @@ def test_an_interrupt_keeps_the_best_so_far() -> None:
     assert psnr(found, images) > 10
 
 
-def test_progress_is_told_and_no_part_of_the_row() -> None:
+def test_on_step_is_called_and_is_not_a_parameter_of_the_row() -> None:
     seen = []
     observation, _ = view(small_vit())
-    made = ATTACKS.get("inverting_gradients")(steps=3, on_step=lambda *told: seen.append(told[:2]))
-    made([observation])
+    built = ATTACKS.get("inverting_gradients")(steps=3, on_step=lambda *progress: seen.append(progress[:2]))
+    built([observation])
     assert seen == [(1, 3), (2, 3), (3, 3)]
-    assert "on_step" not in made.parameters()
-    json.dumps(made.parameters())
+    assert "on_step" not in built.parameters()
+    json.dumps(built.parameters())
 
 
-def test_a_standstill_ends_the_run() -> None:
+def test_a_run_without_improvement_stops_after_its_patience() -> None:
     observation, _ = view(small_vit())
     found = attack("inverting_gradients", observation, steps=400, rate=1e-9, patience=10, tv=0.0)
     assert found.details["steps"] < 30
 
 
-def test_flags_of_a_run() -> None:
+def test_flags_and_diagnoses() -> None:
     observation, _ = view(small_vit())
     given = dataclasses.replace(observation, labels=torch.tensor([1]))
     assert "labels_given" in attack("idlg", given, steps=1).flags
@@ -245,7 +247,7 @@ def test_flags_of_a_run() -> None:
     assert attack("dlg", headless, steps=1).diagnosis == ""
 
 
-def test_takes_a_network_that_is_no_vit() -> None:
+def test_attacks_a_network_that_is_not_a_vit() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Sigmoid(), nn.Flatten(), nn.Linear(8 * 256, CLASSES)

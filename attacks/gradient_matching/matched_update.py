@@ -1,9 +1,9 @@
-"""What an attack matches of an update: gradients without the localisation loss, and the mask of hidden positions.
+"""Extract from an update what an attack matches: gradients without the localisation loss, and the position mask.
 
-An MJP client's masked positions send exact zeros, so the mask is in the message. Simulated clients are handed the same
-mask. The localisation loss depends on no image: `attacks.linear.position_rows` takes it out of the position rows, and
-its own map's gradients are left alone, as are those of all parameters that no image reaches
-(`attacks.gradient_matching.simulation`).
+The position rows of an MJP client's masked patches are exactly zero, so the mask can be read from the update. Simulated
+clients use the same mask. The localisation loss does not depend on the images: `attacks.linear.position_rows` subtracts
+its gradient from the position rows. The gradients of the localisation map itself are not matched, and neither are those
+of any other parameter that the images do not influence (`attacks.gradient_matching.simulation`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from attacks.tokenizer import find_tokenizer
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One update, read.
+class MatchedUpdate:
+    """The part of one update that an attack matches.
 
     Attributes:
-        gradients: by parameter name, what is worth matching.
-        mask: (N,) bool, positions to hide from the simulated client too, or None.
+        gradients: by parameter name, the gradients that are suitable for matching.
+        mask: (N,) bool, positions to mask in the simulated client too, or None.
         flags: warnings, see `attacks.observation.Reconstruction`.
     """
 
@@ -35,18 +35,21 @@ class Reading:
     flags: tuple[str, ...]
 
 
-def read(observation: Observation) -> Reading:
-    """Read one update. Position rows that hold more than images and a known term are not matched."""
+def extract_matched_update(observation: Observation) -> MatchedUpdate:
+    """Extract what an attack matches from one update.
+
+    Position rows that hold a contribution other than the images' and the known localisation term are left out.
+    """
     gradients, flags = dict(observation.gradients), []
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in observation.model.modules()):
         flags.append("batch_statistics_assumed")
     try:
         tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    except UsageError:  # not a ViT: it hides no positions
-        return Reading(gradients, None, tuple(flags))
+    except UsageError:  # not a ViT, so it has no positions to mask
+        return MatchedUpdate(gradients, None, tuple(flags))
     rows = position_gradient(observation, tokenizer)
     if rows is None:
-        return Reading(gradients, None, tuple(flags))
+        return MatchedUpdate(gradients, None, tuple(flags))
     clean, masked, weight, imbalance = remove_localisation(observation, tokenizer, rows[tokenizer.prefix :])
     if tokenizer.localisation is not None and imbalance > IMBALANCE:
         del gradients[tokenizer.positions]
@@ -56,9 +59,9 @@ def read(observation: Observation) -> Reading:
         gradients[tokenizer.positions] = rows.reshape(sent.shape)
     if tokenizer.mask_argument is None:
         hidden = (rows[tokenizer.prefix :] == 0).all(dim=1).any()
-        return Reading(gradients, None, (*flags, "zero_rows_ignored") if hidden else tuple(flags))
+        return MatchedUpdate(gradients, None, (*flags, "zero_rows_ignored") if hidden else tuple(flags))
     if not masked.any():
-        return Reading(gradients, None, tuple(flags))
+        return MatchedUpdate(gradients, None, tuple(flags))
     if observation.num_examples > 1 or observation.local_steps > 1:
         flags.append("one_mask_assumed")  # rows are zero where all images of the update are masked
-    return Reading(gradients, masked, tuple(flags))
+    return MatchedUpdate(gradients, masked, tuple(flags))
