@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from flwr.common.config import validate_config
 
 import fedmjp
 from fedmjp.config import RunConfig
@@ -148,6 +149,10 @@ def test_a_folder_called_attacks_is_named(tmp_path, package: bool, command: list
 def test_flower_lists_every_option_with_its_default() -> None:
     assert PROJECT["tool"]["flwr"]["app"]["config"] == default_config()
     assert configuration(PROJECT["tool"]["flwr"]["app"]["config"], clients=8) == configuration({}, clients=8)
+
+
+def test_flower_accepts_the_project_and_finds_both_apps() -> None:
+    assert validate_config(PROJECT, check_module=True, project_dir=ROOT) == (True, [], [])
 
 
 def test_writing_the_options_changes_that_section_only(tmp_path) -> None:

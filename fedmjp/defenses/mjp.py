@@ -66,7 +66,7 @@ class MaskedJigsawPuzzle(Defense):
         """The variant of a plain ViT that has what the options speak of; any other name as it is.
 
         Raises:
-            UsageError: a variant that cannot be told what --positions tells.
+            UsageError: a variant whose forward pass does not take what --positions gives it.
         """
         base, variant = split_name(name)
         fitting = {"unknown": "_mjp", "index": "_idx", "own": "_mjp" if self.dal != "none" else ""}[self.positions]
