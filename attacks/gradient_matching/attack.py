@@ -157,8 +157,8 @@ class GradientMatching(Attack):
                 results, interrupted = [Reconstruction(images=None, diagnosis=str(error))] * len(members), False
             found |= zip(members, results, strict=True)
             if interrupted:
-                untouched = Reconstruction(images=None, diagnosis="interrupted before its turn")
-                raise Interrupted([found.get(i, untouched) for i in range(len(cases))])
+                skipped = Reconstruction(images=None, diagnosis="not attacked, because the run was interrupted")
+                raise Interrupted([found.get(i, skipped) for i in range(len(cases))])
         return [found[i] for i in range(len(cases))]
 
     def _groups(self, cases: Sequence[Sequence[Observation]]) -> list[list[int]]:

@@ -97,7 +97,7 @@ def load_photos(request: Request) -> DataBundle:
         UsageError: a path is given, or scikit-image is installed without its photographs.
     """
     if request.path is not None:
-        raise UsageError("data set 'photos' ships with scikit-image; drop --data-path, or use folder:PATH instead")
+        raise UsageError("data set 'photos' is part of scikit-image; drop --data-path, or use folder:PATH instead")
     train = _image_set("train", request.train_limit, request)
     test = _image_set("test", request.test_limit, request)
     provenance = f"{len(train)} train and {len(test)} test crops of the photographs inside scikit-image"

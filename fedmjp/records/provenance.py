@@ -77,13 +77,13 @@ def columns(device: torch.device) -> dict[str, str]:
     }
 
 
-def run_id(asked: Mapping[str, Any]) -> str:
+def run_id(options: Mapping[str, Any]) -> str:
     """A short id of the options that affect results: equal options have equal ids.
 
     Args:
-        asked: the options, as JSON-serialisable values.
+        options: as JSON-serialisable values.
 
     Returns:
         Ten hexadecimal digits.
     """
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:10]
