@@ -24,7 +24,7 @@ from torch.nn import functional
 from attacks.linear.position_rows import masked_rows, position_gradient
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer, find_tokenizer
+from attacks.tokenizer import Tokenizer, find_tokenizer, logits_of
 
 # Largest relative residual of a certified answer, and the same in units of the round-off of the gradients' type.
 TOLERANCE, ROUND_OFF_UNITS = 1e-3, 4.0
@@ -100,8 +100,7 @@ def _gradients(
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         with torch.enable_grad():
-            output = observation.model(inputs, **_mask(observation, tokenizer, len(images)))
-            logits = getattr(output, "logits", output)
+            logits = logits_of(observation.model(inputs, **_mask(observation, tokenizer, len(images))))
             labels = observation.labels if observation.labels is not None else inferred
             labels = _labels(compared, logits) if labels is None else labels
             for order in set(permutations(labels.tolist())) if labels is not None else ():
@@ -122,7 +121,7 @@ def _mask(observation: Observation, tokenizer: Tokenizer | None, count: int) -> 
     if rows is None:
         return {}
     masked = masked_rows(rows[tokenizer.prefix :])
-    return {tokenizer.mask_argument: masked.expand(count, -1)} if masked.any() else {}
+    return tokenizer.mask_kwargs(masked.expand(count, -1)) if masked.any() else {}
 
 
 def _labels(compared: Mapping[str, Tensor], logits: Tensor) -> Tensor | None:

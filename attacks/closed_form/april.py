@@ -46,7 +46,7 @@ class April(ClosedForm):
         projection = weights[tokenizer.weight].flatten(1)  # E, (D, P)
         # pinv(E)^T by the symmetric problem: a tenth of the time, and float64 has digits to spare.
         inverse = torch.linalg.pinv(projection @ projection.T, hermitian=True) @ projection  # (D, P)
-        offset = weights[tokenizer.positions].reshape(-1, tokenizer.width)[tokenizer.prefix :]
+        offset = tokenizer.position_rows(weights)[tokenizer.prefix :]
         if tokenizer.bias:
             offset = offset + weights[tokenizer.bias]  # (N, D)
         caveat = (

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attacks.observation import Observation
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer, find_tokenizer
+from attacks.tokenizer import RELEASED_LOCALISATION, Tokenizer, find_tokenizer
 
 # A share of the rows' sum that round-off explains; below it there is no DAL term to remove.
 ROUND_OFF = 2e-6
@@ -107,8 +107,8 @@ def read_position_rows(observation: Observation) -> PositionRows:
 def position_gradient(observation: Observation, tokenizer: Tokenizer) -> Tensor | None:
     """Position gradient as sent, with its prefix rows, (prefix + N, D); None where the update holds none, or only
     zeros."""
-    gradient = observation.gradients.get(tokenizer.positions) if tokenizer.positions else None
-    return None if gradient is None or not gradient.any() else gradient.reshape(-1, tokenizer.width)
+    rows = tokenizer.position_rows(observation.gradients)
+    return None if rows is None or not rows.any() else rows
 
 
 def missing_positions(tokenizer: Tokenizer) -> str:
@@ -180,11 +180,16 @@ def remove_localisation(
 
 def localisation_gradient(observation: Observation, tokenizer: Tokenizer, masked: Tensor) -> Tensor:
     """d, (N, D) float64: gradient of the sent model's localisation loss with respect to the patches' positions."""
-    parameter = dict(observation.model.named_parameters())[tokenizer.positions]
+    table = tokenizer.position_rows(dict(observation.model.named_parameters())).detach()
     head = observation.model.get_submodule(tokenizer.localisation)
     with torch.enable_grad():
-        positions = parameter.detach().reshape(-1, tokenizer.width)[tokenizer.prefix :].clone().requires_grad_(True)
-        loss = head(positions, tokenizer.grid, masked[None])
+        positions = table[tokenizer.prefix :].clone().requires_grad_(True)
+        if tokenizer.localisation == RELEASED_LOCALISATION:
+            tokens = torch.cat([table[: tokenizer.prefix], positions])[None]
+            places, predicted = head(tokens, (~masked)[None].long())
+            loss = (places - predicted).abs().mean()
+        else:
+            loss = head(positions, tokenizer.grid, masked[None])
         return torch.autograd.grad(loss, positions)[0].to(torch.float64)
 
 
@@ -195,7 +200,5 @@ def _excess(observation: Observation, tokenizer: Tokenizer, rows: Tensor, masked
         return None
     if not masked.any():
         return rows.sum(dim=0) - gradients[tokenizer.bias].double()
-    if tokenizer.shared_position not in gradients:
-        return None
-    shared = gradients[tokenizer.shared_position].flatten().double()
-    return rows.sum(dim=0) + shared - gradients[tokenizer.bias].double()
+    shared = tokenizer.shared_embedding(gradients)
+    return None if shared is None else rows.sum(dim=0) + shared.double() - gradients[tokenizer.bias].double()

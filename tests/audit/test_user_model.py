@@ -16,7 +16,7 @@ from fedmjp.audit import Watcher, audit_gradient
 from fedmjp.federation import TapGrid
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.metrics import psnr
-from tests.attacks.test_tokenizer import hugging_face_vit, timm_vit, torchvision_vit
+from tests.attacks.models import hugging_face_vit, timm_vit, torchvision_vit
 from tests.conftest import observe, photographs
 
 
