@@ -300,9 +300,9 @@ def _last_tokens(model: nn.Module, images: Tensor, tokenizer: Tokenizer) -> Tens
 
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:
         """Remember an output that is tokens."""
-        if isinstance(output, Tensor) and output.dim() == 3 and output.shape[-1] == tokenizer.width:
-            if output.shape[0] * output.shape[1] >= tokenizer.num_patches:
-                found[:] = [output]
+        shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+        if len(shape) == 3 and shape[2] == tokenizer.width and shape[0] * shape[1] >= tokenizer.num_patches:
+            found[:] = [output]
 
     hooks = [module.register_forward_hook(keep) for module in model.modules()]
     try:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from attacks.attention import FirstAttention, find_first_attention
 from attacks.closed_form.base import ClosedForm, Equation
-from attacks.observation import Capability
+from attacks.observation import Capability, Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ class April(ClosedForm):
         )
         return Equation(
             first=0,
-            products=lambda gradients: _products(weights, gradients, attention),
+            products=lambda observation: _products(weights, observation, attention),
             patches=lambda rows: (rows[tokenizer.prefix :] - offset) @ inverse,
             rcond=torch.finfo(torch.float64).eps * max(tokenizer.num_patches + tokenizer.prefix, tokenizer.width),
             caveats=(caveat,) if attention.norm else (),
@@ -66,6 +66,6 @@ def _read_by(attention: FirstAttention, tokenizer: Tokenizer) -> set[str | None]
     return {*attention.weights, tokenizer.weight, tokenizer.bias, tokenizer.positions}
 
 
-def _products(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], attention: FirstAttention) -> Tensor:
+def _products(weights: Mapping[str, Tensor], observation: Observation, attention: FirstAttention) -> Tensor:
     """Sum of W^T dW over query, key and value, (D, D) float64."""
-    return sum(weights[n].T @ gradients[n].double() for n in attention.weights)
+    return sum(weights[n].T @ observation.gradient_of(n).double() for n in attention.weights)

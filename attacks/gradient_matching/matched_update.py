@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from attacks.linear.position_rows import IMBALANCE, position_gradient, remove_localisation

@@ -70,13 +70,7 @@ class PositionRows:
 
     def unmet_assumptions(self) -> list[str]:
         """Why equations of one image and one step do not fit this update, in words; empty where they do."""
-        reasons = unmet_assumptions(self.num_examples, self.local_steps)
-        if self.imbalance > IMBALANCE:
-            reasons.append(
-                f"the position rows miss the projection bias' gradient by {self.imbalance:.2%}: something else than "
-                "tokens contributes to them (noise, or an unknown loss on the position embedding)"
-            )
-        return reasons
+        return unmet_assumptions(self.num_examples, self.local_steps) + unbalanced(self.imbalance)
 
 
 def read_position_rows(observation: Observation) -> PositionRows:
@@ -89,7 +83,7 @@ def read_position_rows(observation: Observation) -> PositionRows:
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     sent = position_gradient(observation, tokenizer)
     if sent is None:
-        raise UsageError(missing_positions(tokenizer))
+        raise UsageError(missing_positions(observation, tokenizer))
     rows, masked, weight, imbalance = remove_localisation(observation, tokenizer, sent[tokenizer.prefix :])
     return PositionRows(
         tokenizer,
@@ -111,20 +105,46 @@ def position_gradient(observation: Observation, tokenizer: Tokenizer) -> Tensor 
     return None if rows is None or not rows.any() else rows
 
 
-def missing_positions(tokenizer: Tokenizer) -> str:
+def missing_positions(observation: Observation, tokenizer: Tokenizer) -> str:
     """Why there are no position rows, in words."""
     if tokenizer.positions is None:
         return "the model has no learnable position embedding, so the update holds no gradient per token to solve with"
+    if tokenizer.positions in observation.gradients:
+        return (
+            f"the gradient of {tokenizer.positions} is zero everywhere (frozen or withheld, or a classifier that "
+            "starts at zero lets nothing through to the tokens), so there is nothing to solve with"
+        )
     return (
         f"the update holds no gradient of {tokenizer.positions} (frozen or withheld), so there is nothing to solve with"
     )
 
 
 def projection_products(observation: Observation, tokenizer: Tokenizer) -> Tensor:
-    """S, (D, P + 1) float64: dL/dE and, where there is one, dL/db as the column of the constant pixel."""
-    weight = observation.gradients[tokenizer.weight].flatten(1).to(torch.float64)
+    """S, (D, P + 1) float64: dL/dE and, where there is one, dL/db as the column of the constant pixel.
+
+    Raises:
+        UsageError: see `projection_gradient`.
+    """
+    weight, bias = projection_gradient(observation, tokenizer), _bias_gradient(observation, tokenizer)
+    return weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
+
+
+def projection_gradient(observation: Observation, tokenizer: Tokenizer) -> Tensor:
+    """dL/dE, (D, P) float64.
+
+    Raises:
+        UsageError: the update does not hold it, or holds only zeros.
+    """
+    weight = observation.gradient_of(tokenizer.weight).flatten(1).to(torch.float64)
+    if not weight.any():
+        raise UsageError(f"the gradient of {tokenizer.weight} is zero everywhere, so there is nothing to solve with")
+    return weight
+
+
+def _bias_gradient(observation: Observation, tokenizer: Tokenizer) -> Tensor | None:
+    """dL/db, (D,) float64; None where the projection has no bias, or a frozen one."""
     bias = observation.gradients.get(tokenizer.bias) if tokenizer.bias else None
-    return weight if bias is None else torch.cat([weight, bias.to(torch.float64)[:, None]], dim=1)
+    return None if bias is None or not bias.any() else bias.to(torch.float64)
 
 
 def unmet_assumptions(num_examples: int, local_steps: int) -> list[str]:
@@ -137,6 +157,16 @@ def unmet_assumptions(num_examples: int, local_steps: int) -> list[str]:
             f"the update sums {local_steps} local steps: several batches and changing weights are mixed in it"
         )
     return reasons
+
+
+def unbalanced(imbalance: float) -> list[str]:
+    """What it means, in words, that the rows and the bias of the projection disagree; empty where they agree."""
+    if not imbalance > IMBALANCE:
+        return []
+    return [
+        f"the position rows miss the projection bias' gradient by {imbalance:.2%}: something else than tokens "
+        "contributes to them (noise, or an unknown loss on the position embedding)"
+    ]
 
 
 def masked_rows(rows: Tensor) -> Tensor:
@@ -167,7 +197,7 @@ def remove_localisation(
     excess = _excess(observation, tokenizer, rows, masked)
     if excess is None:
         return rows, masked, 0.0, float("nan")
-    scale = observation.gradients[tokenizer.bias].double().norm()
+    scale = _bias_gradient(observation, tokenizer).norm()
     weight = 0.0
     if excess.norm() > ROUND_OFF * scale and tokenizer.localisation is not None:
         term = localisation_gradient(observation, tokenizer, masked)  # (N, D)
@@ -195,10 +225,10 @@ def localisation_gradient(observation: Observation, tokenizer: Tokenizer, masked
 
 def _excess(observation: Observation, tokenizer: Tokenizer, rows: Tensor, masked: Tensor) -> Tensor | None:
     """sum of rows + shared row - dL/db, (D,), or None where the update lacks one of them."""
-    gradients = observation.gradients
-    if tokenizer.bias is None or tokenizer.bias not in gradients:
+    bias = _bias_gradient(observation, tokenizer)
+    if bias is None:
         return None
     if not masked.any():
-        return rows.sum(dim=0) - gradients[tokenizer.bias].double()
-    shared = tokenizer.shared_embedding(gradients)
-    return None if shared is None else rows.sum(dim=0) + shared.double() - gradients[tokenizer.bias].double()
+        return rows.sum(dim=0) - bias
+    shared = tokenizer.shared_embedding(observation.gradients)
+    return None if shared is None else rows.sum(dim=0) + shared.double() - bias

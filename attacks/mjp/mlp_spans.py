@@ -146,5 +146,5 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer) -> FirstBlo
 
 def _span(observation: Observation, layer: str, tokens: int) -> Tensor:
     """Leading right singular vectors of [dL/dW, dL/db] of a layer, (tokens, inputs + 1)."""
-    weight, bias = (observation.gradients[f"{layer}.{kind}"].to(torch.float64) for kind in ("weight", "bias"))
+    weight, bias = (observation.gradient_of(f"{layer}.{kind}").to(torch.float64) for kind in ("weight", "bias"))
     return torch.linalg.svd(torch.cat([weight, bias[:, None]], dim=1), full_matrices=False)[2][:tokens]

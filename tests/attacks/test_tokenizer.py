@@ -17,7 +17,6 @@ from tests.attacks.models import (
     torchvision_vit,
 )
 
-
 FOUND = [
     (timm_vit, 1),
     (lambda: timm_vit(class_token=False, global_pool="avg"), 0),
