@@ -49,13 +49,16 @@ ROW_KEYS = (
     "image_id",
     "gradient_norm",
     *METRICS,
+    "known",
+    "certified",
+    "residual",
     "seconds",
     "diagnosis",
     "details",
     "flags",
 )
 # Keys that a row may lack because it was written before they were introduced, and their default values.
-OPTIONAL = {"flags": []}
+OPTIONAL = {"flags": [], "known": None, "certified": None, "residual": None}
 
 # The keys that describe what was run, in contrast to its results and the machine. Rows that agree in all of them and in
 # the image are the same row.
