@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import april_attack
 import numpy as np
 import pandas as pd
 import pytest
+from experiments.leakage import protocol as april_attack
 from PIL import Image
 
 from fedmjp.audit import campaign as campaign_module

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import combinations
 from pathlib import Path
 
-import batch_rounds
 import pandas as pd
 import pytest
+from experiments.batches import protocol as batch_rounds
 
 from fedmjp.report import load_rows
 

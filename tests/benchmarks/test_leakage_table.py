@@ -5,12 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from experiments.leakage.condition import condition_figure
+from experiments.leakage.table import (
+    labelled,
+    leakage_latex,
+    leakage_markdown,
+    leakage_table,
+    leakage_text,
+    write_leakage,
+)
 from rich.console import Console
 
 from attacks.registry import UsageError
 from fedmjp.records.rows import METRICS
-from fedmjp.report.condition import condition_figure
-from fedmjp.report.leakage import labelled, leakage_latex, leakage_markdown, leakage_table, leakage_text, write_leakage
 from tests.records.sample_rows import make_row
 
 USUAL = ["model_weights", "position_gradient", "several_rounds"]

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from attacks.registry import UsageError
+from experiments.leakage.condition import condition_figure
 from fedmjp.records.rows import BASELINES, METRICS
-from fedmjp.report.condition import condition_figure
 from fedmjp.report.tables import (
     DIGITS,
     escape,

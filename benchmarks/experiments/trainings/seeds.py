@@ -53,7 +53,7 @@ def seeds_table(
     """One line a line of the table and metric.
 
     Args:
-        rows: of `fedmjp.training.lines.train_lines`.
+        rows: of `experiments.trainings.variants.train_lines`.
         against: line -> the line it is held against.
         paper: line -> metric -> the paper's figure, as far as it gives one.
 

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from experiments.trainings.seeds import difference_points, markdown, ratio_curves, seeds_table, verdict
 from matplotlib.figure import Figure
 from scipy import stats
 
 from fedmjp.metrics import Interval
-from fedmjp.report.seeds import difference_points, markdown, ratio_curves, seeds_table, verdict
 
 NAN = math.nan
 

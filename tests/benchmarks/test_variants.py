@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from experiments.trainings import variants as engine
+from experiments.trainings.variants import SHORT, TRAININGS, Line, TrainingOptions, limits, train_lines, training_id
 from rich.console import Console
 
 from attacks import UsageError
 from fedmjp.config import DataConfig
 from fedmjp.records.rows import RowLog
-from fedmjp.training import lines as engine
-from fedmjp.training.lines import SHORT, TRAININGS, Line, TrainingOptions, limits, train_lines, training_id
 
 QUIET = Console(quiet=True)
 PLAIN = Line("A", "vit_micro_32")

@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import torch
-from timing import peak_memory, timed
 from torch import Tensor
 
 from attacks.breaching import peer
@@ -24,6 +23,7 @@ from attacks.gradient_matching.inverting_gradients import InvertingGradients
 from attacks.gradient_matching.reading import read
 from attacks.gradient_matching.simulation import simulate
 from attacks.gradient_matching.unrolled import Simulation, math_attention
+from experiments.speed.timing import peak_memory, timed
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
