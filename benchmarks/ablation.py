@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.trainings.ablation import main
+from experiments.scaffold import command
+from experiments.trainings.options import AblationOptions
+
+main = command("ablation", AblationOptions, "experiments.trainings.ablation")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.leakage.protocol import main
+from experiments.leakage.options import Options
+from experiments.scaffold import command
+
+main = command("april_attack", Options, "experiments.leakage.protocol")
 
 if __name__ == "__main__":
     sys.exit(main())

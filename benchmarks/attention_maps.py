@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.trained_models.attention_maps import main
+from experiments.scaffold import command
+from experiments.trained_models.options import AttentionOptions
+
+main = command("attention_maps", AttentionOptions, "experiments.trained_models.attention_maps")
 
 if __name__ == "__main__":
     sys.exit(main())

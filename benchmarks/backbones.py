@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.trainings.backbones import main
+from experiments.scaffold import command
+from experiments.trainings.options import BackboneOptions
+
+main = command("backbones", BackboneOptions, "experiments.trainings.backbones")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.batches.protocol import main
+from experiments.batches.options import Options
+from experiments.scaffold import command
+
+main = command("batch_rounds", Options, "experiments.batches.protocol")
 
 if __name__ == "__main__":
     sys.exit(main())

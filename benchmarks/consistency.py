@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.trained_models.consistency import main
+from experiments.scaffold import command
+from experiments.trained_models.options import ConsistencyOptions
+
+main = command("consistency", ConsistencyOptions, "experiments.trained_models.consistency")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.trained_models.corruptions import main
+from experiments.scaffold import command
+from experiments.trained_models.options import CorruptionOptions
+
+main = command("corruptions", CorruptionOptions, "experiments.trained_models.corruptions")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.tradeoff.protocol import main
+from experiments.scaffold import command
+from experiments.tradeoff.options import Options
+
+main = command("federated_tradeoff", Options, "experiments.tradeoff.protocol")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.matching.protocol import main
+from experiments.matching.options import Options
+from experiments.scaffold import command
+
+main = command("gradient_matching", Options, "experiments.matching.protocol")
 
 if __name__ == "__main__":
     sys.exit(main())

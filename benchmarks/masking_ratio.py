@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.trainings.masking_ratio import main
+from experiments.scaffold import command
+from experiments.trainings.options import RatioOptions
+
+main = command("masking_ratio", RatioOptions, "experiments.trainings.masking_ratio")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.adaptive.protocol import main
+from experiments.adaptive.options import Options
+from experiments.scaffold import command
+
+main = command("mjp_adaptive", Options, "experiments.adaptive.protocol")
 
 if __name__ == "__main__":
     sys.exit(main())

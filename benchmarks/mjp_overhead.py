@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.speed.mjp_overhead import main
+from experiments.scaffold import command
+from experiments.speed.options import StepOptions
+
+main = command("mjp_overhead", StepOptions, "experiments.speed.mjp_overhead")
 
 if __name__ == "__main__":
     sys.exit(main())

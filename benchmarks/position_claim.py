@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.leakage.position_claim import main
+from experiments.leakage.options import ClaimOptions
+from experiments.scaffold import command
+
+main = command("position_claim", ClaimOptions, "experiments.leakage.position_claim")
 
 if __name__ == "__main__":
     sys.exit(main())

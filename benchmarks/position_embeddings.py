@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.trained_models.position_embeddings import main
+from experiments.scaffold import command
+from experiments.trained_models.options import PositionOptions
+
+main = command("position_embeddings", PositionOptions, "experiments.trained_models.position_embeddings")
 
 if __name__ == "__main__":
     sys.exit(main())

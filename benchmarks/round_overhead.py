@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.speed.round_overhead import main
+from experiments.scaffold import command
+from experiments.speed.options import RoundOptions
+
+main = command("round_overhead", RoundOptions, "experiments.speed.round_overhead")
 
 if __name__ == "__main__":
     sys.exit(main())

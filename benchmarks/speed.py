@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.speed.leakage_speed import main
+from experiments.scaffold import command
+from experiments.speed.options import SpeedOptions
+
+main = command("speed", SpeedOptions, "experiments.speed.speed")
 
 if __name__ == "__main__":
     sys.exit(main())

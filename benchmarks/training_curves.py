@@ -2,7 +2,10 @@
 
 import sys
 
-from experiments.trainings.training_curves import main
+from experiments.scaffold import command
+from experiments.trainings.options import CurveOptions
+
+main = command("training_curves", CurveOptions, "experiments.trainings.training_curves")
 
 if __name__ == "__main__":
     sys.exit(main())

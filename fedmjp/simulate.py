@@ -19,8 +19,9 @@ from fedmjp.cli import EXIT_FAILURE, guarded, parse, terminal
 from fedmjp.config import RunConfig, from_flat
 from fedmjp.federation import ClientFailure, server_app_for
 from fedmjp.progress import RunProgress
-from fedmjp.records.run_folder import Workspace
-from fedmjp.report import as_text, load_rows, render, summarise
+from fedmjp.records.rows import load_rows
+from fedmjp.records.run_folder import RunFolder
+from fedmjp.report import as_text, read_panels, render, summarise
 
 
 def run(config: RunConfig, console: Console) -> Path:
@@ -30,18 +31,18 @@ def run(config: RunConfig, console: Console) -> Path:
         UsageError, ClientFailure: see `run_experiment`.
     """
     check_before_start(config)
-    workspace = Workspace(config)
-    if not workspace.is_finished():
-        run_experiment(config, workspace, RunProgress(console))
-        workspace.finish()
-    return report(workspace, console)
+    folder = RunFolder(config)
+    if not folder.is_finished():
+        run_experiment(config, folder, RunProgress(console))
+        folder.finish()
+    return report(folder, console)
 
 
-def report(workspace: Workspace, console: Console) -> Path:
+def report(folder: RunFolder, console: Console) -> Path:
     """Render a finished run and print its leakage table; the path of report.html."""
-    page = render(workspace.out, workspace.panels())
-    summary = summarise(load_rows(workspace.out / "rows.jsonl"))
-    console.print(as_text(summary, width=max(console.width, 100)))
+    rows = load_rows(folder.out / "rows.jsonl")
+    page = render(folder.out, read_panels(folder.out, rows))
+    console.print(as_text(summarise(rows), width=max(console.width, 100)))
     return page
 
 
@@ -68,10 +69,10 @@ def _flower_main(grid: Any, run_config: Mapping[str, Any]) -> None:
     clients = len(list(grid.get_node_ids()))
     config = dataclasses.replace(config, federation=dataclasses.replace(config.federation, clients=clients))
     check_before_start(config)
-    workspace, console = Workspace(config), terminal()
-    conduct_on(grid, config, workspace, RunProgress(console))
-    workspace.finish()
-    console.print(f"report: {report(workspace, console)}")
+    folder, console = RunFolder(config), terminal()
+    conduct_on(grid, config, folder, RunProgress(console))
+    folder.finish()
+    console.print(f"report: {report(folder, console)}")
 
 
 server_app = server_app_for(_flower_main)

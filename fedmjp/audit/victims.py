@@ -27,7 +27,7 @@ class Setting:
 
     Attributes:
         name: short, for a column.
-        defended: the defence acts on the input.
+        defended: the defence acts on the input and on the update.
         hidden: where it does, the model's unknown position embedding is used (models that have one).
         against: "seen" (the model's input) or "original".
     """
@@ -100,7 +100,7 @@ class Victims:
     """One client an image of a gallery, or one for every `group` of them.
 
     Args:
-        defense: acts on the input in the settings that ask for it.
+        defense: acts on the input and on the update in the settings that ask for it.
         seed: with the id of a client's first image it fixes what the defence draws for that client, whatever the batch
             or the device.
         warn: told in a line which picture cannot be decoded; such clients are left out from then on.
@@ -181,15 +181,22 @@ class Victims:
         clients: Sequence[int],
         attacks: Iterable[Attack],
         loss_weights: Mapping[str, float] = NO_TERMS,
+        update: int | None = None,
     ) -> list[Observation]:
         """The adversary's view of each client's update, as far as `attacks` read it.
 
         Args:
             loss_weights: terms that the clients add to the cross-entropy.
+            update: counts the updates that a client sends of its image, on each of which the defence acts anew; None
+                where the clients are undefended.
         """
         attacks, labels = list(attacks), self.labels(built, clients)
-        if self.group > 1 or any(attack.reads_every_parameter for attack in attacks):
-            return observe_groups(built, seen, labels, self.group, loss_weights)
+        defended = update is not None and type(self.defense).on_update is not Defense.on_update
+        if defended or self.group > 1 or any(attack.reads_every_parameter for attack in attacks):
+            views = observe_groups(built, seen, labels, self.group, loss_weights)
+            return (
+                [self._defended(view, c, update) for c, view in zip(clients, views, strict=True)] if defended else views
+            )
         width = find_tokenizer(built.module, (3, built.image_size, built.image_size)).width
         layers = dict.fromkeys(name for attack in attacks for name in attack.linear_layers(built.module, width))
         gradients = attacked_gradients(
@@ -201,6 +208,10 @@ class Victims:
             loss_weights=loss_weights,
         )
         return observe_each(built, gradients)
+
+    def _defended(self, view: Observation, client: int, update: int) -> Observation:
+        sent = self.defense.on_update(dict(view.gradients), self._generator(client, update, purpose=5))
+        return replace(view, gradients=sent)
 
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
         """Labels of the clients' images; where the head knows fewer classes than the gallery has, they wrap around."""
@@ -283,8 +294,8 @@ class Victims:
             count += len(originals)
         return right / count
 
-    def _generator(self, client: int, update: int) -> torch.Generator:
+    def _generator(self, client: int, update: int, purpose: int = 4) -> torch.Generator:
         key = zlib.crc32(self.ids(client)[0].encode())
-        sequence = np.random.SeedSequence([self.seed, 4, key], spawn_key=(update,) if update else ())
+        sequence = np.random.SeedSequence([self.seed, purpose, key], spawn_key=(update,) if update else ())
         entropy = sequence.generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from experiments.batches import protocol as batch_rounds
 
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 
 SMALL = ["--model", "vit_mini_64", "--num-images", "5", "--batch-sizes", "2"]
 

@@ -10,7 +10,7 @@ import pytest
 from experiments.matching import protocol as gradient_matching
 from experiments.matching.table import matching_table
 
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
 SMALL = [

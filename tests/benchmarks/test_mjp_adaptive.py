@@ -10,7 +10,7 @@ import pytest
 import torch
 from experiments.adaptive import protocol as mjp_adaptive
 
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 
 SMALL = [
     "--model",

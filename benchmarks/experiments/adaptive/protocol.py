@@ -1,203 +1,138 @@
-"""What does MJP hide from an adversary that knows it?  python benchmarks/mjp_adaptive.py
+"""Leakage under attacks that know the defence: against its strength, and against the number of updates.
 
-Two experiments on the same photographs, under masks drawn anew in every update, gradients in float32:
-
-- leakage against gamma, one update: the naive closed forms (APRIL's on APRIL's block, for which it is exact) beside the
-  attacks that know the defence;
-- leakage against the number of updates of one image, for several gamma, with the masks of the paper (every step) and of
-  the released code (every other step is not jigsawed at all). The model moves between updates.
-
-Clients train with the whole loss of the defence, the localisation term included; batches of one image. Every
-reconstruction is held against the original image; `psnr_visible` counts the visible patches alone.
-
-Writes rows.jsonl.gz, one_update.csv, updates.csv, leakage.png, round_by_round.png and run.json to --out; --resume goes
-on with an unfinished run.
+Clients of one image each send one update after the other, the model drifting in between; after chosen numbers of
+updates the server attacks with all it has received. What is compared: `options.Options`.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional as F
 
-from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
+from attacks import ATTACKS, Capability, Observation, ThreatModel
 from attacks.memory import remember
-from experiments.adaptive.table import round_by_round_figure, write_adaptive
-from fedmjp.audit.harness import Scored, score_found, scorer
+from experiments.adaptive.options import OTHER_UPDATES, UPDATES, Options
+from experiments.adaptive.render import RENDERINGS
+from experiments.adaptive.table import round_by_round_figure
+from experiments.session import AttackSession
+from fedmjp.audit.harness import Scored, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
-from fedmjp.cli import guarded, parse, split_commas, terminal
-from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
-from fedmjp.defenses import DEFENSES, Defense
-from fedmjp.metrics import load_lpips
+from fedmjp.defenses import Defense
 from fedmjp.metrics.pixel import LEAST_MSE
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
-from fedmjp.records import provenance
-from fedmjp.records.rows import pack_rows, unpack_rows
-from fedmjp.records.run_record import note_run
-from fedmjp.report import RowLog, load_rows
+from fedmjp.records.rows import RowLog
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
 NAIVE = "april"
-PICTURED, PICTURED_BY, PICTURED_GAMMA, PICTURED_UPDATES = 3, ("mjp_rounds",), 0.5, (1, 2, 4, 6, 8, 12, 16)
-# Most updates followed at each gamma: the larger the mask, the more it takes.
-UPDATES = {0.1: (1, 2, 3, 4, 6), 0.3: (1, 2, 4, 6, 9), 0.5: (1, 4, 8, 16, 24), 0.9: (1, 20, 40, 80)}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Leakage of MJP under attacks that know it."""
-
-    model: str = "deit_s"
-    """Model without its _mjp suffix."""
-    weights: str = "random"
-    """random, timm, auto, or a checkpoint's path."""
-    images: str = "photos"
-    """photos (embedded), a folder of pictures, or a data set's name."""
-    num_images: int = 50
-    """Most images."""
-    gammas: tuple[float, ...] = (0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
-    """Masking ratios of the first experiment."""
-    attacks: tuple[str, ...] = ("april", "patch_embedding", "mjp_subspace")
-    """Attacks of the first experiment. april runs on APRIL's block, the others on the standard one."""
-    update_gammas: tuple[float, ...] = tuple(UPDATES)
-    """Masking ratios of the second experiment."""
-    update_attacks: tuple[str, ...] = ("mjp_rounds",)
-    """Attacks of the second experiment. unmix_rounds takes minutes an image."""
-    updates: tuple[int, ...] = ()
-    """Numbers of updates after which to attack (none given: 1 to 6 at gamma 0.1, up to 80 at 0.9)."""
-    schedules: tuple[Literal["paper", "released"], ...] = ("paper", "released")
-    """Jigsaw in every step, or with probability 1/2 as in the released code."""
-    drift: float = 0.01
-    """How far the weights move between updates, relative to their size."""
-    seed: int = 0
-    """Fixes weights, masks and drift."""
-    lpips_weights: Path | None = None
-    """State dict of lpips.LPIPS(net="squeeze"); without it the column stays empty."""
-    batch_size: int = 10
-    """Images that go through their updates together."""
-    device: str = "cpu"
-    """cpu or cuda."""
-    out: Path = Path("runs/mjp_adaptive")
-    """Folder of rows, tables and figures (the committed ones stand in results/mjp_adaptive)."""
-    resume: bool = False
-    """Go on in a folder that holds rows already."""
+PICTURED, PICTURED_GAMMA, PICTURED_UPDATES = 3, 0.5, (1, 2, 4, 6, 8, 12, 16)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One curve's victims: a masking ratio, a schedule, and after how many updates who attacks."""
+    """One curve's clients.
 
-    gamma: float
-    schedule: Literal["paper", "released"]
+    Attributes:
+        defense: of the clients.
+        schedule: "paper", or "released" where half the steps are not jigsawed.
+        attacks: number of updates -> who attacks after it.
+        block: the model's first block.
+    """
+
+    defense: Defense
+    schedule: str
     attacks: Mapping[int, tuple[str, ...]]
-    block: Literal["standard", "april"] = "standard"
+    block: str = "standard"
 
-    def defense(self) -> Defense:
-        """The clients' defence."""
-        return DEFENSES.get("mjp")(gamma=self.gamma, jigsaw_probability=0.5 if self.schedule == "released" else 1.0)
+    @property
+    def title(self) -> str:
+        """For a line of progress."""
+        gamma = f"gamma {self.defense.gamma}, " if hasattr(self.defense, "gamma") else ""
+        return f"{gamma}{self.schedule} schedule"
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Both experiments, the same gamma's first update shared."""
-    for gamma in dict.fromkeys((*options.gammas, *options.update_gammas)):
-        asked = options.attacks if gamma in options.gammas else ()
+    """Both experiments; where they agree in a strength, its first update is shared."""
+    first, second = options.sweep(options.gammas), options.sweep(options.update_gammas)
+    schedules = options.schedules if options.has("jigsaw_probability") else ("paper",)
+    for defense in dict.fromkeys((*first, *second)):
+        asked = options.attacks if defense in first else ()
         single = tuple(name for name in asked if name != NAIVE)
-        counts = (options.updates or UPDATES.get(gamma, (1, 2, 4, 8))) if gamma in options.update_gammas else ()
+        usual = UPDATES.get(getattr(defense, "gamma", None), OTHER_UPDATES)
+        counts = (options.updates or usual) if defense in second else ()
         plan = {count: options.update_attacks for count in counts}
         if NAIVE in asked:
-            yield Case(gamma, "paper", {1: (NAIVE,)}, block="april")
-        if single or "paper" in options.schedules and counts:
-            paper = plan if "paper" in options.schedules else {}
-            yield Case(gamma, "paper", paper | {1: (*single, *paper.get(1, ()))})
-        if "released" in options.schedules and counts:
-            yield Case(gamma, "released", plan)
+            yield Case(defense, "paper", {1: (NAIVE,)}, block="april")
+        if single or "paper" in schedules and counts:
+            paper = plan if "paper" in schedules else {}
+            yield Case(defense, "paper", paper | {1: (*single, *paper.get(1, ()))})
+        if "released" in schedules and counts:
+            yield Case(replace(defense, jigsaw_probability=0.5), "released", plan)
 
 
-def _validate(options: Options) -> None:
-    """Raise `UsageError` for options that cannot be met, before anything is computed."""
-    for name in (*options.attacks, *options.update_attacks):
-        ATTACKS.get(name)().require(ThreatModel(), name)
-    if min(options.num_images, options.batch_size, *options.updates) < 1:
-        raise UsageError("--num-images, --batch-size and --updates must be at least 1")
-    for gamma in (*options.gammas, *options.update_gammas):
-        DEFENSES.get("mjp")(gamma=gamma).validate()
-    if options.out.exists() and any(options.out.glob("rows.jsonl*")) and not options.resume:
-        raise UsageError(f"{options.out} holds rows already; pass --resume to go on with them, or another --out")
+def run(options: Options, console: Console) -> None:
+    """Attack, then write tables and figures."""
+    Run(options, console)()
 
 
 class Run:
     """One call of the benchmark."""
 
     def __init__(self, options: Options, console: Console) -> None:
-        _validate(options)
-        self.options, self.console, self.device = options, console, usable_device(options.device)
-        lpips = load_lpips("squeeze", options.lpips_weights, self.device) if options.lpips_weights else None
+        self.options, self.console, self.session = options, console, AttackSession(options, console)
         blocks = ("standard", "april") if NAIVE in options.attacks else ("standard",)
         self.subjects = {block: self.subject(block) for block in blocks}
         sent = self.subjects["standard"].built
-        self.score = scorer(sent.patch_size, lpips)
+        self.score = self.session.scorer(sent.patch_size)
         self.gallery = load_gallery(options.images, size=sent.image_size, limit=options.num_images)
-        asked = {k: str(v) for k, v in vars(options).items() if k not in ("out", "resume", "device")}
-        self.columns = {"run_id": provenance.run_id(asked), **provenance.columns(self.device)}
 
     def subject(self, block: str) -> Subject:
         """The model that clients are sent in their first update; its block may be of the server's choosing."""
         o = self.options
-        name = f"{o.model}_mjp"
+        defense = o.chosen_defense()
+        name, dal = defense.model_name(o.model), getattr(defense, "dal", "none")
         classes = classes_of(name, o.weights) or IMAGENET_CLASSES
-        built = build_model(name, num_classes=classes, weights=o.weights, block=block, dal="nonlinear", seed=o.seed)
-        built.module.to(self.device).eval()
+        built = build_model(name, num_classes=classes, weights=o.weights, block=block, dal=dal, seed=o.seed)
+        built.module.to(self.session.device).eval()
         extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
         return Subject(built, ThreatModel(ThreatModel().grants | extra))
 
     def __call__(self) -> None:
         """Attack, then write tables and figures."""
-        out = self.options.out
-        unpack_rows(out / "rows.jsonl")
-        with RowLog(out / "rows.jsonl") as rows:
+        with self.session.rows() as rows:
             self.attack(rows)
-        frame = load_rows(out / "rows.jsonl")
-        write_adaptive(frame, out)
-        round_by_round_figure(self.pictures(), out / "round_by_round.png")
+        out = self.options.out
+        if self.options.update_attacks:
+            round_by_round_figure(self.pictures(), out / "round_by_round.png")
+        self.session.finish("mjp_adaptive", RENDERINGS[0], images=self.gallery.provenance)
         for file in (out / "one_update.csv", out / "updates.csv"):
             if file.exists():
                 self.console.print(pd.read_csv(file).to_string(index=False), highlight=False)
-        note_run(out, "python benchmarks/mjp_adaptive.py", frame, images=self.gallery.provenance)
-        pack_rows(out / "rows.jsonl")
-        self.console.print(f"tables and figures: {out}", soft_wrap=True, highlight=False)
 
     def attack(self, rows: RowLog) -> None:
         """Write every row that is missing."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True) as bar:
+        with self.session.bar() as bar:
             for case in cases(self.options):
-                defense = case.defense()
-                victims = Victims(
-                    self.gallery, defense, seed=self.options.seed, device=self.device, warn=self.console.print
-                )
+                victims = self.session.victims(self.gallery, case.defense, self.options.seed)
                 batches = [b for b in victims.batches(self.options.batch_size) if self._lacking(rows, case, victims, b)]
-                title = f"gamma {case.gamma}, {case.schedule} schedule"
-                task = bar.add_task(title, total=len(batches) * max(case.attacks))
+                task = bar.add_task(case.title, total=len(batches) * max(case.attacks))
                 for batch in batches:
                     for number, client, name, one, last, _ in self.follow(
                         case, victims, batch, partial(bar.advance, task)
                     ):
                         self.write(rows, self.case(victims, case, number, name), client, one, last)
                 bar.remove_task(task)
-                self.console.print(f"{title}: done", highlight=False)
+                self.console.print(f"{case.title}: done", highlight=False)
 
     def _lacking(self, rows: RowLog, case: Case, victims: Victims, batch: Sequence[int]) -> bool:
         asked = [self.case(victims, case, count, name) for count, names in case.attacks.items() for name in names]
@@ -208,7 +143,7 @@ class Run:
         """Append one row, unless it is there."""
         image_id = self.gallery.images.ids[client]
         if not rows.done(case, [image_id]):
-            rows.append({**self.columns, **one.row(case, image_id, last.gradient_norm())})
+            rows.append({**self.session.columns, **one.row(case, image_id, last.gradient_norm())})
 
     def follow(
         self, case: Case, victims: Victims, batch: Sequence[int], advance: Callable[[], None]
@@ -225,7 +160,8 @@ class Run:
             built = drifted(built, self.options.drift, self.options.seed, number) if number > 1 else built
             seen = victims.seen(built, MASKED, clients, originals, update=number - 1)
             due = {name: ATTACKS.get(name)() for name in case.attacks.get(number, ())}
-            observations = victims.observe(built, seen, clients, due.values(), victims.defense.loss_weights())
+            terms = victims.defense.loss_weights()
+            observations = victims.observe(built, seen, clients, due.values(), terms, update=number - 1)
             for history, observation in zip(histories, observations, strict=True):
                 history.append(observation)
             masks = torch.zeros(len(clients), math.prod(built.grid), dtype=torch.bool)
@@ -243,19 +179,27 @@ class Run:
             advance()
 
     def case(self, victims: Victims, case: Case, number: int, attack: str) -> dict[str, Any]:
-        """What tells rows apart (`report.rows.CASE`)."""
+        """What tells rows apart (`records.rows.CASE`)."""
         parameters = ATTACKS.get(attack)().parameters()
-        return victims.case(self.subjects[case.block], "mjp", case.schedule, attack, parameters, round=number)
+        return victims.case(
+            self.subjects[case.block], self.options.defense, case.schedule, attack, parameters, round=number
+        )
 
     def pictures(self) -> dict[str, tuple[Tensor, dict[int, Tensor]]]:
-        """Two embedded photographs with what `mjp_rounds` makes of them after 1, 2, ... updates at gamma 0.5."""
+        """Embedded photographs, and what the first attack of the second experiment finds after 1, 2, ... updates.
+
+        A defence with the option gamma is drawn at gamma 0.5.
+        """
         gallery = load_gallery("photos", size=self.subjects["standard"].built.image_size, limit=PICTURED)
-        case = Case(PICTURED_GAMMA, "paper", {number: PICTURED_BY for number in PICTURED_UPDATES})
-        victims = Victims(gallery, case.defense(), seed=self.options.seed, device=self.device, warn=self.console.print)
+        defense = self.options.sweep([PICTURED_GAMMA])[0]
+        case = Case(defense, "paper", {number: self.options.update_attacks[:1] for number in PICTURED_UPDATES})
+        victims = self.session.victims(gallery, defense, self.options.seed)
         found: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}
         for number, client, _, one, _, _ in self.follow(case, victims, range(len(victims)), lambda: None):
             name = gallery.images.ids[client].split("/")[0]
-            found.setdefault(name, (gallery.images.images([client])[0], {}))[1][number] = one.images[0]
+            found.setdefault(name, (gallery.images.images([client])[0], {}))[1][number] = (
+                None if one.images is None else one.images[0]
+            )
         return found
 
 
@@ -265,14 +209,3 @@ def psnr_of_patches(images: Tensor | None, original: Tensor, chosen: Tensor, pat
         return float("nan")
     error = F.avg_pool2d((images[0] - original).square().mean(dim=0)[None, None], patch_size).flatten()  # (N,)
     return float(-10 * error[chosen.to(error.device)].mean().clamp(min=LEAST_MSE).log10())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code: 0, 2 for a mistake of usage, 130 for an interrupt."""
-    options = split_commas(parse(Options, "python benchmarks/mjp_adaptive.py", __doc__, arguments))
-    hint = f"finished rows are in {options.out}; go on with --resume --out {options.out}"
-    return guarded(lambda: Run(options, terminal())(), lambda: hint)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What MJP hides from an adversary that knows it: leakage against gamma and against the number of updates."""
+"""Leakage against the strength of a defence and against the number of updates: tables and figures."""
 
 from __future__ import annotations
 
@@ -12,44 +12,32 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedmjp.metrics import bootstrap_mean
-from fedmjp.report.figures import NORMAL, SMALL, draw_picture, save, style
-
-GOOD = 25.0  # dB, an image that one would recognise
+from experiments.rendering import spread_table
+from fedmjp.report.figures import NORMAL, SMALL, draw_picture, dress, error_bars, save, style
 
 
-def adaptive_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.DataFrame:
-    """Mean with 95 % interval, median, first decile (dB) and share above `GOOD`, by the columns `by`."""
-    lines = []
-    for key, group in rows.groupby(by, sort=False):
-        values = group[value].to_numpy()
-        interval = bootstrap_mean(values)
-        finite = values[np.isfinite(values)]
-        spread = np.quantile(finite, [0.5, 0.1]) if len(finite) else (np.nan, np.nan)
-        numbers = {"mean": interval.mean, "low": interval.low, "high": interval.high, "median": spread[0]}
-        numbers |= {"first_decile": spread[1], "share_good": float((finite > GOOD).mean()) if len(finite) else np.nan}
-        seconds = {"seconds": group["seconds"].median(), "images": interval.count}
-        lines.append(dict(zip(by, key, strict=True)) | numbers | seconds)
-    return pd.DataFrame(lines)
+def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(leakage in one update by attack and gamma, leakage by number of updates); gamma is 0 for defences without it.
 
-
-def write_adaptive(rows: pd.DataFrame, out: Path) -> None:
-    """Write one_update.csv and updates.csv (each where there are such rows) and leakage.png with its .pdf."""
+    Columns: those of `spread_table` in dB, and for one update `mean_visible` and `median_visible`, over the patches
+    whose position is not hidden.
+    """
     rows = rows.assign(
-        gamma=[p["gamma"] for p in rows["defense_parameters"]],
+        gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
         psnr_visible=[float(d.get("psnr_visible", np.nan)) for d in rows["details"]],
     ).sort_values(["gamma", "round"], kind="stable")
-    # An attack over updates meets a single one too, where it does no more than the one-update attacks.
+    # Attacks over updates also attack the first one, where they do no more than the one-update attacks.
     over_rounds = rows["attack"].isin(rows.loc[rows["round"] > 1, "attack"].unique())
     first = rows[(rows["round"] == 1) & (rows["setting"] == "paper") & ~over_rounds]
-    one = adaptive_table(first, ["attack", "gamma"])
+    one = spread_table(first, ["attack", "gamma"])
     if len(one):
-        visible = adaptive_table(first, ["attack", "gamma"], "psnr_visible")[["attack", "gamma", "mean", "median"]]
+        visible = spread_table(first, ["attack", "gamma"], "psnr_visible")[["attack", "gamma", "mean", "median"]]
         one = one.merge(visible, on=["attack", "gamma"], suffixes=("", "_visible"))
-    updates = adaptive_table(rows[over_rounds], ["attack", "setting", "gamma", "round"])
-    for name, table in (("one_update", one), ("updates", updates)):
-        if len(table):
-            table.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
+    return one, spread_table(rows[over_rounds], ["attack", "setting", "gamma", "round"])
+
+
+def leakage_figure(one: pd.DataFrame, updates: pd.DataFrame, path: Path) -> None:
+    """Draw both tables of `adaptive_tables` side by side."""
     figure = Figure(figsize=(8.6, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     if len(one):
@@ -58,7 +46,7 @@ def write_adaptive(rows: pd.DataFrame, out: Path) -> None:
         _by_updates(right, updates)
     left.set_ylabel("PSNR of the whole image (dB)", fontsize=NORMAL)
     left.set_ylim(bottom=0, auto=True)
-    save(figure, out / "leakage.png")
+    save(figure, path)
 
 
 def _by_gamma(axes: Axes, table: pd.DataFrame) -> None:
@@ -73,10 +61,10 @@ def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
         own = table[table["gamma"] == gamma]
         for (attack, setting), group in own.groupby(["attack", "setting"], sort=False):
             label = f"γ = {gamma}" + (", released schedule" if setting == "released" else "")
-            look = {"ls": ":" if setting == "released" else "-"}
+            changes = {"ls": ":" if setting == "released" else "-"}
             if attack != table["attack"].iloc[0]:
-                label, look = f"{label}, {attack}", look | {"marker": "*", "ms": 9}
-            _line(axes, group["round"], group, label, index, **look)
+                label, changes = f"{label}, {attack}", changes | {"marker": "*", "ms": 9}
+            _line(axes, group["round"], group, label, index, **changes)
     axes.set_xscale("log")
     ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= table["round"].max()]
     axes.set_xticks(ticks, [str(t) for t in ticks])
@@ -86,26 +74,21 @@ def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
 
 
 def _line(axes: Axes, x: pd.Series, group: pd.DataFrame, label: str, index: int, **changes) -> None:
-    error = np.stack([group["mean"] - group["low"], group["high"] - group["mean"]]).clip(min=0)
-    look = style(index) | {"ms": 4, "lw": 1.3, "elinewidth": 0.8, "capsize": 2} | changes
-    axes.errorbar(x, group["mean"], yerr=error, label=label, **look)
+    error_bars(axes, x, group, label=label, **style(index) | {"ms": 4, "lw": 1.3} | changes)
 
 
 def _dress(axes: Axes) -> None:
-    axes.tick_params(labelsize=SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e3e3e3", linewidth=0.6)
-    axes.set_axisbelow(True)
+    dress(axes, grid="both")
     axes.legend(fontsize=SMALL - 1, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def round_by_round_figure(
-    pictures: Mapping[str, tuple[Tensor, Mapping[int, Tensor]]], path: str | os.PathLike[str]
+    pictures: Mapping[str, tuple[Tensor, Mapping[int, Tensor | None]]], path: str | os.PathLike[str]
 ) -> None:
-    """Draw photographs coming back: one row each, the original and then what is known after so many updates.
+    """Draw photographs, one row each: the original, and its reconstruction after so many updates.
 
     Args:
-        pictures: name -> (original (C, H, W) in [0, 1], number of updates -> reconstruction).
+        pictures: name -> (original (C, H, W) in [0, 1], number of updates -> reconstruction, or None).
         path: the .png to write; a .pdf goes beside it.
     """
     counts = sorted({count for _, found in pictures.values() for count in found})

@@ -1,8 +1,8 @@
 """PSNR against the condition number of the system an attack solved: how much of a failure is round-off.
 
-A relative error u in the gradient comes back as an error of up to u times the condition number. The line in the figure
-is that worst case for float32 (u = 2^-24) and an image of unit size, in dB. Where points fall along it, round-off is
-what limits the attack; the same attack on float64 gradients then lies far above.
+A relative error u of the gradient becomes an error of up to u times the condition number in the image. The line in the
+figure is that worst case for float32 (u = 2^-24) and an image of unit size, in dB. Where points follow the line,
+round-off limits the attack; the same attack on float64 gradients then lies far above.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from fedmjp.report.figures import NORMAL, SMALL, save, style
+from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
 
 FLOAT32_UNIT = 2.0**-24
 GUIDE = "worst case of float32 round-off"
@@ -36,20 +36,20 @@ def condition_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) -> None:
     if points.empty:
         raise ValueError("condition_figure needs rows with a condition number and a PSNR")
     groups = list(points.groupby(["block", "attack"], sort=False))
-    looks = {model: style(index) for index, model in enumerate(points["line"].unique())}
+    styles = {model: style(index) for index, model in enumerate(points["line"].unique())}
     figure = Figure(figsize=(max(5.0, 0.6 + 2.6 * len(groups)), 3.9), layout="constrained")
     panels = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
-    ends = np.array([points["condition"].min() / 2, points["condition"].max() * 2])
+    bounds = np.array([points["condition"].min() / 2, points["condition"].max() * 2])
     for axes, ((block, attack), own) in zip(panels, groups, strict=True):
         for model, chosen in own.groupby("line", sort=False):
-            marks = {"color": looks[model]["color"], "marker": looks[model]["marker"]}
+            marks = {"color": styles[model]["color"], "marker": styles[model]["marker"]}
             axes.scatter(chosen["condition"], chosen["psnr"], s=9, alpha=0.5, lw=0, label=model, **marks)
-        axes.plot(ends, -20 * np.log10(ends * FLOAT32_UNIT), color="#404040", lw=1, ls="--", label=GUIDE)
+        axes.plot(bounds, -20 * np.log10(bounds * FLOAT32_UNIT), color="#404040", lw=1, ls="--", label=GUIDE)
         axes.set_title(f"{attack}, {block} block", fontsize=NORMAL)
-        _dress(axes)
+        _log_axis(axes)
     panels[0].set_ylabel("PSNR (dB), higher = more leakage", fontsize=NORMAL)
     handles = {h.get_label(): h for axes in panels for h in axes.get_legend_handles_labels()[0]}
-    shown = [name for name in (*looks, GUIDE) if name in handles]
+    shown = [name for name in (*styles, GUIDE) if name in handles]
     figure.legend(
         [handles[name] for name in shown],
         shown,
@@ -62,13 +62,10 @@ def condition_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) -> None:
     save(figure, path)
 
 
-def _dress(axes: Axes) -> None:
+def _log_axis(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(10, numticks=8))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(bottom=0)
     axes.set_xlabel("Condition number", fontsize=SMALL)
-    axes.tick_params(labelsize=SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e3e3e3", linewidth=0.6)
-    axes.set_axisbelow(True)
+    dress(axes, grid="both")

@@ -1,45 +1,25 @@
-"""Are models without position embeddings easier to attack?  python benchmarks/position_claim.py
+"""With and without position embeddings: paired differences of the same images, weights and attacks.
 
-The MJP paper says so (section 5.2, from Table 5). Here the same photographs, weights and attacks meet a model with and
-without its position embedding, and the difference is taken image by image, from the rows that
-`python benchmarks/april_attack.py` wrote. Positive differences of PSNR and SSIM and negative ones of LPIPS mean: easier
-to attack without. As sent, a model without position embeddings holds no gradient per token and no closed form runs on
-it; the comparison is with the server that is granted that gradient nevertheless (threat model `token_gradient`).
-
-Prints the table, and writes position_claim.csv and .md beside the rows.
+What is compared with what, and under which threat model: `options.ClaimOptions`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import nan
-from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
 from attacks import Capability, UsageError
-from fedmjp.cli import guarded, parse, terminal
+from experiments.leakage.options import ClaimOptions
+from experiments.rendering import csv, markdown_table
+from experiments.scaffold import PAPER
 from fedmjp.metrics import bootstrap_mean
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 
-HERE = Path(__file__).resolve().parents[2]
-RESULTS, PAPER = HERE.parent / "results" / "april_attack", HERE / "paper" / "mjp_table5.csv"
 PAIRED = ["block", "attack", "setting", "seed", "image_id"]
 # Sign of a difference (without minus with positions) that means: easier to attack without.
 EASIER = {"psnr": 1, "ssim": 1, "lpips": -1}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Whether removing position embeddings makes a model easier to attack."""
-
-    rows: Path = RESULTS / "rows.jsonl.gz"
-    """Rows of april_attack.py."""
-    model: str = "deit_s"
-    """Model with position embeddings; its _nope variant is held against it."""
 
 
 def differences(rows: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -54,7 +34,7 @@ def differences(rows: pd.DataFrame, model: str) -> pd.DataFrame:
     pairs = plain.merge(granted, on=PAIRED, suffixes=("_with", "_without"))
     if pairs.empty:
         raise UsageError(f"no rows of both {model} and {model}_nope; run benchmarks/april_attack.py with both")
-    paper = pd.read_csv(PAPER).set_index(["setting", "model"])
+    paper = pd.read_csv(PAPER / "mjp_table5.csv").set_index(["setting", "model"])
     lines = []
     for (block, attack, setting), group in pairs.groupby(["block", "attack", "setting"], sort=True):
         for metric, sign in EASIER.items():
@@ -93,40 +73,37 @@ def _granted(rows: pd.DataFrame) -> pd.Series:
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """The PSNR lines for a README."""
-    lines = [
-        "| block | attack | setting | with positions (dB) | without, token gradient granted (dB) | difference | "
-        "without is | images | paper's difference |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """The lines of PSNR."""
+    lines = []
     for _, row in table[table["metric"] == "psnr"].iterrows():
         paper = "–" if pd.isna(row.paper) else f"{row.paper:+.1f}"
-        interval = f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
+        change = f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
         cells = [row.block, f"`{row.attack}`", f"({row.setting})", f"{row.with_positions:.1f}", f"{row.without:.1f}"]
-        lines.append("| " + " | ".join([*cells, interval, row.without_is, str(row.images), paper]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, change, row.without_is, str(row.images), paper])
+    heads = ["block", "attack", "setting", "with positions (dB)", "without, token gradient granted (dB)", "difference"]
+    return markdown_table([*heads, "without is", "images", "paper's difference"], lines)
 
 
-def run(options: Options, console: Console) -> None:
+def claim_files(rows: pd.DataFrame, model: str) -> dict[str, str]:
+    """position_claim.csv and position_claim.md.
+
+    Raises:
+        UsageError: the rows do not hold both models.
+    """
+    table = differences(rows, model)
+    return {"position_claim.csv": csv(table, 5), "position_claim.md": markdown(table) + "\n"}
+
+
+def run(options: ClaimOptions, console: Console) -> None:
     """Compare, print, write."""
     rows = load_rows(options.rows)
-    table, silent = differences(rows, options.model), as_sent(rows, options.model)
-    answered = silent[silent["psnr"].notna()]
+    table, refused = differences(rows, options.model), as_sent(rows, options.model)
+    answered = refused[refused["psnr"].notna()]
     console.print(table.to_string(index=False, float_format=lambda v: f"{v:.3f}"), highlight=False)
     console.print(
-        f"As sent, {options.model}_nope gave an image in {len(answered)} of {len(silent)} attacks"
-        + (f": {silent['diagnosis'].mode()[0]}" if len(silent) else ""),
+        f"As sent, {options.model}_nope gave an image in {len(answered)} of {len(refused)} attacks"
+        + (f": {refused['diagnosis'].mode()[0]}" if len(refused) else ""),
         highlight=False,
     )
-    table.to_csv(options.rows.parent / "position_claim.csv", index=False, float_format="%.5g")
-    (options.rows.parent / "position_claim.md").write_text(markdown(table) + "\n", encoding="utf-8")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    options = parse(Options, "python benchmarks/position_claim.py", __doc__, arguments)
-    return guarded(lambda: run(options, terminal()), lambda: "nothing was written")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for name, text in claim_files(rows, options.model).items():
+        (options.rows.parent / name).write_text(text, encoding="utf-8")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attacks.registry import UsageError
-from experiments.leakage.condition import condition_figure
+from experiments.rendering import markdown_table
 from fedmjp.records.rows import BASELINES, METRICS
 from fedmjp.report.tables import (
     DIGITS,
@@ -34,7 +33,7 @@ BY = ("block", "attack", "setting", "line", "model", "weights", "precision", "th
 COLUMNS = ("mse", "fft2d_official", "fft2d", "psnr", "ssim", "lpips")
 # Whose protocol the paper used: the `breaching` package's attack on its own first block.
 PAPER_BLOCK, PAPER_ATTACK = "april", "april"
-# The adversary's usual means; what goes beyond is told in the model's line.
+# The adversary's usual means; those beyond them are named with the model.
 USUAL = {"model_weights", "position_gradient", "several_rounds", "modified_model"}
 
 
@@ -81,17 +80,6 @@ def labelled(rows: pd.DataFrame) -> pd.DataFrame:
     )
     values = rows[["model", "weights", "precision", "threat_model"]].itertuples(index=False)
     return rows.assign(line=[_label(*v) for v in values])
-
-
-def write_leakage(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> None:
-    """Write table.csv, condition.png with its .pdf, and for each block table_BLOCK.tex and table_BLOCK.md."""
-    table.to_csv(out / "table.csv", index=False, float_format="%.6g")
-    points = labelled(rows[rows["setting"] == "a"])
-    if (points["diagnosis"].eq("") & points["condition"].notna()).any():
-        condition_figure(points, out / "condition.png")
-    for block in (b for b in table["block"].unique() if b):
-        (out / f"table_{block}.tex").write_text(leakage_latex(table, block), encoding="utf-8")
-        (out / f"table_{block}.md").write_text(leakage_markdown(table, block) + "\n", encoding="utf-8")
 
 
 def leakage_text(table: pd.DataFrame, block: str) -> Table:
@@ -156,17 +144,14 @@ def leakage_latex(table: pd.DataFrame, block: str) -> str:
 
 def leakage_markdown(table: pd.DataFrame, block: str) -> str:
     """One block's table for a README: PSNR with its interval, SSIM, LPIPS, the condition number, the paper's PSNR."""
-    lines = [
-        "| attack | setting | model | images | PSNR (dB) | paper | SSIM | LPIPS | condition |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for line in _of_block(table, block).to_dict("records"):
         condition = "–" if np.isnan(line["condition"]) else f"{line['condition']:.0e}"
         cells = [f"`{line['attack']}`", f"({line['setting']})", line["line"], images_text(line)]
         cells += [interval_text(line, "psnr", digits=1), _number(line["paper_psnr"], 1)]
-        cells += [_number(line["ssim_mean"], 2), _number(line["lpips_mean"], 2), condition]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, _number(line["ssim_mean"], 2), _number(line["lpips_mean"], 2), condition])
+    heads = ["attack", "setting", "model", "images", "PSNR (dB)", "paper", "SSIM", "LPIPS", "condition"]
+    return markdown_table(heads, lines)
 
 
 def _of_block(table: pd.DataFrame, block: str) -> pd.DataFrame:
@@ -204,7 +189,7 @@ def _one_row_an_image(rows: pd.DataFrame) -> pd.DataFrame:
     if rows.duplicated([*keys, "seed"]).any():
         first = rows[rows.duplicated([*keys, "seed"])].iloc[0]
         raise UsageError(
-            f"the rows hold {first['attack']!r} on {first['model']!r} with several parameters or gammas; give each a "
+            f"the rows hold {first['attack']!r} on {first['model']!r} with several parameters or defences; give each a "
             "folder of its own (--out)"
         )
     if not rows.duplicated(keys).any():

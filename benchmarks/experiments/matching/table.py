@@ -1,4 +1,4 @@
-"""Gradient matching in numbers: one line a model, batch, defence, attack and budget, and what it adds to a guess."""
+"""Gradient matching in numbers: one line a model, batch, defence, attack and number of steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from attacks.registry import UsageError
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import BASELINES
-from fedmjp.report.figures import NORMAL, SMALL, save, style
+from fedmjp.report.figures import NORMAL, SMALL, dress, error_bars, save, style
 
 BY = ["model", "weights", "defense", "gamma", "batch", "setting", "attack", "init", "steps"]
 GUESS = "mean_image"
@@ -22,6 +23,9 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         rows: as `load_rows` gives them, with table flags or without.
+
+    Raises:
+        UsageError: rows that differ in what the table does not show (other parameters of an attack or a defence).
 
     Returns:
         The columns `BY`, `images`, for psnr, ssim, lpips and label_accuracy the mean with `_low` and `_high` (95 %
@@ -35,6 +39,12 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
         steps=[p.get("steps", 0) for p in rows["attack_parameters"]],
         label_accuracy=[float(d.get("label_accuracy", np.nan)) for d in rows["details"]],
     )
+    twice = rows.duplicated([*BY, "seed", "image_id"])
+    if twice.any():
+        raise UsageError(
+            f"the rows hold {rows[twice]['attack'].iloc[0]!r} with several parameters of the attack or the defence; "
+            "give each a folder of its own (--out)"
+        )
     guesses = rows[rows["attack"] == GUESS]
     lines = [_line(dict(zip(BY, key, strict=True)), group, guesses) for key, group in rows.groupby(BY, sort=False)]
     order = ["model", "batch", "gamma", "setting", "steps", "init"]
@@ -71,19 +81,19 @@ def _verdict(line: dict) -> str:
     return "below the mean image" if line["gain_high"] < 0 else "no better than the mean image"
 
 
-def write_matching(table: pd.DataFrame, out: Path) -> None:
-    """Write table.csv and matching.png with its .pdf: PSNR against steps, images in the batch, and gamma."""
-    table.to_csv(out / "table.csv", index=False, float_format="%.4g")
-    own = table[(table["setting"] == "original") & (table["model"] == _first_plain(table))]
-    mjp = table[(table["setting"] == "original") & (table["model"] == _first_plain(table) + "_mjp")]
+def matching_figure(table: pd.DataFrame, path: Path) -> None:
+    """Draw PSNR against steps, images in the batch, and gamma."""
+    original = table[table["setting"] == "original"]
+    own, defended = original[original["defense"] == "none"], original[original["defense"] != "none"]
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
     alone = own[own["batch"] == 1]
+    swept = defended[(defended["batch"] == 1) & (defended["gamma"] > 0)]
     budget = _common_budget(table)
     at = lambda lines: lines[lines["steps"].isin([0, budget])]  # noqa: E731
     _panel(axes[0], alone[alone["steps"] > 0], "steps", "Steps, one image, no defence")
     _panel(axes[1], at(own), "batch", f"Images in the batch, {budget} steps")
-    _panel(axes[2], at(pd.concat([alone, mjp[mjp["batch"] == 1]])), "gamma", f"MJP's γ, one image, {budget} steps")
+    _panel(axes[2], at(pd.concat([alone, swept])), "gamma", f"MJP's γ, one image, {budget} steps")
     guess = table[(table["attack"] == GUESS) & (table["batch"] == 1)]["psnr"].mean()
     for one in axes:
         one.axhline(guess, color="#404040", ls=":", lw=1)
@@ -91,11 +101,7 @@ def write_matching(table: pd.DataFrame, out: Path) -> None:
     axes[0].set_ylabel("PSNR against the original (dB)", fontsize=NORMAL)
     handles = {label: h for one in axes for h, label in zip(*one.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=SMALL - 1, frameon=False)
-    save(figure, out / "matching.png")
-
-
-def _first_plain(table: pd.DataFrame) -> str:
-    return table[~table["attack"].isin(BASELINES)]["model"].iloc[0].removesuffix("_mjp")
+    save(figure, path)
 
 
 def _common_budget(table: pd.DataFrame) -> int:
@@ -109,18 +115,14 @@ def _panel(axes: Axes, table: pd.DataFrame, by: str, label: str) -> None:
     names = sorted(searched["attack"].unique())
     for (attack, init), group in searched.groupby(["attack", "init"], sort=False):
         group = group.sort_values(by)
-        error = np.stack([group["psnr"] - group["psnr_low"], group["psnr_high"] - group["psnr"]]).clip(min=0)
-        look = style(names.index(attack)) | {"ms": 4, "lw": 1.3, "elinewidth": 0.8, "capsize": 2}
-        started = init not in ("", "randn")
-        name = f"{attack} from {init}" if started else attack
-        axes.errorbar(group[by], group["psnr"], yerr=error, label=name, **look | ({"ls": ":"} if started else {}))
+        chosen = init not in ("", "randn")
+        look = style(names.index(attack)) | {"ms": 4, "lw": 1.3} | ({"ls": ":"} if chosen else {})
+        name = f"{attack} from {init}" if chosen else attack
+        error_bars(axes, group[by], group, "psnr", label=name, **look)
     if by != "gamma":
         axes.set_xscale("log", base=2)
         ticks = sorted(searched[by].unique())
         axes.set_xticks(ticks, [str(t) for t in ticks])
         axes.minorticks_off()
     axes.set_xlabel(label, fontsize=NORMAL)
-    axes.tick_params(labelsize=SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e3e3e3", linewidth=0.6)
-    axes.set_axisbelow(True)
+    dress(axes, grid="both")

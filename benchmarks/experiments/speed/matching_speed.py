@@ -1,9 +1,8 @@
 """Gradient matching against the `breaching` package, a step at a time, on the same model, batch and start.
 
-Part of benchmarks/speed.py. What is timed is the difference of two runs of unequal length, so that set-up counts for
-nobody; on a CPU in processor time, so that other work on the machine counts little. Rounds are short and take all in
-turn, because a core's own speed drifts. A step is the same for all: signed Adam
-on cosine distance plus total variation.
+Part of `speed`. What is timed is the difference of two runs of unequal length, so that set-up does not count; on a CPU
+in processor time, so that other work on the machine counts little. Rounds are short and measure all ways in turn,
+because a core's own speed drifts. A step is the same for all: signed Adam on cosine distance plus total variation.
 """
 
 from __future__ import annotations

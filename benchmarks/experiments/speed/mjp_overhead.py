@@ -1,52 +1,27 @@
-"""What does MJP cost a training step?  python benchmarks/mjp_overhead.py
-
-Times one client step (forward, backward) of a DeiT-S at batch 16 with and without MJP, alternating so that a busy
-machine hurts both alike, and the masks and jigsaws alone against a version that loops over images and blocks in Python,
-as the released code does. The paper reports +2 % an epoch (appendix B). Writes results/mjp_overhead/overhead.csv.
-"""
+"""The cost of MJP on one training step: `options.StepOptions`."""
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import pandas as pd
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from experiments.rendering import csv
+from experiments.session import prepare_torch
+from experiments.speed.options import StepOptions
 from experiments.speed.timing import timed
-from fedmjp.client import usable_device
 from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.objectives import client_loss
 from fedmjp.records import provenance
-
-RESULTS = Path(__file__).resolve().parents[3] / "results" / "mjp_overhead"
-
-
-@dataclass(frozen=True)
-class Options:
-    """Cost of MJP on one training step."""
-
-    model: str = "deit_s"
-    """Model without its _mjp suffix."""
-    batch_size: int = 16
-    """Images a step."""
-    steps: int = 12
-    """Timed steps of each kind; the median pairwise ratio is reported."""
-    gammas: tuple[float, ...] = (0.1, 0.5, 0.9)
-    """Masking ratios."""
-    device: str = "cpu"
-    """cpu or cuda."""
-    out: Path = RESULTS
-    """Folder of the table."""
+from fedmjp.records.run_record import note_run
 
 
 def step(model: BuiltModel, defense: Defense, images: Tensor, labels: Tensor, generator: torch.Generator) -> None:
@@ -81,9 +56,9 @@ def looped_input(images: Tensor, grid: tuple[int, int], patch: int, gamma: float
     return moved, masks
 
 
-def measure(options: Options) -> pd.DataFrame:
+def measure(options: StepOptions) -> pd.DataFrame:
     """One row a masking ratio."""
-    device = usable_device(options.device)
+    device = prepare_torch(options)
     plain = build_model(options.model, num_classes=8, weights="random")
     masked = build_model(f"{options.model}_mjp", num_classes=8, weights="random", dal="nonlinear")
     for model in (plain, masked):
@@ -109,7 +84,7 @@ def measure(options: Options) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _row(options: Options, gamma: float, seconds: dict[str, list[float]], device: torch.device) -> dict:
+def _row(options: StepOptions, gamma: float, seconds: dict[str, list[float]], device: torch.device) -> dict:
     ratios = [b / a for a, b in zip(seconds["plain_step"], seconds["mjp_step"], strict=True)]
     spread = pd.Series(ratios).quantile([0.25, 0.75]).tolist()
     middle = {name: median(values) for name, values in seconds.items()}
@@ -131,17 +106,13 @@ def _row(options: Options, gamma: float, seconds: dict[str, list[float]], device
     }
 
 
-def main() -> None:
-    """Print and write the table."""
-    options = tyro.cli(Options, description=__doc__)
+def run(options: StepOptions, console: Console) -> None:
+    """Measure, write and print the table."""
     table = measure(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(options.out / "overhead.csv", index=False, float_format="%.5g")
-    Console(width=140).print(table.drop(columns=["commit", "torch", "device"]).round(4).to_string(index=False))
+    (options.out / "overhead.csv").write_text(csv(table, 5))
+    note_run(options.out, "python benchmarks/mjp_overhead.py", devices=table["device"], overwritten=True)
+    console.print(table.drop(columns=["commit", "torch", "device"]).round(4).to_string(index=False), highlight=False)
     worst = table["step_ratio"].max()
-    print(f"MJP step / plain step: {worst:.3f} at worst (paper: 1.02; aim: under 1.02)")
-    print(f"written to {options.out / 'overhead.csv'}")
-
-
-if __name__ == "__main__":
-    main()
+    console.print(f"MJP step / plain step: {worst:.3f} at worst (paper: 1.02; aim: under 1.02)", highlight=False)
+    console.print(f"table: {options.out}", soft_wrap=True, highlight=False)

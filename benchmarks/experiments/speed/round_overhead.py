@@ -1,44 +1,22 @@
-"""What does Flower cost a round?  python benchmarks/round_overhead.py
-
-Seconds of a federated round (local engine, messages and all) against a plain PyTorch loop that computes the same
-clients' gradients and takes the same step, with one thread, alternating in one run. Writes
-results/round_overhead/overhead.csv.
-"""
+"""The cost of federation on one round: `options.RoundOptions`."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import pandas as pd
 import torch
-import tyro
+from rich.console import Console
 
+from experiments.rendering import csv
+from experiments.speed.options import RoundOptions
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
 from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.objectives import client_loss
 from fedmjp.records import provenance
-
-RESULTS = Path(__file__).resolve().parents[3] / "results" / "round_overhead"
-
-
-@dataclass(frozen=True)
-class Options:
-    """Cost of federation on one round."""
-
-    models: tuple[str, ...] = ("vit_mini_64", "deit_ti", "deit_s")
-    """Models to time."""
-    clients: int = 8
-    """Clients a round."""
-    batch_sizes: tuple[int, ...] = (1, 16)
-    """Images a client; at 1 the messages weigh most."""
-    repeats: int = 5
-    """Timed rounds of each kind; medians are reported."""
-    out: Path = RESULTS
-    """Folder of the table."""
+from fedmjp.records.run_record import note_run
 
 
 def federated_round(config: RunConfig, task: ClientTask) -> float:
@@ -71,7 +49,7 @@ def plain_round(config: RunConfig, task: ClientTask) -> float:
     return time.perf_counter() - start
 
 
-def measure(options: Options) -> pd.DataFrame:
+def measure(options: RoundOptions, console: Console) -> pd.DataFrame:
     """One row a model and batch size."""
     rows = []
     for model in options.models:
@@ -98,19 +76,15 @@ def measure(options: Options) -> pd.DataFrame:
                     "commit": provenance.commit(),
                 }
             )
-            print(f"{model} batch {batch_size}: {rows[-1]['ratio']:.3f}x the plain loop", flush=True)
+            console.print(f"{model} batch {batch_size}: {rows[-1]['ratio']:.3f}x the plain loop", highlight=False)
     return pd.DataFrame(rows)
 
 
-def main() -> None:
-    """Print and write the table."""
-    options = tyro.cli(Options, description=__doc__)
-    table = measure(options)
+def run(options: RoundOptions, console: Console) -> None:
+    """Measure, write and print the table."""
+    table = measure(options, console)
     options.out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(options.out / "overhead.csv", index=False, float_format="%.5g")
-    print(table.drop(columns=["device", "commit"]).round(3).to_string(index=False))
-    print(f"at most {table['ratio'].max():.3f}x (aim: 1.2x); written to {options.out / 'overhead.csv'}")
-
-
-if __name__ == "__main__":
-    main()
+    (options.out / "overhead.csv").write_text(csv(table, 5))
+    note_run(options.out, "python benchmarks/round_overhead.py", devices=table["device"], overwritten=True)
+    console.print(table.drop(columns=["device", "commit"]).round(3).to_string(index=False), highlight=False)
+    console.print(f"at most {table['ratio'].max():.3f}x (aim: 1.2x); table: {options.out}", highlight=False)

@@ -1,33 +1,23 @@
-"""Is MJP's attention "more diverse and content-aware"?  Figure 4 of the MJP paper, with numbers.
+"""The last block's attention in numbers and pictures: Figure 4 of the MJP paper.
 
-    python benchmarks/attention_maps.py --data tiny-imagenet --data-path DIR           every shipped 64-pixel checkpoint
-    python benchmarks/attention_maps.py --model vit_mini_64 vit_mini_64_mjp vit_ti=FILE.safetensors --data tiny-imagenet
-        --data-path DIR
+The paper calls MJP's attention "more diverse and content-aware" and shows pictures of it; it measures nothing. Here, on
+test images:
 
-The paper shows pictures of the last self-attention and says those words of them; it measures nothing. Here the last
-block's attention is measured on test images:
-
-    entropy         of a head's [CLS] map over the patches, as a share of a uniform map's: 1 looks everywhere alike
-    distance        between a patch and the patches it looks at, heads averaged, in shares of the image's side
+    entropy         of a head's [CLS] map over the patches, as a share of a uniform map's: 1 is a uniform map
+    distance        between a patch and the patches it attends to, heads averaged, in shares of the image's side
     head_diversity  Jensen-Shannon divergence of the heads' [CLS] maps, as a share of its largest value: 0 all heads
-                    look at the same patches, 1 at different ones ("diverse")
+                    attend to the same patches, 1 to different ones ("diverse")
     content         Kullback-Leibler divergence, in bits, of an image's [CLS] map (heads averaged) from the mean map of
-                    all images: 0 looks at the same places whatever the image shows ("content-aware"). Its mean is the
-                    mutual information of image and place looked at
+                    all images: 0 is the same map whatever the image shows ("content-aware"). Its mean is the mutual
+                    information of image and place
 
-each with its 95 % bootstrap interval over images, and the paired difference from --reference for models with the same
-grid of patches. Divergences on grids of different sizes do not compare, and sharper maps (less entropy) can diverge
-further, so read the three together. Every architecture also stands with random
-weights. The figure is drawn on photographs that ship with scikit-image, never on the data set's.
-
-Writes table.csv and attention.png to --out.
+Divergences on grids of different sizes do not compare, and sharper maps (less entropy) can diverge further, so the
+three are to be read together. The figure is drawn on photographs that ship with scikit-image, never on the data set's.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import log
 from pathlib import Path
 
@@ -40,59 +30,24 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from attacks import UsageError
-from experiments.trained_models.checkpoints import load_trained, sources_of
-from fedmjp.cli import guarded, parse, split_commas, terminal
-from fedmjp.client import usable_device
-from fedmjp.data import DataBundle, load_data, load_gallery
+from experiments.rendering import csv
+from experiments.session import prepare_torch
+from experiments.trained_models.checkpoints import load_bundle, load_trained
+from experiments.trained_models.options import AttentionOptions
+from fedmjp.data import DataBundle, load_gallery
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.models import MODELS, BuiltModel, build_model, split_name
 from fedmjp.models.attention import last_attention
 from fedmjp.records import provenance
+from fedmjp.records.run_record import note_run
 from fedmjp.report.figures import SMALL, draw_picture, save
 
 BATCH = 50
 MEASURES = ("entropy", "distance", "head_diversity", "content")
 
 
-@dataclass(frozen=True)
-class Options:
-    """Attention maps of the last block: measured on test images, drawn on photographs."""
-
-    model: tuple[str, ...] = ()
-    """MODEL for its shipped checkpoint, or MODEL=FILE (none given: every shipped 64-pixel checkpoint)."""
-    reference: str = "vit_mini_64"
-    """The model from which differences are taken."""
-    data: str = "tiny-imagenet"
-    """Data set whose test images are measured; the models must have been trained on its classes."""
-    data_path: Path | None = None
-    """Local copy of --data."""
-    num_images: int | None = 500
-    """Measure a random subset of this many test images."""
-    photographs: int = 4
-    """Rows of the figure, at most 8."""
-    seed: int = 0
-    """Fixes the subset and the random weights."""
-    device: str = "cpu"
-    """cpu, cuda, or cuda:INDEX."""
-    threads: int = 0
-    """Torch threads (0: torch's own choice)."""
-    out: Path = Path("runs/attention_maps")
-    """Folder of table and figure (the committed ones stand in results/attention_maps)."""
-
-    def validate(self) -> None:
-        """Raise `UsageError` for options out of range."""
-        sources = sources_of(self.model)
-        if self.reference not in sources:
-            raise UsageError(f"--reference {self.reference} is none of the models: {', '.join(sources)}")
-        if not 1 <= self.photographs <= 8:
-            raise UsageError("--photographs takes numbers from 1 to 8")
-        if self.seed < 0 or self.threads < 0:
-            raise UsageError("--seed and --threads must not be negative")
-
-
 def cls_maps(attention: Tensor, prefix: int) -> Tensor:
-    """What [CLS] looks at among the patches: attention (B, H, T, T) -> (B, H, N), each summing to 1.
+    """Attention of [CLS] to the patches: attention (B, H, T, T) -> (B, H, N), each summing to 1.
 
     Args:
         prefix: number of tokens before the patches.
@@ -107,7 +62,7 @@ def entropy(shares: Tensor) -> Tensor:
 
 
 def attention_distance(attention: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
-    """(B,): mean distance from a patch to what it looks at among the patches, in shares of the image's side.
+    """(B,): mean distance from a patch to the patches that it attends to, in shares of the image's side.
 
     Args:
         attention: (B, H, T, T).
@@ -137,15 +92,15 @@ def content(maps: Tensor) -> Tensor:
 
 def measure(model: BuiltModel, bundle: DataBundle, device: torch.device) -> pd.DataFrame:
     """`MEASURES`, one line a test image."""
-    prefix, parts, looked = model.module.num_prefix_tokens, [], []
+    prefix, parts, attended = model.module.num_prefix_tokens, [], []
     for pictures in batches(bundle, device, model.name):
         attention = last_attention(model, pictures)
         maps = cls_maps(attention, prefix)
-        looked.append(maps.mean(dim=1).cpu())
+        attended.append(maps.mean(dim=1).cpu())
         shares = entropy(maps).mean(dim=1) / log(maps.shape[-1])
         apart = attention_distance(attention, prefix, model.grid)
         parts.append(torch.stack([shares, apart, head_diversity(maps)], dim=1).cpu())
-    found = torch.cat([torch.cat(parts), content(torch.cat(looked))[:, None]], dim=1)
+    found = torch.cat([torch.cat(parts), content(torch.cat(attended))[:, None]], dim=1)
     return pd.DataFrame(found.numpy(), columns=list(MEASURES))
 
 
@@ -156,18 +111,16 @@ def batches(bundle: DataBundle, device: torch.device, title: str) -> Iterator[Te
         yield bundle.test.images(range(start, min(start + BATCH, count))).to(device)
 
 
-def line_up(options: Options, device: torch.device) -> list[tuple[BuiltModel, DataBundle]]:
+def build_subjects(options: AttentionOptions, device: torch.device) -> list[tuple[BuiltModel, DataBundle]]:
     """Trained models in the order asked for, then the same architectures with random weights; each with its images.
 
     Raises:
         UsageError: data or weights that are not there, or weights for other classes.
     """
-    sources, bundles = sources_of(options.model), {}
+    sources, bundles = options.sources(), {}
     for name in sources:
         size = MODELS.get(split_name(name)[0]).image_size
-        bundles[size] = bundles.get(size) or load_data(
-            options.data, size=size, path=options.data_path, test_limit=options.num_images, seed=options.seed
-        )
+        bundles[size] = bundles.get(size) or load_bundle(options, name)
     classes = len(next(iter(bundles.values())).classes)
     models = [load_trained(n, s, bundles[MODELS.get(split_name(n)[0]).image_size]) for n, s in sources.items()]
     bases = dict.fromkeys(split_name(name)[0] for name in sources)
@@ -177,7 +130,7 @@ def line_up(options: Options, device: torch.device) -> list[tuple[BuiltModel, Da
     return [(model, bundles[model.image_size]) for model in models]
 
 
-def table(models: list[tuple[BuiltModel, DataBundle]], options: Options, device: torch.device) -> pd.DataFrame:
+def table(models: list[tuple[BuiltModel, DataBundle]], options: AttentionOptions, device: torch.device) -> pd.DataFrame:
     """A line a model: means with 95 % intervals, and paired differences from the reference."""
     found = [measure(model, bundle, device) for model, bundle in models]
     place = next(i for i, (model, _) in enumerate(models) if model.name == options.reference)
@@ -232,8 +185,8 @@ def figure(models: list[BuiltModel], photographs: int, path: Path) -> None:
                     axes.set_title("mean" if column == 0 else f"head {column}", fontsize=SMALL, pad=3)
             if row == 0:
                 middle = edge + unit * maps.shape[1] / 2
-                told = f"{model.name}, {model.grid[0]} × {model.grid[1]} patches"
-                drawing.text(middle, 1 - 0.05 / drawing.get_figheight(), told, fontsize=SMALL, ha="center", va="top")
+                title = f"{model.name}, {model.grid[0]} × {model.grid[1]} patches"
+                drawing.text(middle, 1 - 0.05 / drawing.get_figheight(), title, fontsize=SMALL, ha="center", va="top")
             edge += unit * maps.shape[1] + gap
     marks = [mark for mark in (0, 1, 2, 5, 10, 20, 50, 100) if mark <= ceiling]
     bar = drawing.colorbar(image, cax=drawing.add_axes((0.935, bottom, 0.012, top - bottom)), extend="max", ticks=marks)
@@ -242,29 +195,17 @@ def figure(models: list[BuiltModel], photographs: int, path: Path) -> None:
     save(drawing, path)
 
 
-def run(options: Options, console: Console) -> None:
+def run(options: AttentionOptions, console: Console) -> None:
     """Write table and figure and print the table."""
-    options.validate()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = usable_device(options.device)
-    models = line_up(options, device)
+    device = prepare_torch(options)
+    models = build_subjects(options, device)
     measured = table(models, options, device)
     options.out.mkdir(parents=True, exist_ok=True)
-    measured.to_csv(options.out / "table.csv", index=False, float_format="%.5g")
+    (options.out / "table.csv").write_text(csv(measured, 5), encoding="utf-8")
     trained = [model for model, _ in models if "NOT TRAINED" not in model.provenance]
     figure(trained, options.photographs, options.out / "attention.png")
-    console.print(
-        measured[["model", "weights", *MEASURES]].to_string(index=False, float_format="%.4f"), highlight=False
-    )
+    devices = [provenance.device_name(device)]
+    note_run(options.out, "python benchmarks/attention_maps.py", devices=devices, overwritten=True)
+    shown = measured[["model", "weights", *MEASURES]]
+    console.print(shown.to_string(index=False, float_format="%.4f"), highlight=False)
     console.print(f"table and figure: {options.out}", soft_wrap=True, highlight=False)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    options = split_commas(parse(Options, "python benchmarks/attention_maps.py", Options.__doc__, arguments))
-    return guarded(lambda: run(options, terminal()), lambda: "nothing was kept; run it again")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,40 +1,25 @@
-"""Trained models by name, for the benchmarks that look at what training did: MODEL, or MODEL=FILE."""
+"""Trained models and the images on which they are measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from attacks import UsageError
-from fedmjp.data import DataBundle
-from fedmjp.models import BuiltModel, build_model, split_name
-from fedmjp.models.weights import classes_of, shipped_names
+from experiments.trained_models.options import TrainedOptions
+from fedmjp.data import DataBundle, load_data
+from fedmjp.models import MODELS, BuiltModel, build_model, split_name
+from fedmjp.models.weights import classes_of
 
 
-def sources_of(entries: Sequence[str]) -> dict[str, str]:
-    """Model -> source of its weights.
-
-    Args:
-        entries: MODEL for its shipped checkpoint, or MODEL=FILE; none for every shipped 64-pixel checkpoint.
-
-    Raises:
-        UsageError: an unknown model, or one without a checkpoint.
-    """
-    named = dict(entry.split("=", 1) if "=" in entry else (entry, "auto") for entry in entries)
-    named = named or {name: "auto" for name in shipped_names() if name.startswith("vit_mini_64")}
-    for name, source in named.items():
-        split_name(name)
-        if source in ("random", "timm") or (source == "auto" and name not in shipped_names()):
-            raise UsageError(f"no trained weights of {name}; write {name}=FILE, or choose from: {shipped_names()}")
-    if not named:
-        raise UsageError("no checkpoint ships; pass --model MODEL=FILE")
-    return named
+def load_bundle(options: TrainedOptions, model: str) -> DataBundle:
+    """The test images asked for, at the size that `model` takes."""
+    size = MODELS.get(split_name(model)[0]).image_size
+    return load_data(options.data, size=size, path=options.data_path, test_limit=options.num_images, seed=options.seed)
 
 
 def load_trained(name: str, source: str, bundle: DataBundle) -> BuiltModel:
     """The model, without its DAL map, in evaluation mode.
 
     Raises:
-        UsageError: weights that are not there, or that tell other classes apart than those of `bundle`.
+        UsageError: weights that are not there, or for other classes than those of `bundle`.
     """
     if classes_of(name, source) != len(bundle.classes):
         raise UsageError(

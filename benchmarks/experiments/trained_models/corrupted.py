@@ -25,26 +25,6 @@ from torch import Tensor
 from attacks import UsageError
 
 PACKAGE = "imagecorruptions-imaug"
-CLEAN = "none"
-SEVERITIES = (1, 2, 3, 4, 5)
-# The order of ImageNet-C: noise, blur, weather, digital.
-CORRUPTIONS = (
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "defocus_blur",
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "brightness",
-    "contrast",
-    "elastic_transform",
-    "pixelate",
-    "jpeg_compression",
-)
 SMALLEST = 32  # pixels, by the package
 _SEEDED = ("impulse_noise", "glass_blur")
 

@@ -1,77 +1,36 @@
-"""What do position embeddings learn?  Tables 7 and 8, Figures 1, 3 and 7 of the MJP paper.
+"""What position embeddings learn: Tables 7 and 8, Figures 1, 3 and 7 of the MJP paper.
 
-    python benchmarks/position_embeddings.py                                     every shipped checkpoint
-    python benchmarks/position_embeddings.py --model vit_mini_64 vit_ti=FILE.safetensors
-
-Table 7 and Figure 3: the share of the position embeddings' variance in their first n principal components. Table 8: how
-well a linear map reads a patch's place from its embedding, along the sequence (1-D) and in the grid (2-D), by 5-fold
-cross-validation, as mean absolute error in units of patches. Figures 1 and 7: the embeddings in the plane of their
-first two components and as UMAP lays them out, neighbours in the grid joined by lines. Regressions and folds are
-scikit-learn's, UMAP is umap-learn's: pip install 'fedmjp[tables]'.
-
-Departs from the paper: each architecture also stands with random weights, which is what "learned nothing" looks like.
-The paper's +- is not explained; here it is the standard deviation over shuffles of the folds. Where an embedding has
-more channels than the folds have places (always so here, and in the paper), linear regression takes the map of least
-norm, which fits the places exactly; ridge regression, whose penalty leave-one-out errors inside the fitted folds
-choose, stands beside it. The paper shows UMAP alone and without its parameters; ours are the package's.
-
-Writes explained_variance.csv, regression.csv, eigenvalues.png and projections.png to --out.
+Departs from the paper: each architecture also stands with random weights, as the reference of an embedding that learned
+nothing. The paper's +- is not explained; here it is the standard deviation over shuffles of the folds. Where an
+embedding has more channels than the folds have places (always so here, and in the paper), linear regression takes the
+map of least norm, which fits the places exactly; ridge regression stands beside it, its penalty chosen by leave-one-out
+errors inside the fitted folds. The paper shows UMAP alone and without its parameters; ours are the package's.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from attacks import UsageError
-from fedmjp.cli import guarded, parse, split_commas, terminal
+from experiments.rendering import csv
+from experiments.scaffold import PAPER
+from experiments.trained_models.options import PROJECTIONS, PositionOptions
 from fedmjp.models import build_model, split_name
 from fedmjp.models.weights import classes_of, shipped_names
 from fedmjp.records import provenance
-from fedmjp.report.figures import NORMAL, SMALL, save, style
+from fedmjp.records.run_record import note_run
+from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
 
-HERE = Path(__file__).resolve().parents[2]
 FOLDS = 5
 PENALTIES = np.logspace(-6, 6, 25)  # of ridge regression, in units of the embeddings' mean squared deviation
-PROJECTIONS = {"pca": "PCA", "umap": "UMAP"}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Explained variance, position regression and projections of learned position embeddings."""
-
-    model: tuple[str, ...] = ()
-    """MODEL for its shipped checkpoint, or MODEL=FILE (none given: every shipped checkpoint with position
-    embeddings)."""
-    dimensions: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 16, 32)
-    """Numbers of principal components in the table of explained variance."""
-    shuffles: int = 20
-    """Times the folds of the regression are drawn anew."""
-    projections: tuple[str, ...] = tuple(PROJECTIONS)
-    """Of the figure: pca, and umap, which needs umap-learn."""
-    seed: int = 0
-    """Fixes the folds, the random weights and UMAP."""
-    out: Path = Path("runs/position_embeddings")
-    """Folder of tables and figures (the committed ones stand in results/position_embeddings)."""
-
-    def validate(self) -> None:
-        """Raise `UsageError` for options out of range."""
-        if not self.dimensions or min(self.dimensions) < 1 or self.shuffles < 1 or self.seed < 0:
-            raise UsageError("--dimensions and --shuffles take numbers from 1, --seed from 0")
-        if not self.projections or not set(self.projections) <= set(PROJECTIONS):
-            raise UsageError(f"--projections {' '.join(self.projections)}: choose from: {', '.join(PROJECTIONS)}")
-        if find_spec("sklearn") is None:
-            raise UsageError("position regression needs scikit-learn; pip install 'fedmjp[tables]'")
-        if "umap" in self.projections and find_spec("umap") is None:
-            raise UsageError("UMAP needs umap-learn; pip install 'fedmjp[tables]', or pass --projections pca")
 
 
 @dataclass(frozen=True)
@@ -104,11 +63,11 @@ def load(model: str, source: str, seed: int) -> Embeddings:
     built = build_model(model, num_classes=classes_of(model, source) or 1000, weights=source, dal="none", seed=seed)
     positions = built.module.patch_positions() if hasattr(built.module, "patch_positions") else None
     if positions is None:
-        raise UsageError(f"{model} has no position embeddings to look at; name another model")
+        raise UsageError(f"{model} has no position embeddings; name another model")
     return Embeddings(model, built.provenance, positions.detach().double().numpy(), built.grid)
 
 
-def line_up(options: Options) -> list[Embeddings]:
+def load_all(options: PositionOptions) -> list[Embeddings]:
     """Trained embeddings in the order asked for, then those of the same architectures with random weights.
 
     Raises:
@@ -155,7 +114,7 @@ def held_out_error(
     scale = ((values - values.mean(axis=0)) ** 2).sum(axis=1).mean()
     line = RidgeCV(alphas=PENALTIES * scale) if penalised else LinearRegression()
     order = generator.permutation(len(values))
-    # RidgeCV answers (N,) where it was taught (N, 1).
+    # RidgeCV answers (N,) where it was fitted to (N, 1).
     read = cross_val_predict(line, values[order], targets[order], cv=KFold(FOLDS)).reshape(targets.shape)
     return float(np.abs(read - targets[order]).mean())
 
@@ -177,7 +136,7 @@ def regression(found: Embeddings, shuffles: int, seed: int) -> dict[str, float]:
     return line
 
 
-def tables(found: list[Embeddings], options: Options) -> dict[str, pd.DataFrame]:
+def tables(found: list[Embeddings], options: PositionOptions) -> dict[str, pd.DataFrame]:
     """File name -> table; every line says whether it is ours or the paper's."""
     variance, errors = [], []
     for one in found:
@@ -189,7 +148,7 @@ def tables(found: list[Embeddings], options: Options) -> dict[str, pd.DataFrame]
             if n <= len(shares)
         ]
         errors.append(own | regression(one, options.shuffles, options.seed))
-    paper = [pd.read_csv(HERE / "paper" / f"mjp_table{n}.csv").assign(source=f"paper, Table {n}") for n in (7, 8)]
+    paper = [pd.read_csv(PAPER / f"mjp_table{n}.csv").assign(source=f"paper, Table {n}") for n in (7, 8)]
     made = {
         "explained_variance.csv": pd.concat([pd.DataFrame(variance), paper[0]], ignore_index=True),
         "regression.csv": pd.concat([pd.DataFrame(errors), paper[1]], ignore_index=True),
@@ -211,12 +170,12 @@ def eigenvalue_figure(found: list[Embeddings], path: Path) -> None:
     axes.set_xlabel("Share of the principal components", fontsize=NORMAL)
     axes.set_ylabel("Explained variance (%)", fontsize=NORMAL)
     axes.legend(fontsize=SMALL, frameon=False)
-    _undress(axes)
+    dress(axes)
     save(figure, path)
 
 
 def project(values: np.ndarray, way: str, seed: int) -> np.ndarray:
-    """(N, 2): rows of (N, D) in the plane of their first two principal components, or as UMAP lays them out."""
+    """(N, 2): rows of (N, D) in the plane of their first two principal components, or as UMAP places them."""
     if way == "pca":
         centred = values - values.mean(axis=0)
         return centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
@@ -238,38 +197,24 @@ def projection_figure(found: list[Embeddings], ways: Sequence[str], seed: int, p
             axes.scatter(plane[..., 0], plane[..., 1], c=rows, s=8, cmap="viridis", zorder=2, linewidths=0)
             axes.set_xticks([])
             axes.set_yticks([])
-            _undress(axes)
+            dress(axes)
         row[0].set_ylabel(PROJECTIONS[way], fontsize=NORMAL)
     for axes, one in zip(panels[0], found, strict=True):
         axes.set_title(one.label.replace(", ", ",\n"), fontsize=SMALL)
-    told = "a point a patch, coloured by its row in the grid; lines join neighbours in the grid"
-    figure.supxlabel(told, fontsize=SMALL)
+    words = "a point a patch, coloured by its row in the grid; lines join neighbours in the grid"
+    figure.supxlabel(words, fontsize=SMALL)
     save(figure, path)
 
 
-def _undress(axes) -> None:
-    axes.tick_params(labelsize=SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def run(options: Options, console: Console) -> None:
+def run(options: PositionOptions, console: Console) -> None:
     """Write tables and figures and print the tables."""
-    options.validate()
-    found = line_up(options)
+    found = load_all(options)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, frame in tables(found, options).items():
-        frame.to_csv(options.out / name, index=False, float_format="%.5g")
+        (options.out / name).write_text(csv(frame, 5), encoding="utf-8")
         console.print(frame.drop(columns="commit").to_string(index=False, na_rep="", float_format="%.3f"))
     eigenvalue_figure(found, options.out / "eigenvalues.png")
     projection_figure(found, options.projections, options.seed, options.out / "projections.png")
+    devices = [provenance.device_name(torch.device("cpu"))]
+    note_run(options.out, "python benchmarks/position_embeddings.py", devices=devices, overwritten=True)
     console.print(f"tables and figures: {options.out}", soft_wrap=True, highlight=False)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    options = split_commas(parse(Options, "python benchmarks/position_embeddings.py", Options.__doc__, arguments))
-    return guarded(lambda: run(options, terminal()), lambda: "nothing was kept; run it again")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

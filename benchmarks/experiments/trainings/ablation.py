@@ -1,22 +1,11 @@
-"""The variants of MJP one by one.  Table 2 of the MJP paper.
+"""The variants of MJP one by one: Table 2 of the MJP paper, and the cost of a training step of each.
 
-    python benchmarks/ablation.py --data-path DIR
-
-Trains each variant once a seed, measures top-1 accuracy and Consistency (gamma 0.5), and times a training step of each
-against line A's. A variant is measured with the positions that it was trained with: at shuffled places E shows the
-place's own, F the place's own and the origin, G to J the unknown one. Trainings are kept in --trainings and shared with
-benchmarks/backbones.py and benchmarks/masking_ratio.py. Writes table.csv, table.md, latency.csv, figure.png and
-run.json to --out.
-
-The timed steps alternate in one process, so that a busy machine hurts all alike; a ratio is the median over rounds of a
-step's seconds by those of A's step in the same round. Departs from the paper as benchmarks/backbones.py does.
+The timed steps alternate in one process, so that a busy machine affects all alike; a ratio is the median over rounds of
+a step's seconds by those of line A's step in the same round. Departs from the paper as `backbones` does.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -26,37 +15,20 @@ from rich.console import Console
 from rich.progress import track
 
 from attacks import UsageError
+from experiments.scaffold import PAPER
 from experiments.speed.timing import timed
-from experiments.trainings.seeds import difference_points, markdown, save_with_legend, seeds_table, write_table
-from experiments.trainings.variants import Line, TrainingOptions, limits, train_lines
-from fedmjp.cli import guarded, parse, split_commas, terminal
+from experiments.trainings.options import AblationOptions, Variant
+from experiments.trainings.seeds import difference_points, save_with_legend
+from experiments.trainings.tables import TrainingTable
 from fedmjp.records import provenance
-from fedmjp.records.run_record import note_run
 from fedmjp.training.trainer import Trainer, load
 
-PAPER = Path(__file__).resolve().parents[2] / "paper" / "mjp_table2.csv"
 METRICS = ("accuracy", "consistency")
 PLAIN = "A"
 
 
-@dataclass(frozen=True)
-class Options(TrainingOptions):
-    """The variants of MJP one by one."""
-
-    model: str = "vit_micro_32"
-    """Plain ViT."""
-    training_gamma: float = 0.1
-    """Masking ratio in training of the lines with a jigsaw (the paper's choice for accuracy)."""
-    timing_model: str = ""
-    """Model whose steps are timed (none given: --model)."""
-    timing_rounds: int = 0
-    """Rounds of timed steps, one step a line in each; 0 keeps the latency.csv in --out, if there is one."""
-    out: Path = Path("runs/ablation")
-    """Folder of tables and figure (the committed ones stand in results/ablation)."""
-
-
-def table_lines(model: str, gamma: float) -> list[Line]:
-    """Lines A to J."""
+def variants_of(model: str, gamma: float) -> list[Variant]:
+    """Lines A to J of the paper's table."""
 
     def mjp(**options: object) -> dict[str, object]:
         return {"gamma": gamma, "dal": "none"} | options
@@ -73,18 +45,18 @@ def table_lines(model: str, gamma: float) -> list[Line]:
         "I": (model, "mjp", mjp(dal="linear")),
         "J": (model, "mjp", {"gamma": gamma}),
     }
-    return [Line(name, *kind, against="" if name == PLAIN else PLAIN) for name, kind in kinds.items()]
+    return [Variant(name, *kind, against="" if name == PLAIN else PLAIN) for name, kind in kinds.items()]
 
 
 def paper() -> pd.DataFrame:
     """Table 2 by line."""
-    return pd.read_csv(PAPER).set_index("line")
+    return pd.read_csv(PAPER / "mjp_table2.csv").set_index("line")
 
 
-def latency(options: Options) -> pd.DataFrame:
-    """Seconds of a training step of each line, and its ratio to line A's: median and quartiles over rounds."""
-    lines = table_lines(options.timing_model or options.model, options.training_gamma)
-    configs = {line.name: options.config(line, options.seeds[0]) for line in lines}
+def latency(options: AblationOptions) -> pd.DataFrame:
+    """Seconds of a training step of each variant, and its ratio to line A's: median and quartiles over rounds."""
+    variants = variants_of(options.timing_model or options.model, options.training_gamma)
+    configs = {variant.name: options.config(variant, options.seeds[0]) for variant in variants}
     data = load(configs[PLAIN])
     trainers = {name: Trainer(config, data) for name, config in configs.items()}
     images, labels = next(trainers[PLAIN].batches.epoch(1, trainers[PLAIN].device))
@@ -115,17 +87,18 @@ def latency(options: Options) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def timed_steps(path: Path) -> dict[str, dict[str, str]]:
-    """The column of step times for the table, from a latency.csv; none where there is no such file."""
+def timed_steps(folder: Path) -> dict[str, dict[str, str]]:
+    """The column of step times for the table, from latency.csv; none where there is no such file."""
+    path = folder / "latency.csv"
     if not path.exists():
         return {}
     rows = pd.read_csv(path, dtype={"line": str}).set_index("line")
-    told = {name: f"{r.ratio:.2f} ({r.ratio_q25:.2f} to {r.ratio_q75:.2f})" for name, r in rows.iterrows()}
-    return {"step / A's (quartiles)": told}
+    cells = {name: f"{r.ratio:.2f} ({r.ratio_q25:.2f} to {r.ratio_q75:.2f})" for name, r in rows.iterrows()}
+    return {"step / A's (quartiles)": cells}
 
 
-def figure(table: pd.DataFrame, path: Path) -> None:
-    """Each line's difference to A, ours and the paper's."""
+def figure(rows: pd.DataFrame, table: pd.DataFrame, path: Path) -> None:
+    """Each variant's difference to A, ours and the paper's."""
     methods = paper()["method"]
     labels = {name: f"{name}: {methods[name]}" for name in table["line"].unique() if name != PLAIN}
     drawing = Figure(figsize=(6.8, 3.6), layout="constrained")
@@ -135,33 +108,21 @@ def figure(table: pd.DataFrame, path: Path) -> None:
     save_with_legend(drawing, panels[0], path, columns=2)
 
 
-def run(options: Options, console: Console) -> None:
-    """Train what is missing, write tables and figure, and print the table."""
+def table(options: AblationOptions) -> TrainingTable:
+    """The table."""
+    variants = variants_of(options.model, options.training_gamma)
+    notes = paper()["method"].to_dict() | {PLAIN: f"plain {options.model} (paper: DeiT-S)"}
+    figures = paper()[list(METRICS)].to_dict("index")
+    return TrainingTable("ablation", options, variants, figures, METRICS, figure, notes, timed_steps)
+
+
+def run(options: AblationOptions, console: Console) -> None:
+    """Train what is missing, time steps, write tables and figure, and print the table."""
     if options.timing_rounds < 0:
         raise UsageError("--timing-rounds must not be negative")
-    lines = table_lines(options.model, options.training_gamma)
-    rows = train_lines(lines, options, console)
-    table = seeds_table(rows, {line.name: line.against for line in lines}, paper()[list(METRICS)].to_dict("index"))
+    wanted = table(options)
+    options.check(wanted.variants)
     if options.timing_rounds:
         options.out.mkdir(parents=True, exist_ok=True)
         latency(options).to_csv(options.out / "latency.csv", index=False, float_format="%.5g")
-    notes = paper()["method"].to_dict() | {PLAIN: f"plain {options.model} (paper: DeiT-S)"}
-    text = markdown(table, METRICS, notes, timed_steps(options.out / "latency.csv"))
-    write_table(options.out, table, f"{text} {limits(rows)}")
-    figure(table, options.out / "figure.png")
-    note_run(options.out, "python benchmarks/ablation.py", rows, data=sorted(set(rows["provenance"])))
-    console.print((options.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"tables and figure: {options.out}", soft_wrap=True, highlight=False)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    options = split_commas(parse(Options, "python benchmarks/ablation.py", Options.__doc__, arguments))
-    return guarded(
-        lambda: run(options, terminal()),
-        lambda: f"finished trainings are in {options.trainings}; go on with --resume",
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    wanted.run(console)

@@ -2,8 +2,8 @@
 
 Two uncertainties stand apart. `low` and `high` are Student's 95 % interval over seeds: what another training, on other
 images, would give. `images` is half the width of the bootstrap interval over the test images of one training, averaged
-over seeds: what other test images would give of the very same weights. Differences are taken seed by seed between lines
-that share weights at the start, order of images and test images, so that what a seed does to both cancels.
+over seeds: what other test images would give of the very same weights. Differences are taken seed by seed between
+variants that share weights at the start, order of images and test images, so that what a seed does to both cancels.
 
 A verdict compares the sign of a difference with the paper's: "agrees" or "contradicts" where the interval over seeds
 excludes 0, "cannot tell" where it holds 0 or stands on fewer than three seeds. A paper's difference of 0 can only be
@@ -22,8 +22,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.rendering import PLAIN, interval, markdown_table
 from fedmjp.metrics import Interval, t_interval
-from fedmjp.report.figures import NORMAL, SMALL, save, style
+from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
 
 # How a metric is called, its digits in a table, and where it is measured (gamma at inference).
 METRICS = {
@@ -50,12 +51,12 @@ def verdict(paper: float, difference: Interval) -> str:
 def seeds_table(
     rows: pd.DataFrame, against: Mapping[str, str], paper: Mapping[str, Mapping[str, float]]
 ) -> pd.DataFrame:
-    """One line a line of the table and metric.
+    """One line a variant and metric.
 
     Args:
         rows: of `experiments.trainings.variants.train_lines`.
-        against: line -> the line it is held against.
-        paper: line -> metric -> the paper's figure, as far as it gives one.
+        against: variant -> the variant it is compared with.
+        paper: variant -> metric -> the paper's figure, as far as it gives one.
 
     Returns:
         columns line, model, defense, metric, mean, low, high (over seeds), seeds, images, paper, against, difference,
@@ -94,7 +95,7 @@ def _by_seed(group: pd.DataFrame, metric: str, gamma: float) -> pd.Series:
 
 
 def _difference(own: pd.Series, other: pd.Series, paper: float) -> dict[str, object]:
-    """Difference of the seeds that both lines have."""
+    """Paired difference over the seeds that both variants have."""
     seeds = own.index.intersection(other.index)
     found = t_interval((own[seeds] - other[seeds]).to_numpy())
     return {
@@ -112,31 +113,31 @@ def markdown(
     notes: Mapping[str, str] = MappingProxyType({}),
     more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> str:
-    """A line of the table a row; of each metric our mean with its interval over seeds and the paper's figure in
+    """A variant a row; of each metric our mean with its interval over seeds and the paper's figure in
     parentheses, and the difference with the verdict.
 
     Args:
-        notes: line -> what it is, in words.
-        more: further columns, head -> line -> cell.
+        notes: variant -> what it is, in words.
+        more: further columns, head -> variant -> cell.
     """
     heads = ["line"]
     for metric in metrics:
         label = METRICS[metric][0]
         heads += [label, f"difference, {label}"]
     heads += more
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines = []
     for name, group in table.groupby("line", sort=False):
         own = group.set_index("metric")
         cells = [f"{name}: {notes[name]}" if name in notes else name]
         for metric in metrics:
             row, digits = own.loc[metric], METRICS[metric][1]
-            mean = f"{row['mean']:.{digits}f} [{row['low']:.{digits}f}, {row['high']:.{digits}f}]"
+            mean = interval(row, "", digits, PLAIN)
             cells += [mean if pd.isna(row["paper"]) else f"{mean} ({row['paper']:g})", _difference_cell(row, digits)]
-        lines.append("| " + " | ".join([*cells, *(column.get(name, "") for column in more.values())]) + " |")
+        lines.append([*cells, *(column.get(name, "") for column in more.values())])
     seeds = sorted(set(table["seeds"]))
     count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     images = table[table["metric"] == "accuracy"]["images"].mean()
-    return "\n".join(lines) + (
+    return markdown_table(heads, lines) + (
         f"\n\nMeans over {count} seeds with Student's 95 % interval over seeds, the paper's figures in parentheses; "
         "differences are paired by seed. The test images of one training alone leave its accuracy uncertain by "
         f"± {images:.1f} points."
@@ -154,10 +155,10 @@ def _difference_cell(row: pd.Series, digits: int) -> str:
 
 
 def ratio_curves(panel: Axes, rows: pd.DataFrame, metric: str, labels: Mapping[str, str]) -> None:
-    """A metric against the masking ratio at inference, a curve a line, bars over seeds (Student, 95 %).
+    """A metric against the masking ratio at inference, a curve a variant, bars over seeds (Student, 95 %).
 
     Args:
-        labels: line -> its words in the legend; only these are drawn.
+        labels: variant -> its words in the legend; only these are drawn.
     """
     for index, (name, label) in enumerate(labels.items()):
         group = rows[rows["line"] == name].groupby("gamma")[metric]
@@ -175,10 +176,10 @@ def ratio_curves(panel: Axes, rows: pd.DataFrame, metric: str, labels: Mapping[s
 
 
 def difference_points(panel: Axes, table: pd.DataFrame, metric: str, labels: Mapping[str, str]) -> None:
-    """Each line's difference with its interval over seeds, and the paper's beside it.
+    """Each variant's difference with its interval over seeds, and the paper's beside it.
 
     Args:
-        labels: line -> its words on the axis; only these are drawn, from top to bottom.
+        labels: variant -> its words on the axis; only these are drawn, from top to bottom.
     """
     own = table[table["metric"] == metric].set_index("line").loc[list(labels)]
     places = np.arange(len(own))[::-1]
@@ -190,19 +191,6 @@ def difference_points(panel: Axes, table: pd.DataFrame, metric: str, labels: Map
     panel.set_yticks(places, list(labels.values()))
     panel.set_xlabel(f"Difference in {METRICS[metric][0]}", fontsize=NORMAL)
     dress(panel)
-
-
-def write_table(out: Path, table: pd.DataFrame, text: str) -> None:
-    """Write table.csv and table.md."""
-    out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out / "table.csv", index=False, float_format="%.5g")
-    (out / "table.md").write_text(text + "\n", encoding="utf-8")
-
-
-def dress(panel: Axes) -> None:
-    """Ticks and frame as in every figure of the project."""
-    panel.tick_params(labelsize=SMALL)
-    panel.spines[["top", "right"]].set_visible(False)
 
 
 def save_with_legend(drawing: Figure, panel: Axes, path: Path, columns: int) -> None:

@@ -1,38 +1,17 @@
-"""Training with and without MJP side by side (Figure 6 of the MJP paper).
-
-    python benchmarks/training_curves.py runs/plain runs/mjp runs/nope
-
-Takes folders of `python -m fedmjp.train` and writes table.csv (a line a training), history.csv (a line an epoch)
-and curves_DATA.png to --out. What a step costs under MJP is measured by benchmarks/mjp_overhead.py, in one process:
-two trainings at two times cannot tell.
-"""
+"""Trainings of `python -m fedmjp.train` side by side (Figure 6 of the MJP paper)."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import pandas as pd
-import tyro
 from rich.console import Console
 
 from attacks import UsageError
-from fedmjp.cli import guarded, parse, terminal
+from experiments.trainings.options import CurveOptions
+from fedmjp.records.run_record import note_run
 from fedmjp.training.folder import history_figure
-
-
-@dataclass(frozen=True)
-class Options:
-    """Curves and final accuracies of trainings."""
-
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of finished trainings."""
-    out: Path = Path("runs/training_curves")
-    """Folder of tables and figure (the committed ones stand in results/training)."""
 
 
 def load(folder: Path) -> tuple[dict[str, object], pd.DataFrame]:
@@ -70,7 +49,7 @@ def load(folder: Path) -> tuple[dict[str, object], pd.DataFrame]:
     return line, history
 
 
-def run(options: Options, console: Console) -> None:
+def run(options: CurveOptions, console: Console) -> None:
     """Write tables and figure, and print the table."""
     if not options.folders:
         raise UsageError("name at least one folder of a finished training")
@@ -85,16 +64,7 @@ def run(options: Options, console: Console) -> None:
     long[["model", *long.columns.drop("model")]].to_csv(options.out / "history.csv", index=False, float_format="%.6g")
     for data, group in table.groupby("data", sort=False):
         history_figure({n: histories[n] for n in group["model"]}, options.out / f"curves_{data}.png")
+    note_run(options.out, "python benchmarks/training_curves.py", commits=table["commit"], devices=table["device"])
     shown = table[["model", "data", "defense", "gamma", "epochs", "images_seen", "accuracy", "test_loss"]]
     console.print(shown.to_string(index=False, na_rep="", float_format="%.2f"), highlight=False)
     console.print(f"tables and figures: {options.out}", soft_wrap=True, highlight=False)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    options = parse(Options, "python benchmarks/training_curves.py", Options.__doc__, arguments)
-    return guarded(lambda: run(options, terminal()), lambda: "nothing was kept; run it again")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,25 +1,7 @@
-"""How fast is the leakage benchmark?  python benchmarks/speed.py
-
-All in one run, taken in turn, as ratios, for each block with the attack that fits it (april: april; standard:
-patch_embedding):
-
-- our path (gradients of the attacked layers, solve, every metric) against the bare batched forward and backward pass;
-- the `breaching` package's AprilAttacker, with its own gradient an image and the same scoring, against our path;
-- the linear solve by each of LAPACK's drivers, on the same gradients;
-- peak memory of each, in a process of its own;
-- gradient matching, a step: the package's Inverting Gradients, ours with the same arithmetic (every weight's gradient,
-  one victim), and ours as it runs (`matching_speed`), for one victim and for eight together.
-
-Writes results/speed/speed.csv, drivers.csv and machine.json, and matching.csv and matching_machine.json.
-"""
+"""The speed of the leakage benchmark and of gradient matching, as ratios taken in one run: `options.SpeedOptions`."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Literal
@@ -29,63 +11,35 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from attacks import ATTACKS, Attack, UsageError, find_tokenizer
+from attacks import ATTACKS, Attack, find_tokenizer
 from attacks.breaching import ForBreaching
+from experiments.rendering import csv
+from experiments.session import prepare_torch
 from experiments.speed.matching_speed import matching_table
+from experiments.speed.options import SpeedOptions
 from experiments.speed.timing import peak_memory, timed
 from fedmjp.audit.campaign import answers
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.per_image import attacked_gradients
 from fedmjp.audit.victims import Setting, Subject, Victims
-from fedmjp.cli import guarded, parse, terminal
-from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.metrics import load_lpips
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.records import provenance
+from fedmjp.records.run_record import note_run
 
-RESULTS = Path(__file__).resolve().parents[3] / "results" / "speed"
 FITTING = {"april": "april", "standard": "patch_embedding"}
 ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")
 AIM_BARE, AIM_PEER = 1.35, 2.0
 AIM_STEPS = {"same": 1.0, "together": 1.5}
 
 
-@dataclass(frozen=True)
-class Options:
-    """Speed of the leakage benchmark against the bare gradient and against a peer."""
-
-    model: str = "deit_s"
-    """Model, random weights."""
-    images: int = 16
-    """Images a measurement."""
-    batch_size: int = 16
-    """Images a pass."""
-    repeats: int = 5
-    """Measurements of each kind; medians of pairwise ratios are reported."""
-    lpips_weights: Path | None = None
-    """State dict of lpips.LPIPS(net="squeeze"); without it LPIPS is left out, and the table says so."""
-    parts: tuple[Literal["leakage", "matching"], ...] = ("leakage", "matching")
-    """What to measure: the closed forms' path (leakage), gradient matching, or both."""
-    matching_model: str = "vit_mini_32"
-    """Model of the gradient matching, random weights."""
-    matching_batches: tuple[int, ...] = (1, 4)
-    """Images in a victim's batch."""
-    matching_rounds: int = 15
-    """Rounds of the gradient matching, each of all ways to take a step; ratios of their means are reported."""
-    device: str = "cpu"
-    """cpu or cuda."""
-    out: Path = RESULTS
-    """Folder of the tables."""
-
-
 class Bench:
     """One model on one block, with its victims."""
 
-    def __init__(self, options: Options, block: Literal["april", "standard"]) -> None:
-        self.options, self.device = options, usable_device(options.device)
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    def __init__(self, options: SpeedOptions, block: Literal["april", "standard"]) -> None:
+        self.options, self.device = options, prepare_torch(options)
         built = build_model(options.model, num_classes=1000, weights="random", block=block)
         built.module.to(self.device).eval()
         self.subject, self.name = Subject(built), FITTING[block]
@@ -154,7 +108,7 @@ def _breaching(built: BuiltModel):
     return user, AprilAttacker(model, loss, settings, setup), [payload]
 
 
-def measure(options: Options, block: Literal["april", "standard"]) -> dict[str, object]:
+def measure(options: SpeedOptions, block: Literal["april", "standard"]) -> dict[str, object]:
     """One line of the table."""
     bench = Bench(options, block)
     works = {"bare": bench.bare, "ours": bench.ours, "gradients": bench.ours_gradients, "scores": bench.scores}
@@ -181,7 +135,7 @@ def measure(options: Options, block: Literal["april", "standard"]) -> dict[str, 
     return line
 
 
-def drivers(options: Options) -> pd.DataFrame:
+def drivers(options: SpeedOptions) -> pd.DataFrame:
     """Milliseconds an image and error of G^T X = S, by driver, on the position gradients of one batch."""
     bench = Bench(options, "standard")
     clients, images = bench.batches[0]
@@ -211,11 +165,8 @@ def drivers(options: Options) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def run(options: Options, console: Console) -> None:
+def run(options: SpeedOptions, console: Console) -> None:
     """Measure, print, write."""
-    for option in ("images", "batch_size", "repeats"):
-        if getattr(options, option) < 1:
-            raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(options, option)}")
     options.out.mkdir(parents=True, exist_ok=True)
     if "leakage" in options.parts:
         _leakage(options, console)
@@ -223,13 +174,12 @@ def run(options: Options, console: Console) -> None:
         _matching(options, console)
 
 
-def _leakage(options: Options, console: Console) -> None:
+def _leakage(options: SpeedOptions, console: Console) -> None:
     table, solves = pd.DataFrame([measure(options, block) for block in FITTING]), drivers(options)
-    table.to_csv(options.out / "speed.csv", index=False, float_format="%.4g")
-    solves.to_csv(options.out / "drivers.csv", index=False, float_format="%.4g")
-    extra = {"images": options.images, "batch_size": options.batch_size, "lpips": options.lpips_weights is not None}
-    extra |= {"repeats": options.repeats}
-    _write_machine(options, "machine.json", extra)
+    (options.out / "speed.csv").write_text(csv(table, 4))
+    (options.out / "drivers.csv").write_text(csv(solves, 4))
+    measured = {"images": options.images, "batch_size": options.batch_size, "repeats": options.repeats}
+    _note(options, leakage=measured | {"lpips": options.lpips_weights is not None})
     console.print(table.T.to_string(header=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
     console.print(solves.to_string(index=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
     lpips = "LPIPS included" if options.lpips_weights else "without LPIPS (pass --lpips-weights)"
@@ -239,26 +189,17 @@ def _leakage(options: Options, console: Console) -> None:
         console.print(f"breaching / our path: {table['peer_over_ours'].max():.2f} (aim {AIM_PEER})")
 
 
-def _matching(options: Options, console: Console) -> None:
+def _matching(options: SpeedOptions, console: Console) -> None:
     table = matching_table(options.matching_model, options.matching_batches, options.matching_rounds, options.device)
-    table.to_csv(options.out / "matching.csv", index=False, float_format="%.4g")
-    _write_machine(options, "matching_machine.json", {"rounds": options.matching_rounds})
+    (options.out / "matching.csv").write_text(csv(table, 4))
+    _note(options, matching={"rounds": options.matching_rounds})
     console.print(table.to_string(index=False, float_format=lambda v: f"{v:.3g}"), highlight=False)
     for what, aim in AIM_STEPS.items():
         worst = table[table["what"] == what]["times_faster"].min()
         console.print(f"steps a second, breaching's = 1, {what}: {worst:.2f} at worst (aim {aim})", highlight=False)
 
 
-def _write_machine(options: Options, name: str, extra: dict[str, object]) -> None:
-    machine = provenance.columns(usable_device(options.device)) | extra | {"versions": provenance.versions()}
-    (options.out / name).write_text(json.dumps(machine, indent=2) + "\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    options = parse(Options, "python benchmarks/speed.py", __doc__, arguments)
-    return guarded(lambda: run(options, terminal()), lambda: "nothing was written")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _note(options: SpeedOptions, **part: dict[str, object]) -> None:
+    """Note one part in run.json, with the commit and machine of its own."""
+    (name, measured), columns = next(iter(part.items())), provenance.columns(prepare_torch(options))
+    note_run(options.out, "python benchmarks/speed.py", devices=[columns["device"]], **{name: columns | measured})
