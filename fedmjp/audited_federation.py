@@ -25,32 +25,32 @@ from fedmjp.metrics import load_lpips
 from fedmjp.metrics.baselines import mean_image
 from fedmjp.progress import RunProgress
 from fedmjp.records import provenance
-from fedmjp.records.run_folder import Workspace
-from fedmjp.report import RowLog
+from fedmjp.records.rows import RowLog
+from fedmjp.records.run_folder import RunFolder
 
 BASELINE_IMAGES = 128  # training images behind the mean image
 
 
-def run_experiment(config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
-    """Run every federation of `config` into `workspace`, going on where it stopped.
+def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
+    """Run every federation of `config` into `folder`, going on where it stopped.
 
     Raises:
         UsageError: data, weights or device that are not there.
         ClientFailure: a client failed.
     """
     ENGINES.get(config.federation.engine)(
-        lambda grid: run_on_grid(grid, config, workspace, progress), config.federation.clients
+        lambda grid: run_on_grid(grid, config, folder, progress), config.federation.clients
     )
 
 
-def run_on_grid(grid: Any, config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
+def run_on_grid(grid: Any, config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
     """Run every federation of `config` on a given Flower Grid; see `run_experiment`."""
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
-    with workspace.open_rows() as rows:
+    with folder.open_rows() as rows:
         for defense in config.defense:
             task = shared_task(config.to_json(), defense)
-            workspace.note_task(task)
-            FederationAudit(task, defense, workspace, rows, progress, lpips).run(grid)
+            folder.note_task(task)
+            FederationAudit(task, defense, folder, rows, progress, lpips).run(grid)
 
 
 class FederationAudit:
@@ -60,12 +60,12 @@ class FederationAudit:
         self,
         task: ClientTask,
         defense: str,
-        workspace: Workspace,
+        folder: RunFolder,
         rows: RowLog,
         progress: RunProgress,
         lpips: Callable | None,
     ) -> None:
-        self.task, self.defense, self.workspace, self.rows, self.progress = task, defense, workspace, rows, progress
+        self.task, self.defense, self.folder, self.rows, self.progress = task, defense, folder, rows, progress
         self.config = task.config
         self.score_images = scorer(task.model.patch_size, lpips)
         train = task.data.train
@@ -86,11 +86,11 @@ class FederationAudit:
         )
         if not several or not has_tokenizer(built.module, (3, built.image_size, built.image_size)):
             return None
-        return Memory(self.workspace.memory_folder(self.defense))
+        return Memory(self.folder.memory_folder(self.defense))
 
     def run(self, grid: Any) -> None:
         """Train and audit from the round after the last finished one."""
-        finished, state = self.workspace.load_state(self.defense)
+        finished, state = self.folder.load_state(self.defense)
         if state is not None:
             self.task.load(state)
         rounds = self.config.federation.rounds
@@ -116,12 +116,12 @@ class FederationAudit:
         """Evaluate the global model, note the round and save the state to resume from."""
         f = self.config.federation
         due = number % f.evaluate_every == 0 or number == f.rounds
-        if due and not self.workspace.has_round(self.defense, number):
+        if due and not self.folder.has_round(self.defense, number):
             loss, accuracy = self.task.evaluate(state)
             seconds = time.perf_counter() - self.round_started if number else 0.0
-            self.workspace.append_round(self.defense, number, loss, accuracy, seconds)
+            self.folder.append_round(self.defense, number, loss, accuracy, seconds)
             self.progress.round_done(number, loss, accuracy, seconds)
-        self.workspace.save_state(self.defense, number, state)
+        self.folder.save_state(self.defense, number, state)
         self.round_started = time.perf_counter()
 
     def _wanted(self, view: ServerView, suite: Suite) -> list[str]:
@@ -154,7 +154,7 @@ class FederationAudit:
                 budget=audit.budget_seconds(),
                 settings=self.settings,
             )
-            self.workspace.note_suite(self.defense, suite)
+            self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
             self._attack(observations, suite, self._wanted(view, suite), batch, seen.images, view)
         if self.memory:
             self.memory.add(observation)
@@ -171,8 +171,8 @@ class FederationAudit:
         """Write rows and pictures of the guesses and attacks that are wanted."""
         originals, observation = batch.images.to(self.task.device), observations[-1]
         if wanted:
-            self.workspace.save_images(self.defense, view.round, view.client, "original", originals)
-            self.workspace.save_images(self.defense, view.round, view.client, "seen", seen)
+            self.folder.save_images(self.defense, view.round, view.client, "original", originals)
+            self.folder.save_images(self.defense, view.round, view.client, "seen", seen)
         norm = observation.gradient_norm()
         for scored in audit_update(
             observations,
@@ -194,9 +194,7 @@ class FederationAudit:
 
     def _write(self, scored: Scored, observation: Observation, batch: Batch, norm: float) -> None:
         if scored.images is not None:
-            self.workspace.save_images(
-                self.defense, observation.round, observation.client, scored.attack, scored.images
-            )
+            self.folder.save_images(self.defense, observation.round, observation.client, scored.attack, scored.images)
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
         for index, image_id in enumerate(batch.ids):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
@@ -226,7 +224,7 @@ class FederationAudit:
         }
 
     def _provenance(self) -> dict[str, Any]:
-        return {"run_id": self.workspace.run_id, **provenance.columns(self.task.device)}
+        return {"run_id": self.folder.run_id, **provenance.columns(self.task.device)}
 
 
 def check_before_start(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model
 from fedmjp.records import provenance
-from fedmjp.report import RowLog
+from fedmjp.records.rows import RowLog
 
 ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")
 SEEN = Setting("b", defended=True, hidden=True, against="seen")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import april_attack
 import numpy as np
 import pandas as pd
 import pytest
+from experiments.leakage import protocol as april_attack
 from PIL import Image
 
 from fedmjp.audit import campaign as campaign_module
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 
 SMALL = ["--num-images", "4", "--batch-size", "3"]
 MODELS = ["--model", "vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp", "--weights", "random"]

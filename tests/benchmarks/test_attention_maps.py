@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import attention_maps
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from experiments.trained_models import attention_maps
 from safetensors.torch import save_file
 
 from fedmjp.models import build_model

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import combinations
 from pathlib import Path
 
-import batch_rounds
 import pandas as pd
 import pytest
+from experiments.batches import protocol as batch_rounds
 
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 
 SMALL = ["--model", "vit_mini_64", "--num-images", "5", "--batch-sizes", "2"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import consistency as script
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from experiments.trained_models import consistency as script
 from safetensors.torch import save_file
 
 from fedmjp.data import load_data

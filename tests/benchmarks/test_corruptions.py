@@ -7,14 +7,13 @@ import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-import corrupted
-import corruptions
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from experiments.trained_models import corrupted, corruptions
+from experiments.trained_models.checkpoints import load_trained
 from safetensors.torch import save_file
-from trained import load_trained
 
 from fedmjp.data import load_data
 from fedmjp.models import build_model

@@ -6,14 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
-import federated_tradeoff
 import pandas as pd
 import pytest
+from experiments.tradeoff import protocol as federated_tradeoff
+from experiments.tradeoff.table import final_accuracy, strongest, tradeoff_table
 
 from attacks import ATTACKS
 from fedmjp.client import ClientTask
-from fedmjp.report import load_rows
-from fedmjp.report.tradeoff import final_accuracy, strongest, tradeoff_table
+from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
 SMALL = ["--data", "photos", "--clients", "3", "--rounds", "2", "--looks", "2", "--audit-clients", "2"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gradient_matching
 import pandas as pd
 import pytest
+from experiments.matching import protocol as gradient_matching
+from experiments.matching.table import matching_table
 
-from fedmjp.report import load_rows
-from fedmjp.report.matching import matching_table
+from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
 SMALL = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import mjp_adaptive
 import pandas as pd
 import pytest
 import torch
+from experiments.adaptive import protocol as mjp_adaptive
 
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 
 SMALL = [
     "--model",

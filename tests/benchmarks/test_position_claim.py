@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import april_attack
 import pandas as pd
-import position_claim
 import pytest
+from experiments.leakage import position_claim
+from experiments.leakage import protocol as april_attack
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import position_embeddings
 import pytest
 import torch
+from experiments.trained_models import position_embeddings
 from safetensors.torch import save_file
 
 from fedmjp.models import build_model

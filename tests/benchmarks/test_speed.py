@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import matching_speed
 import pandas as pd
 import pytest
-import speed
+from experiments.speed import leakage_speed as speed
+from experiments.speed import matching_speed
 
 from attacks.breaching import prepare_attack
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import training_curves
+from experiments.trainings import training_curves
 from rich.console import Console
 
 from fedmjp.config import DataConfig, ModelConfig

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 
-import ablation
-import backbones
-import masking_ratio
 import pandas as pd
 import pytest
+from experiments.trainings import ablation, backbones, masking_ratio
 
 SMALL = ["--data", "photos", "--train-limit", "16", "--test-limit", "8", "--batch-size", "8", "--gammas", "0", "0.5"]
 
@@ -36,7 +34,7 @@ def test_papers_figures_reach_their_lines() -> None:
 
 def test_lines_of_different_tables_share_their_trainings() -> None:
     """A stands in Tables 1 and 2, J in all three, D in Tables 2 and 3."""
-    from fedmjp.training.lines import training_id
+    from experiments.trainings.variants import training_id
 
     tables = [
         (backbones.Options(), backbones.table_lines(backbones.Options())),
