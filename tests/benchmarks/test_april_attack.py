@@ -69,7 +69,7 @@ def test_the_closed_form_and_what_mjp_does_to_it(finished) -> None:
 
 
 def interrupted(monkeypatch, after: int) -> None:
-    real, calls = campaign_module.answers, []
+    real, calls = campaign_module.run_attacks, []
 
     def stopping(*rest, **named):
         calls.append(1)
@@ -77,7 +77,7 @@ def interrupted(monkeypatch, after: int) -> None:
             raise KeyboardInterrupt
         return real(*rest, **named)
 
-    monkeypatch.setattr(campaign_module, "answers", stopping)
+    monkeypatch.setattr(campaign_module, "run_attacks", stopping)
 
 
 @pytest.mark.parametrize("after", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
