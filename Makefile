@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: simulate test test-fast lint clean
+.PHONY: simulate test test-fast tables lint clean
 
 simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense mjp $(ARGS)
@@ -19,6 +19,10 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(TEST) -m "not slow" $(ARGS)
+
+# Tables in results/ and Markdown blocks in README.md and docs/, from the committed rows.
+tables: $(STAMP)
+	$(RUN) benchmarks/render.py $(ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
