@@ -1,11 +1,9 @@
 """The variants of MJP one by one.  Table 2 of the MJP paper."""
 
-import sys
-
 from experiments.scaffold import command
 from experiments.trainings.options import AblationOptions
 
 main = command("ablation", AblationOptions, "experiments.trainings.ablation")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,11 +1,9 @@
 """Reproduce the leakage table of the MJP paper (Table 5), on the paper's own block and on the one people train."""
 
-import sys
-
 from experiments.leakage.options import Options
 from experiments.scaffold import command
 
 main = command("april_attack", Options, "experiments.leakage.protocol")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

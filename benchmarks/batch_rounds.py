@@ -1,11 +1,9 @@
 """Do small batches protect?"""
 
-import sys
-
 from experiments.batches.options import Options
 from experiments.scaffold import command
 
 main = command("batch_rounds", Options, "experiments.batches.protocol")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

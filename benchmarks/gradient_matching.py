@@ -1,11 +1,9 @@
 """How far does gradient matching get on Vision Transformers?"""
 
-import sys
-
 from experiments.matching.options import Options
 from experiments.scaffold import command
 
 main = command("gradient_matching", Options, "experiments.matching.protocol")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

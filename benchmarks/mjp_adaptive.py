@@ -1,11 +1,9 @@
 """What does MJP hide from an adversary that knows it?"""
 
-import sys
-
 from experiments.adaptive.options import Options
 from experiments.scaffold import command
 
 main = command("mjp_adaptive", Options, "experiments.adaptive.protocol")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,11 +1,9 @@
 """How fast is the leakage benchmark?"""
 
-import sys
-
 from experiments.scaffold import command
 from experiments.speed.options import SpeedOptions
 
 main = command("speed", SpeedOptions, "experiments.speed.speed")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

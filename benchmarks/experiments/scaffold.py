@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from attacks.registry import UsageError
+import tyro
+
+from attacks.registry import Registry, UsageError
 from fedmjp.cli import EXIT_FAILURE, guarded, parse, split_commas, terminal
 from fedmjp.config import DefenseOptions
 from fedmjp.defenses import DEFENSES
@@ -80,8 +82,7 @@ class AttackOptions(RowOptions):
 class DefendedOptions(AttackOptions):
     """Attacks on clients under one defence."""
 
-    defense: str = "mjp"
-    """The clients' defence, by its registered name."""
+    defense: Annotated[str, tyro.conf.arg(help=f"The clients' defence; {DEFENSE_NAMES}.")] = "mjp"
     options: DefenseOptions = field(default_factory=DefenseOptions)  # type: ignore[valid-type]
 
     def chosen_defense(self, **changes: Any):
@@ -124,6 +125,13 @@ def sweep(defense: Any, option: str, values: Sequence[float]) -> list:
         flag = f"--{option.replace('_', '-')}"
         raise UsageError(f"this command takes {flag}s, a run for each value, and no {flag}")
     return [dataclasses.replace(defense, **{option: value}) for value in values]
+
+
+def check_names(registry: Registry, names: Sequence[str]) -> None:
+    """Raise `UsageError` for a name that is not registered, before any entry is imported."""
+    for name in names:
+        if name not in registry:
+            registry.get(name)
 
 
 def check_positive(options: Any, *names: str) -> None:

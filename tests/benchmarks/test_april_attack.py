@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import april_attack
 import numpy as np
 import pandas as pd
 import pytest
-from experiments.leakage import protocol as april_attack
 from PIL import Image
 
 from fedmjp.audit import campaign as campaign_module
@@ -170,3 +170,17 @@ def test_help_teaches(capsys) -> None:
     told = capsys.readouterr().out
     assert "--resume" in told
     assert "token_gradient" in told
+
+
+def test_another_defence_acts_on_the_update_in_the_settings_that_are_defended(tmp_path) -> None:
+    out = tmp_path / "out"
+    options = ["--model", "vit_mini_64", "--weights", "random", "--block", "standard", "--attacks", "patch_embedding"]
+    assert run(out, *options, "--defense", "noise", "--noise-multiplier", "0.01", "--clip-norm", "30") == 0
+    rows = rows_of(out)
+    attacked = rows[rows["attack"] == "patch_embedding"]
+    assert set(rows["defense"]) == {"noise"}
+    assert attacked["defense_parameters"].iloc[0] == {"clip_norm": 30, "noise_multiplier": 0.01}
+    by = attacked.groupby("setting")["psnr"]
+    assert by.min()["a"] > 60
+    assert by.max()["b"] < 30
+    assert by.max()["d"] < 30

@@ -6,18 +6,18 @@ import numpy as np
 import pandas as pd
 import pytest
 from experiments.leakage.condition import condition_figure
+from experiments.leakage.render import LEAKAGE
 from experiments.leakage.table import (
     labelled,
     leakage_latex,
     leakage_markdown,
     leakage_table,
     leakage_text,
-    write_leakage,
 )
 from rich.console import Console
 
 from attacks.registry import UsageError
-from fedmjp.records.rows import METRICS
+from fedmjp.records.rows import METRICS, RowLog
 from tests.records.sample_rows import make_row
 
 USUAL = ["model_weights", "position_gradient", "several_rounds"]
@@ -127,10 +127,13 @@ def test_rows_of_several_data_sets_are_not_mixed(rows) -> None:
 
 
 def test_files(tmp_path, table, rows) -> None:
-    write_leakage(table, rows, tmp_path)
+    with RowLog(tmp_path / "rows.jsonl") as log:
+        for row in rows.to_dict("records"):
+            log.append(row)
+    LEAKAGE.write(tmp_path)
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {
-        *("table.csv", "condition.png", "condition.pdf"),
+        *("rows.jsonl", "table.csv", "condition.png", "condition.pdf"),
         *("table_april.tex", "table_april.md", "table_standard.tex", "table_standard.md"),
     }
     assert len(pd.read_csv(tmp_path / "table.csv")) == len(table)

@@ -1,4 +1,4 @@
-"""Lines of a table: trained once, shared, gone on with after an interrupt, refused when they make no sense."""
+"""Variants of a table: trained once, shared, gone on with after an interrupt, refused when they make no sense."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from experiments.trainings import variants as engine
-from experiments.trainings.variants import SHORT, TRAININGS, Line, TrainingOptions, limits, train_lines, training_id
+from experiments.trainings.options import SHORT, TrainingOptions, Variant
+from experiments.trainings.variants import TRAININGS, limits, train_variants, training_id
 from rich.console import Console
 
 from attacks import UsageError
@@ -16,8 +17,8 @@ from fedmjp.config import DataConfig
 from fedmjp.records.rows import RowLog
 
 QUIET = Console(quiet=True)
-PLAIN = Line("A", "vit_micro_32")
-JIGSAWED = Line("J", "vit_micro_32", "mjp", {"gamma": 0.5}, against="A")
+PLAIN = Variant("A", "vit_micro_32")
+JIGSAWED = Variant("J", "vit_micro_32", "mjp", {"gamma": 0.5}, against="A")
 MOVING = ["train_seconds"]
 
 
@@ -37,7 +38,7 @@ def options(folder: Path, **changes) -> TrainingOptions:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> pd.DataFrame:
     """The rows of an unbroken table."""
-    return train_lines([PLAIN, JIGSAWED], options(tmp_path_factory.mktemp("lines")), QUIET)
+    return train_variants([PLAIN, JIGSAWED], options(tmp_path_factory.mktemp("lines")), QUIET)
 
 
 def test_rows_say_what_was_trained(whole) -> None:
@@ -70,14 +71,14 @@ def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path, monkeypatch) -
     with monkeypatch.context() as patch:
         patch.setattr(engine, "train_and_measure", break_off)
         with pytest.raises(KeyboardInterrupt):
-            train_lines([PLAIN, JIGSAWED], options(tmp_path), QUIET)
+            train_variants([PLAIN, JIGSAWED], options(tmp_path), QUIET)
     with RowLog(tmp_path / "trainings" / "rows.jsonl", TRAININGS) as log:
-        assert {row["seed"] for row in log.rows()} == {0}  # one seed of every line comes first
-    resumed = train_lines([PLAIN, JIGSAWED], options(tmp_path, resume=True), QUIET)
+        assert {row["seed"] for row in log.rows()} == {0}  # one seed of every variant comes first
+    resumed = train_variants([PLAIN, JIGSAWED], options(tmp_path, resume=True), QUIET)
     pd.testing.assert_frame_equal(resumed.drop(columns=MOVING), whole.drop(columns=MOVING))
 
 
-def test_a_shared_line_is_trained_once(tmp_path, monkeypatch) -> None:
+def test_a_shared_variant_is_trained_once(tmp_path, monkeypatch) -> None:
     real, trained = engine.train_and_measure, []
 
     def noted(config, *arguments):
@@ -87,25 +88,25 @@ def test_a_shared_line_is_trained_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(engine, "train_and_measure", noted)
     asked = options(tmp_path, seeds=(0,))
     same = dataclasses.replace(JIGSAWED, name="another table's")
-    rows = train_lines([JIGSAWED, same], asked, QUIET)
+    rows = train_variants([JIGSAWED, same], asked, QUIET)
     assert len(trained) == 1
     assert rows["line"].tolist() == ["J"] * 2 + ["another table's"] * 2
-    train_lines([PLAIN, same], dataclasses.replace(asked, resume=True), QUIET)
+    train_variants([PLAIN, same], dataclasses.replace(asked, resume=True), QUIET)
     assert len(trained) == len(set(trained)) == 2
 
 
 def test_tables_without_training(whole, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(engine, "train_and_measure", lambda *_: pytest.fail("trained"))
     with pytest.raises(UsageError, match="holds no trainings; leave out --no-train"):
-        train_lines([PLAIN], options(tmp_path, train=False), QUIET)
+        train_variants([PLAIN], options(tmp_path, train=False), QUIET)
     assert not (tmp_path / "trainings").exists()
     with RowLog(tmp_path / "trainings" / "rows.jsonl", TRAININGS) as log:
         for row in whole[whole["seed"] == 1].drop(columns="line").to_dict("records"):
             log.append(row)
-    rows = train_lines([PLAIN, JIGSAWED], options(tmp_path, train=False), QUIET)
+    rows = train_variants([PLAIN, JIGSAWED], options(tmp_path, train=False), QUIET)
     assert rows["seed"].tolist() == [1] * 4
-    with pytest.raises(UsageError, match="holds no training of line another"):
-        train_lines([Line("another", "resnet_micro_32")], options(tmp_path, train=False), QUIET)
+    with pytest.raises(UsageError, match="holds no training of another"):
+        train_variants([Variant("another", "resnet_micro_32")], options(tmp_path, train=False), QUIET)
 
 
 def test_identity_is_what_decides_about_numbers(tmp_path) -> None:
@@ -119,13 +120,13 @@ def test_identity_is_what_decides_about_numbers(tmp_path) -> None:
     assert training_id(longer.config(JIGSAWED, 0)) != base
 
 
-def test_a_line_is_measured_with_the_positions_it_was_trained_with(tmp_path) -> None:
+def test_a_variant_is_measured_with_the_positions_it_was_trained_with(tmp_path) -> None:
     asked = options(tmp_path, seeds=(0,))
     kinds = {
-        "own": Line("E", "vit_micro_32", "mjp", {"positions": "own", "dal": "none"}),
-        "index": Line("F", "vit_micro_32", "mjp", {"positions": "index", "dal": "none"}),
+        "own": Variant("E", "vit_micro_32", "mjp", {"positions": "own", "dal": "none"}),
+        "index": Variant("F", "vit_micro_32", "mjp", {"positions": "index", "dal": "none"}),
     }
-    rows = train_lines(list(kinds.values()), asked, QUIET).set_index("line")
+    rows = train_variants(list(kinds.values()), asked, QUIET).set_index("line")
     assert rows.loc["E", "positions"].tolist() == ["own"] * 2
     assert rows.loc["F", "positions"].tolist() == ["index"] * 2
 
@@ -137,24 +138,24 @@ def test_a_line_is_measured_with_the_positions_it_was_trained_with(tmp_path) -> 
         ({"seeds": (1, 1)}, PLAIN, "--seeds"),
         ({"gammas": (0.0, 1.5)}, PLAIN, "--gamma must lie"),
         ({"gammas": (0.0, 0.3)}, PLAIN, "--gammas needs 0"),
-        ({}, Line("x", "vit_micro_32", "mpj"), "choose from"),
-        ({}, Line("x", "vit_micro_32_idx", "mjp"), "--positions unknown"),
-        ({}, Line("x", "vit_huge"), "unknown model"),
+        ({}, Variant("x", "vit_micro_32", "mpj"), "choose from"),
+        ({}, Variant("x", "vit_micro_32_idx", "mjp"), "--positions unknown"),
+        ({}, Variant("x", "vit_huge"), "unknown model"),
         ({"recipe": dataclasses.replace(SHORT, batch_size=7)}, PLAIN, "--batch-size"),
         ({"data": DataConfig("cifar10", Path("nowhere"))}, PLAIN, "nowhere"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(changes, line, words, tmp_path) -> None:
     with pytest.raises(UsageError, match=words):
-        train_lines([line], options(tmp_path, **changes), QUIET)
+        train_variants([line], options(tmp_path, **changes), QUIET)
 
 
 def test_folders_are_not_mixed_unasked(tmp_path) -> None:
     (tmp_path / "trainings").mkdir()
     (tmp_path / "trainings" / "rows.jsonl.gz").touch()
     with pytest.raises(UsageError, match="holds trainings already; pass --resume"):
-        train_lines([PLAIN], options(tmp_path), QUIET)
+        train_variants([PLAIN], options(tmp_path), QUIET)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "table.csv").touch()
     with pytest.raises(UsageError, match="holds a table already; pass --resume"):
-        train_lines([PLAIN], options(tmp_path, trainings=tmp_path / "fresh"), QUIET)
+        train_variants([PLAIN], options(tmp_path, trainings=tmp_path / "fresh"), QUIET)

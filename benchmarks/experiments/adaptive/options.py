@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from attacks import ATTACKS, ThreatModel
-from experiments.scaffold import DefendedOptions, check_positive
+from experiments.scaffold import DefendedOptions, check_names, check_positive
 from fedmjp.config import ATTACKS_HELP
 
 # Updates after which the server attacks, by masking ratio: the larger the mask, the more updates it takes.
@@ -73,8 +73,9 @@ class Options(DefendedOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        for name in (*self.attacks, *self.update_attacks):
-            ATTACKS.get(name)().require(ThreatModel(), name)
+        check_names(ATTACKS, (*self.attacks, *self.update_attacks))
         check_positive(self, "num_images", "batch_size", "updates")
         self.sweep((*self.gammas, *self.update_gammas))
         super().validate()
+        for name in (*self.attacks, *self.update_attacks):
+            ATTACKS.get(name)().require(ThreatModel(), name)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
-from experiments.scaffold import RESULTS, DefendedOptions, check_positive
+from experiments.scaffold import RESULTS, DefendedOptions, check_names, check_positive
 from fedmjp.config import ATTACKS_HELP, AuditConfig
 
 PAPER_MODELS = ("vit_s", "deit_s", "deit_s_nope", "deit_s_mjp")
@@ -89,14 +89,15 @@ class Options(DefendedOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        for name in self.attacks:
-            ATTACKS.get(name)().require(ThreatModel.parse(self.grants), name)
-        self.chosen_defense()
-        self.sources()
+        check_names(ATTACKS, self.attacks)
         check_positive(self, "batch_size", "num_images", "accuracy_images")
         if not (self.seeds and self.block and self.attacks):
             raise UsageError("--seeds, --block and --attacks each need at least one value")
+        self.chosen_defense()
+        self.sources()
         super().validate()
+        for name in self.attacks:
+            ATTACKS.get(name)().require(ThreatModel.parse(self.grants), name)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
-from experiments.scaffold import DefendedOptions, check_positive
+from experiments.scaffold import DefendedOptions, check_names, check_positive
 from fedmjp.config import ATTACKS_HELP
 
 
@@ -76,6 +76,7 @@ class Options(DefendedOptions):
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         from fedmjp.models import split_name
 
+        check_names(ATTACKS, self.attacks)
         check_positive(self, "num_images", "together", "restarts")
         for option in ("batches", "steps"):
             if not getattr(self, option) or min(getattr(self, option)) < 1:
@@ -86,11 +87,11 @@ class Options(DefendedOptions):
             raise UsageError(f"--pictures must lie between 0 and 12, not {self.pictures}")
         if not self.attacks:
             raise UsageError("--attacks needs at least one name")
-        for name, attack in self.build_attacks(self.steps[0]).items():
-            attack.require(ThreatModel(), name)
         self.sweep(self.gammas)
         split_name(self.model)
         super().validate()
+        for name, attack in self.build_attacks(self.steps[0]).items():
+            attack.require(ThreatModel(), name)
 
     def build_attacks(self, steps: int, on_step: Any = None) -> dict[str, Any]:
         """The attacks by name, those that search with this number of steps.

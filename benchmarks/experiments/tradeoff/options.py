@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
-from experiments.scaffold import DEFENSE_NAMES, AttackOptions, check_positive, sweep
+from experiments.scaffold import DEFENSE_NAMES, AttackOptions, check_names, check_positive, sweep
 from fedmjp.config import ATTACKS_HELP, AuditConfig, DefenseOptions
 from fedmjp.defenses import DEFENSES
 
@@ -70,7 +70,8 @@ class Options(AttackOptions):
         tyro.conf.arg(
             help="nope, the model without position embeddings, and registered defences: those with the option gamma at "
             "each of --gammas, those with noise_multiplier at each of --noise-multipliers, others once, as their "
-            f"options say; {DEFENSE_NAMES}."
+            f"options say; {DEFENSE_NAMES}.",
+            aliases=("--defense",),
         ),
     ] = ("none", NOPE, "mjp")
     gammas: tuple[float, ...] = (0.1, 0.5, 0.9)
@@ -98,6 +99,7 @@ class Options(AttackOptions):
         """Raise `UsageError` for options that cannot be met, before anything is written."""
         from fedmjp.models import MODELS, split_name
 
+        check_names(ATTACKS, self.attacks)
         check_positive(self, "audit_points", "audit_clients", "test_images")
         if self.audit_points > self.rounds:
             raise UsageError(f"--audit-points {self.audit_points} needs as many --rounds")
@@ -109,8 +111,6 @@ class Options(AttackOptions):
             self.strengths(name)
         if not any(self.strengths(name) for name in self.defenses):
             raise UsageError("no federation is asked for; --defenses mjp needs --gammas, noise --noise-multipliers")
-        for name in self.attacks:
-            ATTACKS.get(name)
         if not self.runnable():
             raise UsageError("none of --attacks can run: " + "; ".join(self.not_run().values()))
         base, variant = split_name(self.model)
