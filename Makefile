@@ -7,10 +7,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: simulate test test-fast lint docs clean
+.PHONY: simulate test test-fast tables lint docs clean
 
 simulate: $(STAMP)
-	$(RUN) -m fedmjp.simulate --clients 8 --defense mjp $(ARGS)
+	$(RUN) -m fedmjp.simulate --clients 8 --defense none mjp:gamma=0.1 mjp:gamma=0.9 --budget 3s $(ARGS)
 
 # A process a core with one thread each: small tensors gain nothing from a second thread.
 TEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile
@@ -20,6 +20,10 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(TEST) -m "not slow" $(ARGS)
+
+# Tables in results/ and Markdown blocks in README.md and docs/, from the committed rows.
+tables: $(STAMP)
+	$(RUN) benchmarks/render.py $(ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

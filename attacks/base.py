@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 # What asks for smaller batches (`attack_many`), and is no failure of an attack.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+# A linear solve of 224-pixel images on one CPU core; smaller images take less in proportion.
+SECONDS_OF_A_SOLVE, PIXELS_OF_A_SOLVE = 0.5, 3 * 224 * 224
 # A gradient below this norm holds nothing but round-off of a float32 loss.
 NEGLIGIBLE_NORM = 1e-10
 # Below this one a saturated model, and no defence, may be what blunts an attack.
@@ -50,6 +52,8 @@ class Attack(ABC):
     needs: ClassVar[frozenset[Capability]] = frozenset()
     # Whether the attack reads the whole update, and not just the layers that make the tokens and `linear_layers`.
     reads_every_parameter: ClassVar[bool] = False
+    # Whether a suite that chooses by itself may run the attack; attacks that repeat others are run by name only.
+    in_suite: ClassVar[bool] = True
 
     def __call__(self, observations: Sequence[Observation]) -> Reconstruction:
         """Attack a sequence of updates of one client, oldest first.
@@ -110,6 +114,22 @@ class Attack(ABC):
         if len(cases) == 1:
             return [Reconstruction(images=None, diagnosis=found)]
         return [self._answers([case])[0] for case in cases]
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """Why the attack has nothing to add on these updates, or ""; read from the update in no time.
+
+        A suite leaves the attack out and reports the reason. An attack that is run all the same finds out by itself.
+        """
+        return ""
+
+    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
+        """Time that the attack takes on these updates on one CPU core, within a factor of about three.
+
+        A formula and no measurement, so that the same command runs the same attacks on every machine.
+        """
+        target = observations[-1]
+        channels, height, width = target.image_shape
+        return SECONDS_OF_A_SOLVE * len(observations) * channels * height * width / PIXELS_OF_A_SOLVE
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """Weight matrices, by name, whose gradients the attack reads beside those of the layers that make the tokens.

@@ -175,6 +175,7 @@ class BreachingAttack(Attack):
     seed: int = 0
 
     config: ClassVar[str]
+    in_suite: ClassVar[bool] = False
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
     reads_every_parameter: ClassVar[bool] = True
 

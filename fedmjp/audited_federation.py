@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from attacks import Capability, Observation, UsageError, has_tokenizer
+from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
 from fedmjp.audit.harness import BASELINES, Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import observe_update
+from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
 from fedmjp.federation import ENGINES, ServerView, run_rounds
@@ -24,32 +25,32 @@ from fedmjp.metrics import load_lpips
 from fedmjp.metrics.baselines import mean_image
 from fedmjp.progress import RunProgress
 from fedmjp.records import provenance
-from fedmjp.records.run_folder import Workspace
-from fedmjp.report import RowLog
+from fedmjp.records.rows import RowLog
+from fedmjp.records.run_folder import RunFolder
 
 BASELINE_IMAGES = 128  # training images behind the mean image
 
 
-def run_experiment(config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
-    """Run every federation of `config` into `workspace`, going on where it stopped.
+def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
+    """Run every federation of `config` into `folder`, going on where it stopped.
 
     Raises:
         UsageError: data, weights or device that are not there.
         ClientFailure: a client failed.
     """
     ENGINES.get(config.federation.engine)(
-        lambda grid: run_on_grid(grid, config, workspace, progress), config.federation.clients
+        lambda grid: run_on_grid(grid, config, folder, progress), config.federation.clients
     )
 
 
-def run_on_grid(grid: Any, config: RunConfig, workspace: Workspace, progress: RunProgress) -> None:
+def run_on_grid(grid: Any, config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
     """Run every federation of `config` on a given Flower Grid; see `run_experiment`."""
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
-    with workspace.open_rows() as rows:
+    with folder.open_rows() as rows:
         for defense in config.defense:
             task = shared_task(config.to_json(), defense)
-            workspace.note_task(task)
-            FederationAudit(task, defense, workspace, rows, progress, lpips).run(grid)
+            folder.note_task(task)
+            FederationAudit(task, defense, folder, rows, progress, lpips).run(grid)
 
 
 class FederationAudit:
@@ -59,34 +60,37 @@ class FederationAudit:
         self,
         task: ClientTask,
         defense: str,
-        workspace: Workspace,
+        folder: RunFolder,
         rows: RowLog,
         progress: RunProgress,
         lpips: Callable | None,
     ) -> None:
-        self.task, self.defense, self.workspace, self.rows, self.progress = task, defense, workspace, rows, progress
+        self.task, self.defense, self.folder, self.rows, self.progress = task, defense, folder, rows, progress
         self.config = task.config
         self.score_images = scorer(task.model.patch_size, lpips)
         train = task.data.train
         some = list(range(0, len(train), max(1, len(train) // BASELINE_IMAGES)))[:BASELINE_IMAGES]
         self.mean_image = mean_image(train.images(some)).to(task.device)  # (1, C, H, W)
-        self.attacks = {name: self.config.attack(name) for name in self.config.audit.attacks}
-        names = (*BASELINES, *self.attacks)
+        self.threat_model, self.settings = self.config.threat_model(), self.config.attack_settings()
+        names = (*BASELINES, *ATTACKS)
         self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
         self.memory = self._memory()
         self.round_started = time.perf_counter()
 
     def _memory(self) -> Memory | None:
         """Where earlier updates are kept, if an attack asks for them and the model has tokens to attack."""
-        several = any(Capability.SEVERAL_ROUNDS in attack.needs for attack in self.attacks.values())
-        built = self.task.model
+        audit, built = self.config.audit, self.task.model
+        named = any(Capability.SEVERAL_ROUNDS in ATTACKS.get(name).needs for name in audit.named())
+        several = (
+            named or len(audit.named()) < len(audit.attacks) and Capability.SEVERAL_ROUNDS in self.threat_model.grants
+        )
         if not several or not has_tokenizer(built.module, (3, built.image_size, built.image_size)):
             return None
-        return Memory(self.workspace.memory_folder(self.defense))
+        return Memory(self.folder.memory_folder(self.defense))
 
     def run(self, grid: Any) -> None:
         """Train and audit from the round after the last finished one."""
-        finished, state = self.workspace.load_state(self.defense)
+        finished, state = self.folder.load_state(self.defense)
         if state is not None:
             self.task.load(state)
         rounds = self.config.federation.rounds
@@ -103,61 +107,83 @@ class FederationAudit:
 
     def on_update(self, view: ServerView) -> None:
         """Audit one client's update, if the run asks for it."""
-        if view.client in self.config.audit.audit_clients:
-            place = view.round, view.client
-            asked = [name for name, updates in self.attacked.items() if place in updates]
-            wanted = [name for name in asked if not self._done(name, view)]
-            if wanted or self.memory is not None:
-                self._audit(view, wanted)
+        audited = (view.round, view.client) in self.attacked[BASELINES[0]]
+        if audited or (self.memory is not None and view.client in self.config.audit.audit_clients):
+            self._audit(view, audited)
         self.progress.client_done()
 
     def on_round(self, number: int, state: Mapping[str, Tensor]) -> None:
         """Evaluate the global model, note the round and save the state to resume from."""
         f = self.config.federation
         due = number % f.evaluate_every == 0 or number == f.rounds
-        if due and not self.workspace.has_round(self.defense, number):
+        if due and not self.folder.has_round(self.defense, number):
             loss, accuracy = self.task.evaluate(state)
             seconds = time.perf_counter() - self.round_started if number else 0.0
-            self.workspace.append_round(self.defense, number, loss, accuracy, seconds)
+            self.folder.append_round(self.defense, number, loss, accuracy, seconds)
             self.progress.round_done(number, loss, accuracy, seconds)
-        self.workspace.save_state(self.defense, number, state)
+        self.folder.save_state(self.defense, number, state)
         self.round_started = time.perf_counter()
 
-    def _done(self, attack: str, view: ServerView) -> bool:
-        parameters = self.attacks[attack].parameters() if attack in self.attacks else {}
-        case = self._case(attack, parameters, view.round, view.client)
-        return self.rows.done(case, self.task.batch_ids(view.client, view.round, 0))
+    def _wanted(self, view: ServerView, suite: Suite) -> list[str]:
+        """The guesses and attacks of the suite that are due on this update and have no rows yet."""
+        place, ids = (view.round, view.client), self.task.batch_ids(view.client, view.round, 0)
+        parameters = dict.fromkeys(BASELINES, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
+        due = {name: own for name, own in parameters.items() if place in self.attacked[name]}
+        return [n for n, own in due.items() if not self.rows.done(self._case(n, own, *place), ids)]
 
-    def _audit(self, view: ServerView, wanted: list[str]) -> None:
+    def _audit(self, view: ServerView, audited: bool) -> None:
         # Local steps after the first see other images; an attack on a summed update is scored on the first step's.
         batch = self.task.batch(view.client, view.round, 0)
-        originals = batch.images.to(self.task.device)
         seen = self.task.seen(batch, view.client, view.round, 0)
         observation = observe_update(
             self.task,
-            self.config.threat_model(),
+            self.threat_model,
             round=view.round,
             client=view.client,
             sent=view.sent,
             received=view.received,
             labels=batch.labels,
         )
+        observations = [*(self.memory.before(observation) if self.memory else []), observation]
+        if audited:
+            audit = self.config.audit
+            suite = select_attacks(
+                audit.attacks,
+                observations,
+                self.threat_model,
+                budget=audit.budget_seconds(),
+                settings=self.settings,
+            )
+            self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
+            self._attack(observations, suite, self._wanted(view, suite), batch, seen.images, view)
+        if self.memory:
+            self.memory.add(observation)
+
+    def _attack(
+        self,
+        observations: list[Observation],
+        suite: Suite,
+        wanted: list[str],
+        batch: Batch,
+        seen: Tensor,
+        view: ServerView,
+    ) -> None:
+        """Write rows and pictures of the guesses and attacks that are wanted."""
+        originals, observation = batch.images.to(self.task.device), observations[-1]
         if wanted:
-            self.workspace.save_images(self.defense, view.round, view.client, "original", originals)
-            self.workspace.save_images(self.defense, view.round, view.client, "seen", seen.images)
+            self.folder.save_images(self.defense, view.round, view.client, "original", originals)
+            self.folder.save_images(self.defense, view.round, view.client, "seen", seen)
         norm = observation.gradient_norm()
-        earlier = self.memory.before(observation) if self.memory else []
         for scored in audit_update(
-            [*earlier, observation],
+            observations,
             originals,
-            attacks=self.attacks,
+            attacks=suite.chosen,
             baselines=self._baselines(view, len(originals)),
             score_images=self.score_images,
             skip=lambda name: name not in wanted,
+            weights_granted=Capability.MODEL_WEIGHTS in self.threat_model.grants,
         ):
             self._write(scored, observation, batch, norm)
-        if self.memory:
-            self.memory.add(observation)
 
     def _baselines(self, view: ServerView, size: int) -> dict[str, Tensor]:
         """The two guesses that need no gradient, (B, C, H, W) each."""
@@ -168,9 +194,7 @@ class FederationAudit:
 
     def _write(self, scored: Scored, observation: Observation, batch: Batch, norm: float) -> None:
         if scored.images is not None:
-            self.workspace.save_images(
-                self.defense, observation.round, observation.client, scored.attack, scored.images
-            )
+            self.folder.save_images(self.defense, observation.round, observation.client, scored.attack, scored.images)
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
         for index, image_id in enumerate(batch.ids):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
@@ -200,7 +224,7 @@ class FederationAudit:
         }
 
     def _provenance(self) -> dict[str, Any]:
-        return {"run_id": self.workspace.run_id, **provenance.columns(self.task.device)}
+        return {"run_id": self.folder.run_id, **provenance.columns(self.task.device)}
 
 
 def check_before_start(config: RunConfig) -> None:
@@ -214,3 +238,9 @@ def check_before_start(config: RunConfig) -> None:
         task = shared_task(config.to_json(), defense)
         if len(task.data.test) == 0:
             raise UsageError(f"--data {config.data.data} has no test images")
+        smallest = min(range(len(task.parts)), key=lambda client: len(task.parts[client]))
+        if len(task.parts[smallest]) < config.federation.batch_size:
+            raise UsageError(
+                f"--batch-size {config.federation.batch_size} is more than the {len(task.parts[smallest])} images that "
+                f"client {smallest} holds; take fewer --clients, a larger --train-limit or a smaller batch"
+            )

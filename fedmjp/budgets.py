@@ -16,7 +16,7 @@ from fedmjp.settings import split_entries, with_settings
 if TYPE_CHECKING:
     from attacks import Attack
 
-DEFAULT_ATTACKS = ("patch_embedding", "april")
+AUTO, ALL = "auto", "all"  # instead of names of attacks (`fedmjp.audit.suite`)
 EVERY = ""  # the name under which a bare number is kept
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -17,11 +18,13 @@ import tyro
 from attacks import ATTACKS, UsageError
 from attacks.observation import Capability, ThreatModel
 from fedmjp.budgets import (
-    DEFAULT_ATTACKS,
+    ALL,
+    AUTO,
     EVERY,
     build_attack,
     read_attack_options,
     read_budget,
+    searches,
     spread_evenly,
     steps_of,
 )
@@ -30,15 +33,19 @@ from fedmjp.data.partitioning import read_alpha
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import split_name
-from fedmjp.settings import describe, read_value, replace_at
+from fedmjp.settings import describe, read_value, replace_at, split_entries, with_settings
 
 if TYPE_CHECKING:
-    from attacks import Attack
+    pass
 
 DEFENSE_HELP = (
-    f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}."
+    f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}; one of "
+    "them may be given several times with settings of its own, as NAME:option=value (mjp:gamma=0.1 mjp:gamma=0.9)."
 )
-ATTACKS_HELP = f"Attacks to run on each audited update. Choose from: {', '.join(ATTACKS)}."
+ATTACKS_HELP = (
+    "Attacks on each audited update. auto: all that the threat model grants and that have something to add, the "
+    f"fastest first within --budget; all: every one; or names: {', '.join(ATTACKS)}."
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,10 @@ class DataConfig:
 class AuditConfig:
     """Which updates are attacked, how, and under which threat model."""
 
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = DEFAULT_ATTACKS
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = (AUTO,)
+    budget: str = "10s"
+    """Time that --attacks auto may plan for each update, on one CPU core (60s, 2m). Estimated, not measured, so that
+    the same command runs the same attacks everywhere; what is left out is named in the report."""
     audit_clients: tuple[int, ...] = (0, 1, 2, 3)
     """Ids of the clients whose updates are attacked."""
     audit_rounds: tuple[int, ...] = ()
@@ -119,7 +129,26 @@ class AuditConfig:
     lpips_net: Literal["squeeze", "alex", "vgg"] = "squeeze"
     """Backbone of the LPIPS metric."""
     lpips_weights: Path | None = None
-    """State dict of lpips.LPIPS; without it and without a cached backbone the LPIPS column stays empty."""
+    """State dict of lpips.LPIPS (none given: squeeze ships with fedmjp, alex and vgg need a cached backbone)."""
+
+    def named(self) -> tuple[str, ...]:
+        """The attacks that were asked for by name."""
+        return tuple(name for name in self.attacks if name not in (AUTO, ALL))
+
+    def budget_seconds(self) -> float:
+        """--budget in seconds.
+
+        Raises:
+            UsageError: no such time.
+        """
+        number, unit = (
+            re.fullmatch(r"([0-9.]*)([a-z]*)", str(self.budget).strip()).groups() if self.budget else ("", "")
+        )
+        try:
+            seconds = float(number) * {"": 1, "s": 1, "m": 60, "h": 3600}[unit]
+        except (ValueError, KeyError):
+            raise UsageError(f"--budget takes a time such as 10s, 2m or 1h, not {self.budget!r}") from None
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -143,14 +172,16 @@ class RunConfig:
     resume: bool = False
     """Go on with the unfinished run in --out; finished rows are not repeated."""
 
-    def defence(self, name: str) -> Defense:
-        """The defence called `name` with this run's options (its defaults, if it was registered after this module).
+    def defence(self, entry: str) -> Defense:
+        """The defence of one entry of `defense`: a name, with this run's options and then those of the entry itself.
 
         Raises:
-            UsageError: no such defence, or one of another package that cannot be imported.
+            UsageError: no such defence, one of another package that cannot be imported, or a setting that does not fit.
         """
+        name, settings = split_defense(entry)
         kind = DEFENSES.get(name)
-        return getattr(self.options, name, None) or kind()
+        # A defence that was registered after this module has no options on the command line.
+        return with_settings(getattr(self.options, name, None) or kind(), settings, f"defence {name!r}")
 
     def sampled(self) -> int:
         """Clients per round."""
@@ -162,23 +193,30 @@ class RunConfig:
         Raises:
             UsageError: one line that names the option and its choices.
         """
-        for name in self.defense:
-            DEFENSES.check(name)
+        for entry in self.defense:
+            DEFENSES.check(split_defense(entry)[0])
         if not self.defense or len(set(self.defense)) < len(self.defense):
-            raise UsageError(f"--defense takes different names from: {', '.join(DEFENSES.names())}")
+            raise UsageError(f"--defense takes different entries of: {', '.join(DEFENSES.names())}")
         for name in self.defense:
             self.defence(name).validate()
         split_name(self.model.model)
         split_source(self.data.data)
         self._validate_federation()
-        for name in self.audit.attacks:
+        for name in self.audit.named():
             ATTACKS.check(name)
+        self.audit.budget_seconds()
         for option in ("at_most", "steps"):
             read_budget(getattr(self.audit, option), f"--{option.replace('_', '-')}")
-        read_attack_options(self.audit.attack_options, self.audit.attacks)
-        threat = self.threat_model()
-        for name in self.audit.attacks:
-            self.attack(name).require(threat, name)
+        self._validate_attacks()
+
+    def _validate_attacks(self) -> None:
+        settings, threat, named = self.attack_settings(), self.threat_model(), self.audit.named()
+        if not self.audit.attacks:
+            raise UsageError(f"--attacks takes auto, all, or names from: {', '.join(ATTACKS)}")
+        if self.audit.steps and len(named) == len(self.audit.attacks) and not any(searches(name) for name in named):
+            raise UsageError(f"--steps is for attacks that search, and none of {', '.join(named)} does")
+        for name in named:
+            build_attack(name, settings.get(name)).require(threat, name)
 
     def _validate_federation(self) -> None:
         f = self.federation
@@ -194,6 +232,8 @@ class RunConfig:
             raise UsageError(f"--learning-rate must be positive, not {f.learning_rate}")
         if f.update == "gradient" and f.local_steps > 1:
             raise UsageError("--local-steps above 1 needs --update weights: a gradient is of one step")
+        if not self.audit.audit_clients:
+            raise UsageError(f"--audit-clients takes at least one client, from 0 to {f.clients - 1}")
         strange = [c for c in self.audit.audit_clients if not 0 <= c < f.clients]
         if strange and self.audit.audit_clients != AuditConfig().audit_clients:
             raise UsageError(f"--audit-clients {strange[0]} is no client; choose from 0 to {f.clients - 1}")
@@ -201,15 +241,18 @@ class RunConfig:
         if strange:
             raise UsageError(f"--audit-rounds {strange[0]} is no round; choose from 1 to {f.rounds}")
 
-    def attack(self, name: str) -> Attack:
-        """The attack called `name` with this run's settings.
+    def attack_settings(self) -> dict[str, dict[str, Any]]:
+        """The settings given for attacks, by attack; `build_attack` reads their values.
 
         Raises:
-            UsageError: no such attack or setting, or a value that is none.
+            UsageError: no such attack, or one that does not run.
         """
-        audit = self.audit
-        settings = read_attack_options(audit.attack_options, audit.attacks).get(name, {})
-        return build_attack(name, {**steps_of(name, read_budget(audit.steps, "--steps")), **settings})
+        audit, steps = self.audit, read_budget(self.audit.steps, "--steps")
+        choices = ATTACKS.names() if {AUTO, ALL} & set(audit.attacks) else audit.attacks
+        found: dict[str, dict[str, Any]] = dict(read_attack_options(audit.attack_options, choices))
+        for name in choices if steps else ():
+            found[name] = {**steps_of(name, steps), **found.get(name, {})}
+        return found
 
     def attacked(self, name: str) -> list[tuple[int, int]]:
         """The (round, client) whose updates the attack (or guess) called `name` gets, in order."""
@@ -229,7 +272,8 @@ class RunConfig:
     def to_json(self) -> str:
         """Canonical JSON of all that the run reads: the same for equal runs, whichever other defences are installed."""
         values = dataclasses.asdict(self)
-        values["options"] = {name: values["options"][name] for name in self.defense if name in values["options"]}
+        names = dict.fromkeys(split_defense(entry)[0] for entry in self.defense)
+        values["options"] = {name: values["options"][name] for name in names if name in values["options"]}
         return json.dumps(values, default=str, sort_keys=True)
 
     @classmethod
@@ -244,6 +288,20 @@ class RunConfig:
 
 # A group of options a defence; only now are the names known that a run's other options take.
 DefenseOptions = defense_options(option_names(RunConfig))
+
+
+def split_defense(entry: str) -> tuple[str, dict[str, str]]:
+    """An entry of --defense, "name" or "name:option=value,option=value", as its name and settings.
+
+    Raises:
+        UsageError: a setting without a value.
+    """
+    name, _, text = entry.partition(":")
+    settings = dict.fromkeys(split_entries([text]))
+    for part in settings:
+        if "=" not in part:
+            raise UsageError(f"--defense takes NAME or NAME:option=value, not {entry!r}")
+    return name, dict(part.split("=", 1) for part in settings)
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:

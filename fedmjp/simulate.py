@@ -19,7 +19,7 @@ from fedmjp.config import RunConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedmjp.records.run_folder import Workspace
+    from fedmjp.records.run_folder import RunFolder
 
 
 def run(config: RunConfig, console: Console) -> Path:
@@ -31,23 +31,24 @@ def run(config: RunConfig, console: Console) -> Path:
     config.validate()
     from fedmjp.audited_federation import check_before_start, run_experiment
     from fedmjp.progress import RunProgress
-    from fedmjp.records.run_folder import Workspace
+    from fedmjp.records.run_folder import RunFolder
 
     check_before_start(config)
-    workspace = Workspace(config)
-    if not workspace.is_finished():
-        run_experiment(config, workspace, RunProgress(console))
-        workspace.finish()
-    return report(workspace, console)
+    folder = RunFolder(config)
+    if not folder.is_finished():
+        run_experiment(config, folder, RunProgress(console))
+        folder.finish()
+    return report(folder, console)
 
 
-def report(workspace: Workspace, console: Console) -> Path:
+def report(folder: RunFolder, console: Console) -> Path:
     """Render a finished run and print its leakage table; the path of report.html."""
-    from fedmjp.report import as_text, load_rows, render, summarise
+    from fedmjp.records.rows import load_rows
+    from fedmjp.report import as_text, read_panels, render, summarise
 
-    page = render(workspace.out, workspace.panels())
-    summary = summarise(load_rows(workspace.out / "rows.jsonl"))
-    console.print(as_text(summary, width=max(console.width, 100)))
+    rows = load_rows(folder.out / "rows.jsonl")
+    page = render(folder.out, read_panels(folder.out, rows))
+    console.print(as_text(summarise(rows), width=max(console.width, 100)))
     return page
 
 

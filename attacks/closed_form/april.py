@@ -12,7 +12,7 @@ how badly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from attacks.attention import FirstAttention, find_first_attention
 from attacks.closed_form.base import ClosedForm, Equation
 from attacks.observation import Capability, Observation
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer
+from attacks.tokenizer import Tokenizer, find_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,16 @@ class April(ClosedForm):
     """APRIL's analytic attack on the first attention layer."""
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`: on a block that normalises its input APRIL's equation does not hold."""
+        target = observations[-1]
+        try:
+            width = find_tokenizer(target.model, target.image_shape).width
+            norm = find_first_attention(target.model, width).norm
+        except UsageError as error:
+            return str(error)
+        return f"the first block normalises its input ({norm}): APRIL's equation does not hold there" if norm else ""
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """Query, key and value of the first attention."""

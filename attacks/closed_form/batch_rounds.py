@@ -249,6 +249,12 @@ class BatchRounds(Attack):
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS})
 
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`: batches are separated by steps that share an image."""
+        if observations[-1].num_examples == 1:
+            return "the batch holds one image, which needs no separation from others"
+        return "only one update of this client was seen" if len(observations) == 1 else ""
+
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """Images of the last step's batch, identified ones first; `details` holds the search's numbers."""
         target = observations[-1]

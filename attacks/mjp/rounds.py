@@ -17,7 +17,7 @@ from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.completion import complete, render, vouched
 from attacks.mjp.joined_updates import join_updates
-from attacks.mjp.subspace import details_of
+from attacks.mjp.subspace import details_of, nothing_masked
 from attacks.observation import Capability, Observation, Reconstruction
 
 
@@ -32,6 +32,12 @@ class MJPRounds(Attack):
     prior: VectorialVariation = field(default_factory=VectorialVariation)
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS})
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`."""
+        if len(observations) == 1:
+            return "only one update of this client was seen: mjp_subspace gives the same answer"
+        return nothing_masked(observations[-1:])
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` adds updates used, patches never seen, open directions and misfit."""

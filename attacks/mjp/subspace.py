@@ -23,6 +23,7 @@ from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.completion import complete, render, vouched
 from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,10 @@ class MJPSubspace(Attack):
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT})
 
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`."""
+        return nothing_masked(observations[-1:])
+
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds what `details_of` lists."""
         observation = observations[-1]
@@ -45,6 +50,15 @@ class MJPSubspace(Attack):
         settled = complete(self.prior, update.estimate(), rows.tokenizer, observation.std, ~update.masked)
         diagnosis, details = "; ".join(update.reasons), details_of(update, settled)
         return render(observation, rows.tokenizer, settled.patches, vouched(settled), diagnosis, details)
+
+
+def nothing_masked(observations: Sequence[Observation]) -> str:
+    """Why attacks on masked updates add nothing to `patch_embedding` on these, or ""."""
+    try:
+        masked = any(read_position_rows(observation).masked.any() for observation in observations)
+    except UsageError as error:
+        return str(error)
+    return "" if masked else "no position is masked: patch_embedding gives the same answer"
 
 
 def details_of(update: MaskedUpdate, settled: Settled) -> dict[str, float]:

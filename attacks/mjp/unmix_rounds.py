@@ -27,6 +27,12 @@ class UnmixRounds(Unmix):
 
     needs: ClassVar[frozenset[Capability]] = Unmix.needs | {Capability.SEVERAL_ROUNDS}
 
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`."""
+        if len(observations) == 1:
+            return "only one update of this client was seen: unmix gives the same answer"
+        return super().obstacle(observations)
+
     def updates(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """Those of a client's updates that the attack uses: all."""
         return observations

@@ -19,7 +19,7 @@ from attacks import Attack, UsageError
 from attacks.base import OUT_OF_MEMORY
 from fedmjp.audit.harness import BASELINES, Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
-from fedmjp.report import RowLog
+from fedmjp.records.rows import RowLog
 
 Cases = Mapping[tuple[Setting, str], dict[str, Any]]
 
@@ -52,7 +52,8 @@ def run_attacks(
     """
     subject.built.module.to(victims.device, subject.dtype).eval()
     seen = victims.seen(subject.built, settings[0], clients, originals)
-    observations = victims.observe(subject.built, seen, clients, attacks.values())
+    update = 0 if settings[0].defended else None
+    observations = victims.observe(subject.built, seen, clients, attacks.values(), update=update)
     norms = [o.gradient_norm() for o in observations]
     found = {}
     for name, attack in attacks.items():

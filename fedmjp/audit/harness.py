@@ -8,13 +8,14 @@ scored in the same way: an attack has to be better than both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attacks import Attack, Observation, Reconstruction
+from attacks.certificate import certify
 from fedmjp.audit.assignment import match
 from fedmjp.metrics import METRIC_DIRECTIONS, score
 
@@ -56,12 +57,32 @@ class Scored:
         details = dict(self.reconstruction.details) if self.reconstruction else {}
         flags = list(self.reconstruction.flags) if self.reconstruction else []
         answer = {"seconds": self.seconds, "diagnosis": self.diagnosis, "details": details, "flags": flags}
+        answer |= (
+            {"known": None, "certified": None, "residual": None}
+            if self.reconstruction is None
+            else {
+                "known": _share_known(self.reconstruction),
+                "certified": self.reconstruction.certified,
+                "residual": self.reconstruction.residual,
+            }
+        )
         where = {"image": place, "image_id": image_id, "gradient_norm": gradient_norm}
         return {**case, **where, **self.records[place], **answer}
 
 
+def _share_known(found: Reconstruction) -> float | None:
+    """Share of the batch's pixels that the attack vouches for; None without images."""
+    return None if found.known is None else float(found.known.float().mean())
+
+
 def run_attack(
-    attack: Attack, name: str, observations: Sequence[Observation], originals: Tensor, score_images: ScoreImages
+    attack: Attack,
+    name: str,
+    observations: Sequence[Observation],
+    originals: Tensor,
+    score_images: ScoreImages,
+    *,
+    weights_granted: bool = False,
 ) -> Scored:
     """Run one attack on the last of `observations` and score it.
 
@@ -71,8 +92,13 @@ def run_attack(
         observations: the client's updates, oldest first.
         originals: (B, C, H, W) in [0, 1], the batch of the last update.
         score_images: see `scorer`.
+        weights_granted: the adversary may use the model's weights, so that the answer can be certified.
     """
-    return score_found(attack, name, [attack(observations)], [originals], score_images)[0]
+    found = attack(observations)
+    if weights_granted:
+        certified, residual = certify(observations[-1], found)
+        found = replace(found, certified=certified, residual=residual)
+    return score_found(attack, name, [found], [originals], score_images)[0]
 
 
 def score_found(
@@ -135,6 +161,7 @@ def audit_update(
     baselines: Mapping[str, Tensor],
     score_images: ScoreImages,
     skip: Callable[[str], bool] = lambda name: False,
+    weights_granted: bool = False,
 ) -> Iterator[Scored]:
     """Score the baselines, then the attacks, on one update.
 
@@ -145,6 +172,7 @@ def audit_update(
         baselines: name -> (B, C, H, W) guesses that need no gradient.
         score_images: see `scorer`.
         skip: whether to leave out an attack or baseline, by name.
+        weights_granted: the adversary may use the model's weights, so that answers can be certified.
     """
     for name, guess in baselines.items():
         if not skip(name):
@@ -152,4 +180,4 @@ def audit_update(
     for name, attack in attacks.items():
         if not skip(name):
             with torch.no_grad():
-                yield run_attack(attack, name, observations, originals, score_images)
+                yield run_attack(attack, name, observations, originals, score_images, weights_granted=weights_granted)

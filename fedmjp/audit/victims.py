@@ -27,7 +27,7 @@ class Setting:
 
     Attributes:
         name: a short name for a table's column.
-        defended: whether the defence acts on the input.
+        defended: whether the defence acts, on the input and on the update.
         hidden: if it does, whether the model's unknown position embedding is used (in models that have one).
         against: the image for the scores, "seen" (the model's input) or "original".
     """
@@ -108,7 +108,7 @@ class Victims:
 
     Args:
         gallery: the images.
-        defense: acts on the input in the settings with `defended`.
+        defense: acts on the input and on the update in the settings with `defended`.
         seed: together with the id of a client's first image it determines the defence's random numbers for that client,
             independent of batch and device.
         device: where images and updates are computed.
@@ -201,6 +201,7 @@ class Victims:
         clients: Sequence[int],
         attacks: Iterable[Attack],
         loss_weights: Mapping[str, float] = NO_TERMS,
+        update: int | None = None,
     ) -> list[Observation]:
         """One `Observation` per client, with the gradients that `attacks` need.
 
@@ -210,10 +211,16 @@ class Victims:
             clients: the clients' numbers.
             attacks: attacks that will receive the observations.
             loss_weights: weights of the terms that the clients add to the cross-entropy, by name.
+            update: number of updates that a client has sent of its image before, for the random numbers of a defence
+                on updates; None where the clients are undefended.
         """
         attacks, labels = list(attacks), self.labels(built, clients)
-        if self.group > 1 or any(attack.reads_every_parameter for attack in attacks):
-            return observe_groups(built, seen, labels, self.group, loss_weights)
+        defended = update is not None and type(self.defense).on_update is not Defense.on_update
+        if defended or self.group > 1 or any(attack.reads_every_parameter for attack in attacks):
+            views = observe_groups(built, seen, labels, self.group, loss_weights)
+            return (
+                [self._defended(view, c, update) for c, view in zip(clients, views, strict=True)] if defended else views
+            )
         width = find_tokenizer(built.module, (3, built.image_size, built.image_size)).width
         layers = dict.fromkeys(name for attack in attacks for name in attack.linear_layers(built.module, width))
         gradients = attacked_gradients(
@@ -225,6 +232,10 @@ class Victims:
             loss_weights=loss_weights,
         )
         return observe_each(built, gradients)
+
+    def _defended(self, view: Observation, client: int, update: int) -> Observation:
+        sent = self.defense.on_update(dict(view.gradients), self._generator(client, update, purpose=5))
+        return replace(view, gradients=sent)
 
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
         """Labels of the clients' images, (clients x group,) int64, modulo the number of classes of the model's head."""
@@ -316,8 +327,8 @@ class Victims:
             count += len(originals)
         return right / count
 
-    def _generator(self, client: int, update: int) -> torch.Generator:
+    def _generator(self, client: int, update: int, purpose: int = 4) -> torch.Generator:
         key = zlib.crc32(self.ids(client)[0].encode())
-        sequence = np.random.SeedSequence([self.seed, 4, key], spawn_key=(update,) if update else ())
+        sequence = np.random.SeedSequence([self.seed, purpose, key], spawn_key=(update,) if update else ())
         entropy = sequence.generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attacks import Attack, Observation, Reconstruction, UsageError, check_tokenizer, find_tokenizer
 from fedmjp.audit.observe import model_as_sent
-from fedmjp.budgets import DEFAULT_ATTACKS, named_attacks
+from fedmjp.budgets import named_attacks
 
 
 class Watcher:
@@ -51,7 +51,7 @@ class Watcher:
         learning_rate: float = 1.0,
         batch_size: int = 1,
         local_steps: int = 1,
-        attacks: Sequence[str | Attack] = DEFAULT_ATTACKS,
+        attacks: Sequence[str | Attack] = ("patch_embedding", "april"),
         out: str | Path = "leaks",
     ) -> None:
         check_tokenizer(model, find_tokenizer(model, image_shape), image_shape)

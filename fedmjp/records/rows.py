@@ -49,13 +49,16 @@ ROW_KEYS = (
     "image_id",
     "gradient_norm",
     *METRICS,
+    "known",
+    "certified",
+    "residual",
     "seconds",
     "diagnosis",
     "details",
     "flags",
 )
 # Keys that a row may lack because it was written before they were introduced, and their default values.
-OPTIONAL = {"flags": []}
+OPTIONAL = {"flags": [], "known": None, "certified": None, "residual": None}
 
 # The keys that describe what was run, in contrast to its results and the machine. Rows that agree in all of them and in
 # the image are the same row.
@@ -214,12 +217,12 @@ def unpack_rows(path: Path) -> None:
         draft.replace(path)
 
 
-def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
+def load_rows(path: str | os.PathLike[str], schema: Schema = RESULTS) -> pd.DataFrame:
     """Read a results file (.jsonl, or .jsonl.gz) without changing it; an incomplete last line is left out.
 
     Returns:
-        One row per line with the columns `ROW_KEYS`. Metrics, `seconds` and `gradient_norm` are float64 with NaN for
-        null; dictionaries and lists stay Python objects.
+        One row per line with the schema's keys as columns. Metrics, `seconds` and `gradient_norm` are float64 with NaN
+        for null; dictionaries and lists stay Python objects.
 
     Raises:
         UsageError: the file does not exist, or a line is damaged; the message names the line.
@@ -228,9 +231,9 @@ def load_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
     content = path.read_bytes()
-    rows, _ = _parse(gzip.decompress(content) if path.suffix == ".gz" else content, path, RESULTS)
-    frame = pd.DataFrame(rows, columns=list(ROW_KEYS))
-    numbers = [*METRICS, "seconds", "gradient_norm"]
+    rows, _ = _parse(gzip.decompress(content) if path.suffix == ".gz" else content, path, schema)
+    frame = pd.DataFrame(rows, columns=list(schema.keys))
+    numbers = [name for name in (*METRICS, "seconds", "gradient_norm") if name in schema.keys]
     return frame.astype(dict.fromkeys(numbers, "float64"))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from safetensors import safe_open
@@ -20,13 +20,12 @@ from attacks.registry import UsageError
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.records import provenance
-from fedmjp.report import Panel, Reconstructed, RowLog
+from fedmjp.records.rows import RowLog
 
 ROUND_COLUMNS = ("defense", "round", "loss", "accuracy", "seconds")
-MOST_PANELS = 8
 
 
-class Workspace:
+class RunFolder:
     """`out`, opened for a new run or to go on with an unfinished one.
 
     Args:
@@ -40,7 +39,7 @@ class Workspace:
         self.config, self.out = config, config.out
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
-        self.description: dict = {"weights": {}}
+        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}}
         self._open(identity)
 
     def _open(self, identity: dict) -> None:
@@ -51,7 +50,12 @@ class Workspace:
             self._check_same(found, identity)
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"--out {self.out} is a file; pass a folder")
-        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {self.out} cannot be made ({error.strerror}); pass another folder") from error
+        if not os.access(self.out, os.W_OK):
+            raise UsageError(f"--out {self.out} cannot be written to; pass another folder")
         self.description |= {
             "run_id": self.run_id,
             "command": "python -m fedmjp.simulate " + " ".join(sys.argv[1:]),
@@ -81,7 +85,8 @@ class Workspace:
                 f"{self.out} was begun at commit {before['commit']}, this is {provenance.commit()}: their rows must "
                 "not mix; pass another --out"
             )
-        self.description["weights"] = before.get("weights", {})
+        for entry in ("weights", "ran", "not_run"):
+            self.description[entry] = before.get(entry, {})
 
     def note_task(self, task: ClientTask) -> None:
         """Record what a federation runs on, in run.json."""
@@ -93,6 +98,19 @@ class Workspace:
             "skipped": list(data.skipped),
             "test_images": len(data.test),
         }
+        self._write_description()
+
+    def note_attacks(self, defense: str, chosen: Collection[str], left_out: Mapping[str, str]) -> None:
+        """Record in run.json which registered attacks have run on no update of a federation yet, and why.
+
+        Args:
+            chosen: names of the attacks that run on one more update.
+            left_out: name of every other registered attack -> why it does not.
+        """
+        ran = self.description["ran"].setdefault(defense, [])
+        ran += [name for name in chosen if name not in ran]
+        reasons = {**self.description["not_run"].get(defense, {}), **left_out}
+        self.description["not_run"][defense] = {n: reason for n, reason in reasons.items() if n not in ran}
         self._write_description()
 
     def finish(self) -> None:
@@ -154,44 +172,11 @@ class Workspace:
 
     def save_images(self, defense: str, round: int, client: int, what: str, images: Tensor) -> None:
         """Write (B, C, H, W) images in [0, 1] as PNG files."""
-        folder = self.out / "images" / defense
-        folder.mkdir(parents=True, exist_ok=True)
         for index, image in enumerate(images):
+            path = image_path(self.out, defense, round, client, index, what)
+            path.parent.mkdir(parents=True, exist_ok=True)
             pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-            Image.fromarray(pixels).save(folder / _image_name(round, client, index, what))
-
-    def panels(self) -> list[Panel]:
-        """Rows of the reconstructions figure: the first audited images of every defence, from the files on disk."""
-        with self.open_rows() as log:
-            rows = log.rows()
-        share = max(1, MOST_PANELS // len(self.config.defense))
-        panels = []
-        for defense in self.config.defense:
-            keys = dict.fromkeys(
-                (r["round"], r["client"], r["image"])
-                for r in rows
-                if r["defense"] == defense and r["attack"] in self.config.audit.attacks
-            )
-            for key in list(keys)[:share]:
-                panels.append(self._panel(defense, key, rows))
-        return panels
-
-    def _panel(self, defense: str, key: tuple[int, int, int], rows: list[dict]) -> Panel:
-        round, client, image = key
-        found = {}
-        for row in rows:
-            same = (row["defense"], row["round"], row["client"], row["image"]) == (defense, *key)
-            if same and row["attack"] in self.config.audit.attacks:
-                picture = self._picture(defense, key, row["attack"]) if row["psnr"] is not None else None
-                found[row["attack"]] = Reconstructed(picture, row["psnr"], row["diagnosis"])
-        title = f"{defense}, round {round}, client {client}"
-        if self.config.federation.batch_size > 1:
-            title += f", image {image}"
-        return Panel(title, self._picture(defense, key, "original"), self._picture(defense, key, "seen"), found)
-
-    def _picture(self, defense: str, key: tuple[int, int, int], what: str) -> Tensor:
-        path = self.out / "images" / defense / _image_name(*key, what)
-        return torch.from_numpy(np.asarray(Image.open(path)).copy()).permute(2, 0, 1) / 255
+            Image.fromarray(pixels).save(path)
 
 
 def holds_finished(config: RunConfig) -> bool:
@@ -221,8 +206,14 @@ def _identity(config: RunConfig) -> dict:
     return identity
 
 
-def _image_name(round: int, client: int, image: int, what: str) -> str:
-    return f"round{round:03d}_client{client:03d}_image{image}_{what}.png"
+def image_path(out: Path, defense: str, round: int, client: int, image: int, what: str) -> Path:
+    """The file of one audited image in a run's folder.
+
+    Args:
+        image: its place in the client's batch.
+        what: "original", "seen", or an attack's name.
+    """
+    return out / "images" / defense / f"round{round:03d}_client{client:03d}_image{image}_{what}.png"
 
 
 def _leaves(config: dict) -> dict:

@@ -1,9 +1,10 @@
-"""run.json: what a benchmark was asked, with which versions, commits and machines its rows were made."""
+"""run.json: what a command was asked, and with which versions, commits and machines its results were made."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,47 @@ import pandas as pd
 from fedmjp.records import provenance
 
 
-def note_run(out: Path, program: str, rows: pd.DataFrame, **more: Any) -> None:
-    """Write or bring up to date `out`/run.json; the commands of earlier calls, which --resume took up, are kept.
+def note_run(
+    out: Path,
+    program: str,
+    *,
+    devices: Iterable[str],
+    commits: Iterable[str] | None = None,
+    overwritten: bool = False,
+    joined: Mapping[str, Iterable[str]] | None = None,
+    **more: Any,
+) -> None:
+    """Write or bring up to date `out`/run.json; commands, commits and devices of earlier calls are kept.
 
     Args:
         program: the command without its options.
-        rows: all rows of the folder (`commit` and `device` are read).
-        more: further entries; lists are joined with those of earlier calls.
+        devices: in words, as `provenance.device_name` gives them.
+        commits: behind the results; None for the present one.
+        overwritten: this call replaced the results of earlier ones, which are forgotten.
+        joined: further lists that keep what earlier calls wrote.
+        more: further entries, which replace those of earlier calls.
     """
     file = out / "run.json"
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    joined = {k: sorted({*before.get(k, []), *v}) if isinstance(v, list) else v for k, v in more.items()}
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() and not overwritten else {}
+    commits = [provenance.commit()] if commits is None else commits
+    lists = {**(joined or {}), "commits": commits, "devices": devices}
     record = {
+        **before,
         "commands": [*before.get("commands", []), " ".join([program, *sys.argv[1:]])],
-        **joined,
+        **more,
         "versions": provenance.versions(),
-        "commits": sorted(rows["commit"].unique()),
-        "devices": sorted(rows["device"].unique()),
-        "weights": sorted(set(zip(rows["model"], rows["weights"], strict=True))),
-        "rows": len(rows),
+        **{name: sorted({*before.get(name, []), *values}) for name, values in lists.items()},
     }
+    out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def note_rows(out: Path, program: str, rows: pd.DataFrame, **more: Any) -> None:
+    """`note_run` with what the rows say of themselves.
+
+    Args:
+        rows: all rows of the folder, with the columns commit, device, model and weights.
+    """
+    weights = sorted(set(zip(rows["model"], rows["weights"], strict=True)))
+    own = {"commits": rows["commit"], "devices": rows["device"], "weights": weights, "rows": len(rows)}
+    note_run(out, program, **more, **own)

@@ -1,4 +1,4 @@
-"""Results to something a person reads: the row log, summary tables, figures and one self-contained page."""
+"""What is rendered from a run's own rows: summary tables, figures, warnings and one self-contained page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from attacks.registry import UsageError
-from fedmjp.records.rows import BASELINES, IDENTITY, METRICS, ROW_KEYS, RowLog, load_rows
+from fedmjp.records.rows import load_rows
 from fedmjp.report.figures import (
     MAX_PANELS,
     Panel,
@@ -21,26 +21,22 @@ from fedmjp.report.figures import (
 )
 from fedmjp.report.flags import footnotes, with_table_flags
 from fedmjp.report.page import write_page
-from fedmjp.report.tables import as_text, summarise, write_csv, write_latex
+from fedmjp.report.panels import read_panels
+from fedmjp.report.tables import as_latex, as_text, summarise
 
 __all__ = [
-    "BASELINES",
-    "IDENTITY",
     "MAX_PANELS",
-    "METRICS",
-    "ROW_KEYS",
     "Panel",
     "Reconstructed",
-    "RowLog",
+    "as_latex",
     "as_text",
     "leakage_by_round_figure",
-    "load_rows",
+    "read_panels",
     "reconstructions_figure",
     "render",
     "summarise",
+    "summary_files",
     "training_figure",
-    "write_csv",
-    "write_latex",
     "write_page",
 ]
 
@@ -67,8 +63,8 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     out = Path(out)
     rows, run, rounds = load_rows(out / "rows.jsonl"), _load_run(out / "run.json"), _load_rounds(out / "rounds.csv")
     summary = summarise(rows)
-    write_csv(summary, out / "summary.csv")
-    write_latex(summary, out / "summary.tex")
+    for name, text in summary_files(summary).items():
+        (out / name).write_text(text, encoding="utf-8")
     figures: dict[str, Path] = {}
     for name, draw, content in (
         ("reconstructions", reconstructions_figure, panels),
@@ -81,6 +77,11 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     page = out / "report.html"
     write_page(page, run=run, summary=summary, rounds=rounds, rows=rows, figures=figures, notes=_notes(rows))
     return page
+
+
+def summary_files(summary: pd.DataFrame) -> dict[str, str]:
+    """Content of summary.csv (full precision, NaN as an empty field) and summary.tex."""
+    return {"summary.csv": summary.to_csv(index=False), "summary.tex": as_latex(summary)}
 
 
 def _load_run(path: Path) -> dict[str, Any]:

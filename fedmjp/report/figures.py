@@ -10,7 +10,7 @@ import os
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -29,6 +29,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _BASELINE_STYLES = ({"color": "#404040", "ls": ":"}, {"color": "#9a9a9a", "ls": (0, (1, 3))})
 SMALL, NORMAL = 8, 9
+_BOUNDS = ("mean", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str]) -> None:
     accuracy.set_ylabel("Test accuracy (%)", fontsize=NORMAL)
     loss.set_ylabel("Test loss", fontsize=NORMAL)
     for axes in (accuracy, loss):
-        _dress(axes, sorted(rounds["round"].unique()))
+        _round_axis(axes, sorted(rounds["round"].unique()))
     figure.legend(loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False, title=None)
     save(figure, path)
 
@@ -250,7 +251,7 @@ def _draw_leakage(axes: Axes, group: pd.DataFrame, styles: dict[str, dict[str, A
         x = x + (attacks.index(name) - (len(attacks) - 1) / 2) * 0.06 * spacing
         error = np.nan_to_num(np.stack([mean - low, high - mean]).clip(min=0))
         axes.errorbar(x, mean, yerr=error, label=name, ms=4.5, lw=1.3, elinewidth=0.9, capsize=2, **styles[name])
-    _dress(axes, rounds)
+    _round_axis(axes, rounds)
     silent = [name for name in group["attack"].unique() if name not in drawn]
     if silent:
         note = textwrap.fill(f"no image: {', '.join(silent)}", 40)
@@ -264,16 +265,36 @@ def _draw_baseline(axes: Axes, name: str, x: np.ndarray, mean: np.ndarray, style
         axes.plot(x, mean, label=name, lw=1.4, zorder=1, **style)
 
 
-def _dress(axes: Axes, rounds: list[float]) -> None:
+def _round_axis(axes: Axes, rounds: list[float]) -> None:
     axes.set_xlabel("Round", fontsize=NORMAL)
-    axes.tick_params(labelsize=SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e3e3e3", linewidth=0.6)
-    axes.set_axisbelow(True)
+    dress(axes, grid="y")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if len(rounds) == 1:
         axes.set_xlim(rounds[0] - 0.6, rounds[0] + 0.6)
         axes.set_xticks(rounds)
+
+
+def dress(axes: Axes, grid: Literal["", "y", "both"] = "") -> None:
+    """Small ticks and no upper or right frame, as in every figure of the project, with grid lines where asked for."""
+    axes.tick_params(labelsize=SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+    if grid:
+        axes.grid(axis=grid, color="#e3e3e3", linewidth=0.6)
+        axes.set_axisbelow(True)
+
+
+def error_bars(axes: Axes, x: Any, table: pd.DataFrame, name: str = "", **look: Any) -> None:
+    """Draw means with their intervals, a point each.
+
+    Args:
+        x: (n,) coordinates.
+        table: n lines with the mean and the bounds of its interval: `name`, `name`_low and `name`_high, or mean, low
+            and high where `name` is empty.
+        look: keyword arguments of `Axes.errorbar`.
+    """
+    mean, low, high = (table[column] for column in ((name, f"{name}_low", f"{name}_high") if name else _BOUNDS))
+    error = np.stack([mean - low, high - mean]).clip(min=0)
+    axes.errorbar(x, mean, yerr=error, **{"elinewidth": 0.8, "capsize": 2} | look)
 
 
 def _broken(name: str) -> str:

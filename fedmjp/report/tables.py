@@ -6,9 +6,7 @@ counted under `failed` and enter no mean, so a mean over few images is read toge
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,19 +54,6 @@ def summarise(rows: pd.DataFrame, by: Sequence[str] = GROUP) -> pd.DataFrame:
     """
     records = [dict(zip(by, key, strict=True)) | _summary(group) for key, group in rows.groupby(list(by), sort=False)]
     return pd.DataFrame(records, columns=_columns(by))
-
-
-def write_csv(summary: pd.DataFrame, path: str | os.PathLike[str]) -> None:
-    """Write the summary as CSV with full precision; NaN becomes an empty field."""
-    summary.to_csv(path, index=False)
-
-
-def write_latex(summary: pd.DataFrame, path: str | os.PathLike[str]) -> None:
-    """Write the summary as a LaTeX table body (needs only booktabs); `mean \\pm` half the 95 % interval.
-
-    Arrows point to the more private side. Metrics without a single value are left out.
-    """
-    Path(path).write_text(_latex(summary), encoding="utf-8")
 
 
 def as_text(summary: pd.DataFrame, width: int = 120) -> Table:
@@ -153,7 +138,11 @@ def _interval(values: pd.Series) -> tuple[float, float, float]:
     return interval.mean, interval.low, interval.high
 
 
-def _latex(summary: pd.DataFrame) -> str:
+def as_latex(summary: pd.DataFrame) -> str:
+    """The summary as a LaTeX table body (needs only booktabs): mean \\pm half the 95 % interval.
+
+    Arrows point to the more private side. Metrics without a single value are left out.
+    """
     metrics = measured(summary)
     columns = 3 + len(metrics)
     lines = [

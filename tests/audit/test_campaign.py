@@ -13,12 +13,13 @@ from attacks import ATTACKS, Attack, UsageError
 from fedmjp.audit import campaign as campaign_module
 from fedmjp.audit.campaign import Campaign
 from fedmjp.audit.harness import scorer
+from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model
 from fedmjp.records import provenance
-from fedmjp.report import RowLog
+from fedmjp.records.rows import RowLog
 
 ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")
 SEEN = Setting("b", defended=True, hidden=True, against="seen")
@@ -266,3 +267,19 @@ def test_whole_updates_equal_those_of_the_attacked_layers(subject) -> None:
         assert set(whole.gradients) == {name for name, _ in subject.built.module.named_parameters()}
         for name, gradient in part.gradients.items():
             torch.testing.assert_close(gradient, whole.gradients[name], atol=1e-6, rtol=1e-3)
+
+
+def test_a_defence_of_updates_acts_on_the_whole_gradient(subject) -> None:
+    noise = DEFENSES.get("noise")(clip_norm=1e-3, noise_multiplier=0.0)
+    victims = Victims(load_gallery("photos", size=64, limit=2), noise, seed=0, device=CPU, warn=lambda line: None)
+    clients, originals = victims.decode([0, 1])
+    attacks = [ATTACKS.get("patch_embedding")()]
+    seen = victims.seen(subject.built, SEEN, clients, originals)
+    whole = observe_groups(subject.built, seen, victims.labels(subject.built, clients), 1)
+    for sent, honest in zip(victims.observe(subject.built, seen, clients, attacks, update=0), whole, strict=True):
+        assert sent.gradient_norm() == pytest.approx(1e-3, rel=1e-4)
+        scale = 1e-3 / honest.gradient_norm()
+        for name, tensor in honest.gradients.items():
+            torch.testing.assert_close(sent.gradients[name], scale * tensor, rtol=1e-4, atol=1e-9)
+    undefended = victims.observe(subject.built, seen, clients, attacks)
+    assert undefended[0].gradient_norm() > 1e-2

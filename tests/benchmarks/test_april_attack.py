@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from fedmjp.audit import campaign as campaign_module
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 
 SMALL = ["--num-images", "4", "--batch-size", "3"]
 MODELS = ["--model", "vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp", "--weights", "random"]
@@ -69,7 +69,7 @@ def test_the_closed_form_and_what_mjp_does_to_it(finished) -> None:
 
 
 def interrupted(monkeypatch, after: int) -> None:
-    real, calls = campaign_module.answers, []
+    real, calls = campaign_module.run_attacks, []
 
     def stopping(*rest, **named):
         calls.append(1)
@@ -77,7 +77,7 @@ def interrupted(monkeypatch, after: int) -> None:
             raise KeyboardInterrupt
         return real(*rest, **named)
 
-    monkeypatch.setattr(campaign_module, "answers", stopping)
+    monkeypatch.setattr(campaign_module, "run_attacks", stopping)
 
 
 @pytest.mark.parametrize("after", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
@@ -170,3 +170,17 @@ def test_help_teaches(capsys) -> None:
     told = capsys.readouterr().out
     assert "--resume" in told
     assert "token_gradient" in told
+
+
+def test_another_defence_acts_on_the_update_in_the_settings_that_are_defended(tmp_path) -> None:
+    out = tmp_path / "out"
+    options = ["--model", "vit_mini_64", "--weights", "random", "--block", "standard", "--attacks", "patch_embedding"]
+    assert run(out, *options, "--defense", "noise", "--noise-multiplier", "0.01", "--clip-norm", "30") == 0
+    rows = rows_of(out)
+    attacked = rows[rows["attack"] == "patch_embedding"]
+    assert set(rows["defense"]) == {"noise"}
+    assert attacked["defense_parameters"].iloc[0] == {"clip_norm": 30, "noise_multiplier": 0.01}
+    by = attacked.groupby("setting")["psnr"]
+    assert by.min()["a"] > 60
+    assert by.max()["b"] < 30
+    assert by.max()["d"] < 30

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-import attention_maps
+import attention_maps as command
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from experiments.trained_models import attention_maps
 from safetensors.torch import save_file
 
 from fedmjp.models import build_model
@@ -67,7 +68,7 @@ def checkpoint(folder, name: str, classes: int = 8) -> str:
 def test_table_and_figure(tmp_path) -> None:
     models = [checkpoint(tmp_path, name) for name in ("vit_mini_64", "vit_mini_32")]
     options = ["--data", "photos", "--num-images", "6", "--photographs", "2", "--out", str(tmp_path / "out")]
-    assert attention_maps.main(["--model", *models, *options]) == 0
+    assert command.main(["--model", *models, *options]) == 0
     assert (tmp_path / "out" / "attention.png").stat().st_size > 10_000
     table = pd.read_csv(tmp_path / "out" / "table.csv")
     assert table["model"].tolist() == ["vit_mini_64", "vit_mini_32"] * 2
@@ -90,7 +91,7 @@ def test_table_and_figure(tmp_path) -> None:
 )
 def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:
     options = [checkpoint(tmp_path, "vit_mini_64", 5) if o == "FILE" else o for o in options]
-    assert attention_maps.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert command.main([*options, "--out", str(tmp_path / "out")]) == 2
     complaint = capsys.readouterr().err
     assert words in complaint
     assert complaint.count("\n") == 1

@@ -8,8 +8,9 @@ from pathlib import Path
 import batch_rounds
 import pandas as pd
 import pytest
+from experiments.batches import protocol
 
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 
 SMALL = ["--model", "vit_mini_64", "--num-images", "5", "--batch-sizes", "2"]
 
@@ -31,7 +32,7 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("order", [2, 3, 5])
 def test_any_two_images_meet_once(order: int) -> None:
-    lines = batch_rounds.affine_plane(order)
+    lines = protocol.affine_plane(order)
     met = [frozenset(pair) for line in lines for pair in combinations(line, 2)]
     assert len(met) == len(set(met)) == order**2 * (order**2 - 1) // 2
     assert sorted(point for line in lines[-order:] for point in line) == list(range(order**2))
@@ -49,7 +50,7 @@ def test_only_looking_back_separates_a_batch(finished) -> None:
 
 
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
-    real, calls = batch_rounds.score_found, []
+    real, calls = protocol.score_found, []
 
     def stopping(*rest):
         calls.append(1)
@@ -59,7 +60,7 @@ def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, m
 
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(batch_rounds, "score_found", stopping)
+        patched.setattr(protocol, "score_found", stopping)
         assert run(out) == 130
     assert run(out) == 2
     assert "pass --resume" in capsys.readouterr().err

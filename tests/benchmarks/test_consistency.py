@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import consistency as script
+import consistency as command
 import numpy as np
 import pandas as pd
 import pytest
@@ -87,7 +87,7 @@ def test_table_and_figure(tmp_path) -> None:
     out = tmp_path / "out"
     entry = f"vit_mini_64_mjp={checkpoint(tmp_path, 'vit_mini_64_mjp')}"
     options = ["--data", "photos", "--num-images", "6", "--gammas", "0", "0.5", "--out", str(out)]
-    assert script.main(["--model", entry, *options]) == 0
+    assert command.main(["--model", entry, *options]) == 0
     assert (out / "consistency.png").exists()
     found = pd.read_csv(out / "table.csv")
     ours = found[found["source"] == "measured"]
@@ -95,8 +95,8 @@ def test_table_and_figure(tmp_path) -> None:
     assert np.isfinite(ours[["accuracy", "diff_norm", "diff_share", "consistency"]].to_numpy()).all()
     assert (found["source"] == "paper, Table 1").sum() == 6
     other = f"vit_mini_64={checkpoint(tmp_path, 'vit_mini_64')}"
-    assert script.main(["--model", other, *options]) == 2
-    assert script.main(["--model", other, *options, "--resume"]) == 0
+    assert command.main(["--model", other, *options]) == 2
+    assert command.main(["--model", other, *options, "--resume"]) == 0
     more = pd.read_csv(out / "table.csv")
     pd.testing.assert_frame_equal(more[more["model"] == "vit_mini_64_mjp"], ours[more.columns])
     assert len(more) == len(found) + 2
@@ -115,5 +115,5 @@ def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:
     path = tmp_path / "five.safetensors"
     save_file(build_model("vit_mini_64", num_classes=5, weights="random").module.state_dict(), path)
     options = [o.replace("FILE", str(path)) for o in options]
-    assert script.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert command.main([*options, "--out", str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err

@@ -7,14 +7,15 @@ import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-import corrupted
-import corruptions
+import corruptions as command
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from experiments.trained_models import corrupted, corruption_table, corruptions
+from experiments.trained_models.checkpoints import load_trained
+from experiments.trained_models.options import CORRUPTIONS
 from safetensors.torch import save_file
-from trained import load_trained
 
 from fedmjp.data import load_data
 from fedmjp.models import build_model
@@ -32,13 +33,13 @@ def images():
 
 
 def test_names_are_those_of_imagenet_c() -> None:
-    assert list(corrupted.CORRUPTIONS) == imagecorruptions.get_corruption_names("common")
-    assert set(corruptions.paper_corruptions()) < set(corrupted.CORRUPTIONS)
+    assert list(CORRUPTIONS) == imagecorruptions.get_corruption_names("common")
+    assert set(corruption_table.paper_corruptions()) < set(CORRUPTIONS)
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n == "glass_blur" else ()) for n in corrupted.CORRUPTIONS],
+    [pytest.param(n, marks=pytest.mark.slow if n == "glass_blur" else ()) for n in CORRUPTIONS],
 )
 def test_a_seed_fixes_a_picture(name, images) -> None:
     """Alone or in a batch, whatever was drawn before; and NumPy's generator is left as it was."""
@@ -69,7 +70,7 @@ def test_mce_by_hand() -> None:
     plain = pd.DataFrame(np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 1, 0, 1], [1, 1, 1, 1, 1]]))
     other = pd.DataFrame(np.array([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]]))
     plain.columns = other.columns = pd.MultiIndex.from_tuples(cells)
-    table, summary = corruptions.tables({"plain": plain, "other": other}, "plain")
+    table, summary = corruption_table.tables({"plain": plain, "other": other}, "plain")
     found = table.set_index(["model", "corruption"])
     assert found.loc[("plain", "contrast"), "error"] == 75  # 2 of 4 and 4 of 4
     assert found.loc[("other", "contrast"), "error"] == 37.5  # 1 of 4 and 2 of 4
@@ -89,7 +90,7 @@ def test_mce_by_hand() -> None:
 
 def test_papers_mce_is_no_mean_of_its_table_9() -> None:
     """DeiT-S's printed mCE is the mean of its ten errors; the MJP model's is not."""
-    lines = corruptions.paper_lines("summary.csv").set_index("model")
+    lines = corruption_table.paper_lines("summary.csv").set_index("model")
     assert lines["error"].to_dict() == pytest.approx({"deit_s": 44.0, "deit_s_mjp": 43.24})
     assert lines["printed_mce"].to_dict() == {"deit_s": 44.0, "deit_s_mjp": 41.5}
 
@@ -109,7 +110,7 @@ def call(tmp_path):
 
 def test_an_interrupted_run_is_taken_up_where_it_stopped(call, tmp_path, monkeypatch, capsys) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert corruptions.main([*call, "--out", str(whole)]) == 0
+    assert command.main([*call, "--out", str(whole)]) == 0
     honest, calls = corruptions.mistakes, []
 
     def stops(*arguments):
@@ -119,12 +120,12 @@ def test_an_interrupted_run_is_taken_up_where_it_stopped(call, tmp_path, monkeyp
         return honest(*arguments)
 
     monkeypatch.setattr(corruptions, "mistakes", stops)
-    assert corruptions.main([*call, "--out", str(broken)]) == 130
+    assert command.main([*call, "--out", str(broken)]) == 130
     assert f"go on with --resume --out {broken}" in capsys.readouterr().err
     assert len((broken / "rows.jsonl").read_text().splitlines()) == 4
-    assert corruptions.main([*call, "--out", str(broken)]) == 2
+    assert command.main([*call, "--out", str(broken)]) == 2
     assert "holds rows already; pass --resume" in capsys.readouterr().err
-    assert corruptions.main([*call, "--out", str(broken), "--resume"]) == 0
+    assert command.main([*call, "--out", str(broken), "--resume"]) == 0
     assert len(calls) == 6 + 6
     for name in ("rows.jsonl.gz", "table.csv", "summary.csv"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
@@ -140,10 +141,10 @@ def test_an_interrupted_run_is_taken_up_where_it_stopped(call, tmp_path, monkeyp
 def test_other_weights_are_measured_anew(call, tmp_path) -> None:
     """Rows are known by what the weights are, not by what their file is called."""
     out = tmp_path / "out"
-    assert corruptions.main([*call, "--out", str(out)]) == 0
+    assert command.main([*call, "--out", str(out)]) == 0
     built = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="none", seed=1)
     save_file(built.module.state_dict(), tmp_path / "vit_mini_64_mjp.safetensors")
-    assert corruptions.main([*call, "--out", str(out), "--resume"]) == 0
+    assert command.main([*call, "--out", str(out), "--resume"]) == 0
     assert len(gzip.decompress((out / "rows.jsonl.gz").read_bytes()).splitlines()) == 15
     assert len(pd.read_csv(out / "table.csv").query("source == 'measured'")) == 4
 
@@ -153,7 +154,7 @@ def test_a_missing_package_ends_in_one_line(call, tmp_path, monkeypatch, capsys)
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(corrupted, "version", absent)
-    assert corruptions.main([*call, "--out", str(tmp_path / "out")]) == 2
+    assert command.main([*call, "--out", str(tmp_path / "out")]) == 2
     complaint = capsys.readouterr().err
     assert "corruptions need imagecorruptions-imaug" in complaint
     assert "pip install 'fedmjp[tables]'" in complaint
@@ -174,7 +175,7 @@ def test_a_missing_package_ends_in_one_line(call, tmp_path, monkeypatch, capsys)
     ],
 )
 def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:
-    assert corruptions.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert command.main([*options, "--out", str(tmp_path / "out")]) == 2
     complaint = capsys.readouterr().err
     assert words in complaint
     assert complaint.count("\n") == 1

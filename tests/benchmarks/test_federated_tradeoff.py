@@ -9,14 +9,14 @@ from pathlib import Path
 import federated_tradeoff
 import pandas as pd
 import pytest
+from experiments.tradeoff.table import final_accuracy, strongest, tradeoff_table
 
 from attacks import ATTACKS
 from fedmjp.client import ClientTask
-from fedmjp.report import load_rows
-from fedmjp.report.tradeoff import final_accuracy, strongest, tradeoff_table
+from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
-SMALL = ["--data", "photos", "--clients", "3", "--rounds", "2", "--looks", "2", "--audit-clients", "2"]
+SMALL = ["--data", "photos", "--clients", "3", "--rounds", "2", "--audit-points", "2", "--audit-clients", "2"]
 SMALL += ["--test-images", "8", "--threads", "1", "--at-most", "1", "--steps", "1", "--partitions", "iid"]
 FAST = ["--attacks", "patch_embedding,mjp_subspace,inverting_gradients", "--gammas", "0.5"]
 
@@ -124,7 +124,7 @@ def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
         "mjp_rounds",
         "--rounds",
         "1",
-        "--looks",
+        "--audit-points",
         "1",
     ]
     assert run(tmp_path / "out", *options, "--grants", "model_weights", "position_gradient") == 0
@@ -135,7 +135,7 @@ def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_every_attack_gives_rows_or_a_reason(tmp_path) -> None:
-    assert run(tmp_path / "out", "--gammas", "0.9", "--rounds", "1", "--looks", "1") == 0
+    assert run(tmp_path / "out", "--gammas", "0.9", "--rounds", "1", "--audit-points", "1") == 0
     table = pd.read_csv(tmp_path / "out" / "table.csv", keep_default_na=False)
     assert set(table["attack"]) == {*ATTACKS, "mean_image", "other_image"}
     silent = table[table["psnr_mean"].astype(str) == ""]
@@ -181,7 +181,7 @@ MISTAKES = [
     (["--gammas", "1.5"], "--gamma must lie in"),
     (["--model", "vit_mini_32_nope"], "without suffix"),
     (["--model", "swin_t"], "plain ViT"),
-    (["--looks", "3"], "--looks 3 needs as many --rounds"),
+    (["--audit-points", "3"], "--audit-points 3 needs as many --rounds"),
     (["--at-most", "unmix=none"], "--at-most takes NUMBER or ATTACK=NUMBER"),
     (["--steps", "0"], "--steps takes NUMBER"),
     (["--clients", "0"], "--clients must be at least 1"),
@@ -201,3 +201,13 @@ def test_mistakes_are_one_line_and_exit_with_2(tmp_path, capsys, options: list[s
     assert len(error) == 1
     assert words in error[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_any_registered_defence_has_its_federation(tmp_path) -> None:
+    out = tmp_path / "out"
+    options = ["--defenses", "spp", "frozen_positions", "--spp-probability", "0.25", "--attacks", "patch_embedding"]
+    assert run(out, *options, "--rounds", "1", "--audit-points", "1") == 0
+    table = pd.read_csv(out / "table.csv", keep_default_na=False).set_index(["point", "attack"])
+    assert list(dict.fromkeys(table.index.get_level_values(0))) == ["frozen_positions", "spp, spp_probability = 0.25"]
+    assert "no gradient of pos_embed" in table.loc[("frozen_positions", "patch_embedding"), "note"]
+    assert len(list((out / "federations").iterdir())) == 2

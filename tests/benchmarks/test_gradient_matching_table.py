@@ -8,9 +8,11 @@ from pathlib import Path
 import gradient_matching
 import pandas as pd
 import pytest
+from experiments.matching import protocol
+from experiments.matching.render import matching_block
+from experiments.matching.table import matching_table
 
-from fedmjp.report import load_rows
-from fedmjp.report.matching import matching_table
+from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
 SMALL = [
@@ -44,7 +46,7 @@ def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
     assert "one_mask_assumed" in table.loc[("inverting_gradients", 0.5, 2, "original"), "flags"]
     assert any("randomised_defence_once" in line for line in json.loads((whole / "run.json").read_text())["warnings"])
 
-    real, calls = gradient_matching.Campaign.attack, []
+    real, calls = protocol.Campaign.attack, []
 
     def stopping(*arguments):
         calls.append(1)
@@ -53,7 +55,7 @@ def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
         return real(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(gradient_matching.Campaign, "attack", stopping)
+        patched.setattr(protocol.Campaign, "attack", stopping)
         assert run(broken, *CELLS) == 130
     assert run(broken, *CELLS) == 2
     assert "pass --resume" in capsys.readouterr().err
@@ -97,3 +99,14 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], 
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
     assert words in error[0]
+
+
+def test_another_defence_stands_beside_none(tmp_path) -> None:
+    out = tmp_path / "out"
+    options = ["--batches", "1", "--num-images", "1", "--pictures", "0", "--attacks", "patch_embedding"]
+    assert run(out, *options, "--defense", "noise", "--noise-multiplier", "0.01") == 0
+    table = pd.read_csv(out / "table.csv").set_index(["attack", "defense", "setting"])["psnr"]
+    assert table["patch_embedding", "none", "original"] > 60
+    assert table["patch_embedding", "noise", "original"] < 30
+    heads = matching_block(out).splitlines()[0]
+    assert heads == "| attack | steps | batch of 1 | noise |"

@@ -9,8 +9,11 @@ import mjp_adaptive
 import pandas as pd
 import pytest
 import torch
+from experiments.adaptive import protocol
+from rich.console import Console
 
-from fedmjp.report import load_rows
+from fedmjp.audit.victims import drifted
+from fedmjp.records.rows import load_rows
 
 SMALL = [
     "--model",
@@ -62,7 +65,7 @@ def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
 
 
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
-    real, calls = mjp_adaptive.score_found, []
+    real, calls = protocol.score_found, []
 
     def stopping(*rest):
         calls.append(1)
@@ -72,7 +75,7 @@ def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, m
 
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(mjp_adaptive, "score_found", stopping)
+        patched.setattr(protocol, "score_found", stopping)
         assert run(out) == 130
     assert run(out) == 2
     assert "pass --resume" in capsys.readouterr().err
@@ -83,9 +86,9 @@ def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, m
 
 def test_weights_move_and_stay_reproducible(tmp_path) -> None:
     options = mjp_adaptive.Options(model="vit_mini_64", num_images=1, out=tmp_path / "out")
-    bench = mjp_adaptive.Run(options, mjp_adaptive.terminal())
+    bench = protocol.Run(options, Console(quiet=True))
     sent = bench.subjects["standard"].built
-    once, again = (mjp_adaptive.drifted(sent, options.drift, 0, 2).module.state_dict() for _ in range(2))
+    once, again = (drifted(sent, options.drift, 0, 2).module.state_dict() for _ in range(2))
     for name, tensor in sent.module.state_dict().items():
         assert torch.equal(once[name], again[name])
         if tensor.abs().sum() > 0:
@@ -117,3 +120,17 @@ def test_either_experiment_can_be_left_out(tmp_path, left_out: str) -> None:
     names = {p.name for p in out.iterdir()}
     assert ("one_update.csv" in names) == (left_out == "--update-gammas")
     assert ("updates.csv" in names) == (left_out == "--gammas")
+
+
+def test_a_defence_without_a_masking_ratio_is_attacked_once(tmp_path) -> None:
+    out = tmp_path / "out"
+    options = ["--model", "vit_mini_64", "--num-images", "1", "--defense", "noise", "--noise-multiplier", "0"]
+    options += ["--clip-norm", "1000", "--updates", "1", "2", "--attacks", "patch_embedding"]
+    assert mjp_adaptive.main([*options, "--out", str(out)]) == 0
+    rows = load_rows(out / "rows.jsonl.gz")
+    assert set(zip(rows["attack"], rows["round"], rows["setting"], strict=True)) == {
+        *(("patch_embedding", 1, "paper"), ("mjp_rounds", 1, "paper"), ("mjp_rounds", 2, "paper")),
+    }
+    assert set(rows["model"]) == {"vit_mini_64"}
+    assert pd.read_csv(out / "one_update.csv")["median"].min() > 60  # a multiplier of 0 hides nothing
+    assert set(pd.read_csv(out / "updates.csv")["gamma"]) == {0}

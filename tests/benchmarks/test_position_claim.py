@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import april_attack
 import pandas as pd
-import position_claim
+import position_claim as command
 import pytest
+from experiments.leakage import position_claim
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def out(tmp_path_factory):
 
 
 def test_differences_are_paired_by_image(out, capsys) -> None:
-    assert position_claim.main(["--rows", str(out / "rows.jsonl.gz"), "--model", "vit_mini_64"]) == 0
+    assert command.main(["--rows", str(out / "rows.jsonl.gz"), "--model", "vit_mini_64"]) == 0
     told = capsys.readouterr().out
     assert "gave an image in 0 of 18 attacks" in told
     assert "no learnable position embedding" in told
@@ -54,5 +55,5 @@ def test_verdicts(shift: float, verdict: str) -> None:
 
 
 def test_rows_of_one_model_only_are_a_mistake(out, capsys) -> None:
-    assert position_claim.main(["--rows", str(out / "rows.jsonl.gz"), "--model", "vit_s"]) == 2
+    assert command.main(["--rows", str(out / "rows.jsonl.gz"), "--model", "vit_s"]) == 2
     assert "run benchmarks/april_attack.py with both" in capsys.readouterr().err

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import position_embeddings
+import position_embeddings as command
 import pytest
 import torch
+from experiments.trained_models import options, position_embeddings
 from safetensors.torch import save_file
 
 from fedmjp.models import build_model
@@ -85,8 +86,8 @@ def test_ridge_equals_leaving_places_out_by_hand() -> None:
 
 
 def test_umap_needs_its_package(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(position_embeddings, "find_spec", lambda name: None if name == "umap" else name)
-    assert position_embeddings.main(["--out", str(tmp_path / "out")]) == 2
+    monkeypatch.setattr(options, "find_spec", lambda name: None if name == "umap" else name)
+    assert command.main(["--out", str(tmp_path / "out")]) == 2
     complaint = capsys.readouterr().err
     assert "needs umap-learn; pip install" in complaint
     assert complaint.count("\n") == 1
@@ -118,7 +119,7 @@ def checkpoint(tmp_path):
 def test_tables_and_figures(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--projections", "pca", "--shuffles", "3", "--out", str(out)]
-    assert position_embeddings.main(["--model", f"vit_mini_64={checkpoint}", *options]) == 0
+    assert command.main(["--model", f"vit_mini_64={checkpoint}", *options]) == 0
     assert {p.name for p in out.iterdir()} >= {"eigenvalues.png", "projections.png"}
     variance = pd.read_csv(out / "explained_variance.csv")
     grid = variance[variance["weights"] == "grid.safetensors"].set_index("dimension")["explained_variance"]
@@ -141,5 +142,5 @@ def test_tables_and_figures(checkpoint, tmp_path) -> None:
 )
 def test_mistakes_end_in_one_line(options, words, checkpoint, tmp_path, capsys) -> None:
     options = [o.replace("FILE", str(checkpoint)) for o in options]
-    assert position_embeddings.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert command.main([*options, "--out", str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err

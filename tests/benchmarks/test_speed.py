@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
-import matching_speed
 import pandas as pd
 import pytest
-import speed
+import speed as command
+from experiments.speed import matching_speed, speed
+from experiments.speed.options import SpeedOptions
 
 from attacks.breaching import prepare_attack
 
@@ -29,14 +30,14 @@ def test_writes_its_tables(tmp_path, capsys) -> None:
         "--matching-rounds",
         "2",
     ]
-    assert speed.main([*options, "--out", str(tmp_path)]) == 0
+    assert command.main([*options, "--out", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "speed.csv").set_index("block")
     assert (table["ours_over_bare"] > 0).all()
     assert table.loc["april", "peer_over_ours"] > 0
     drivers = pd.read_csv(tmp_path / "drivers.csv")
     assert len(drivers) == 5
     assert drivers["relative_error"].max() < 0.1
-    assert json.loads((tmp_path / "machine.json").read_text())["lpips"] is False
+    assert json.loads((tmp_path / "run.json").read_text())["leakage"]["lpips"] is False
     matching = pd.read_csv(tmp_path / "matching.csv").set_index("what")
     assert set(matching.index) == {"peer", "same", "alone", "together"}
     assert matching.loc["peer", "times_faster"] == 1.0
@@ -46,7 +47,7 @@ def test_writes_its_tables(tmp_path, capsys) -> None:
 
 def test_the_peer_is_given_the_same_gradients_and_finds_the_same_image(monkeypatch) -> None:
     pytest.importorskip("breaching")
-    bench = speed.Bench(speed.Options(model="vit_mini_64", images=2, batch_size=2), "april")
+    bench = speed.Bench(SpeedOptions(model="vit_mini_64", images=2, batch_size=2), "april")
     scored: list[float] = []
     score = bench.score
 
@@ -87,5 +88,5 @@ def test_searches_that_are_timed_walk_the_same_way() -> None:
 
 
 def test_nonsense_is_refused(tmp_path, capsys) -> None:
-    assert speed.main(["--images", "0", "--out", str(tmp_path)]) == 2
+    assert command.main(["--images", "0", "--out", str(tmp_path)]) == 2
     assert "--images must be at least 1" in capsys.readouterr().err

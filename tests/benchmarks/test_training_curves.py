@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import training_curves
+import training_curves as command
 from rich.console import Console
 
 from fedmjp.config import DataConfig, ModelConfig
@@ -26,7 +26,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_table_and_curves(folder, tmp_path) -> None:
-    assert training_curves.main([str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert command.main([str(folder), "--out", str(tmp_path / "out")]) == 0
     line = pd.read_csv(tmp_path / "out" / "table.csv").iloc[0]
     assert (line["model"], line["gamma"], line["images_seen"]) == ("vit_mini_32_mjp", 0.9, 16)
     history = pd.read_csv(folder / "history.csv")
@@ -35,13 +35,13 @@ def test_table_and_curves(folder, tmp_path) -> None:
 
 
 def test_folders_without_a_finished_training(folder, tmp_path, capsys) -> None:
-    assert training_curves.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert command.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "holds no training" in capsys.readouterr().err
-    assert training_curves.main([str(folder), str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert command.main([str(folder), str(folder), "--out", str(tmp_path / "out")]) == 2
     assert "two trainings of one model" in capsys.readouterr().err
     described = json.loads((folder / "run.json").read_text())
     described["config"]["recipe"]["epochs"] = 2
     (tmp_path / "run.json").write_text(json.dumps(described))
     (tmp_path / "history.csv").write_text((folder / "history.csv").read_text())
-    assert training_curves.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert command.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "finish it with --resume" in capsys.readouterr().err

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
-import ablation
-import backbones
-import masking_ratio
+import ablation as ablation_command
+import backbones as backbone_command
+import masking_ratio as ratio_command
 import pandas as pd
 import pytest
+from experiments.trainings import ablation, backbones, masking_ratio
+from experiments.trainings.options import AblationOptions, BackboneOptions, RatioOptions
 
 SMALL = ["--data", "photos", "--train-limit", "16", "--test-limit", "8", "--batch-size", "8", "--gammas", "0", "0.5"]
 
@@ -22,7 +24,7 @@ def run(script, folder, *more: str) -> int:
 
 
 def test_papers_figures_reach_their_lines() -> None:
-    first = backbones.paper(backbones.table_lines(backbones.Options()))
+    first = backbones.paper(backbones.variants_of(BackboneOptions()))
     assert first["resnet_micro_32 + MJP"] == {"accuracy": 79.4, "diff_norm": 7.11, "consistency": 69.3}
     assert first["vit_micro_32"]["diff_norm"] == 16.21
     assert len(first) == 6
@@ -31,17 +33,17 @@ def test_papers_figures_reach_their_lines() -> None:
     assert third["0"]["accuracy"] == 80.0
     second = ablation.paper()
     assert second.loc["F", "consistency"] == 79.6
-    assert second.index.tolist() == [line.name for line in ablation.table_lines("vit_micro_32", 0.1)]
+    assert second.index.tolist() == [line.name for line in ablation.variants_of("vit_micro_32", 0.1)]
 
 
 def test_lines_of_different_tables_share_their_trainings() -> None:
     """A stands in Tables 1 and 2, J in all three, D in Tables 2 and 3."""
-    from fedmjp.training.lines import training_id
+    from experiments.trainings.variants import training_id
 
     tables = [
-        (backbones.Options(), backbones.table_lines(backbones.Options())),
-        (ablation.Options(), ablation.table_lines("vit_micro_32", 0.1)),
-        (masking_ratio.Options(), masking_ratio.table_lines(masking_ratio.Options())),
+        (BackboneOptions(), backbones.variants_of(BackboneOptions())),
+        (AblationOptions(), ablation.variants_of("vit_micro_32", 0.1)),
+        (RatioOptions(), masking_ratio.variants_of(RatioOptions())),
     ]
     found = [[training_id(o.config(line, 0)) for line in lines] for o, lines in tables]
     assert len({i for ids in found for i in ids}) == 6 + 10 + 6 - 4
@@ -52,7 +54,7 @@ def test_lines_of_different_tables_share_their_trainings() -> None:
 
 def test_a_table_and_its_files(tmp_path, capsys) -> None:
     options = ["--training-gammas", "0", "0.9", "--seeds", "0", "1"]
-    assert run(masking_ratio, tmp_path, *options) == 0
+    assert run(ratio_command, tmp_path, *options) == 0
     out = tmp_path / "out"
     assert {p.name for p in out.iterdir()} == {"table.csv", "table.md", "figure.png", "figure.pdf", "run.json"}
     table = pd.read_csv(out / "table.csv", dtype={"line": str})
@@ -62,20 +64,20 @@ def test_a_table_and_its_files(tmp_path, capsys) -> None:
     assert json.loads((out / "run.json").read_text())["rows"] == 8
     assert (tmp_path / "rows" / "rows.jsonl.gz").exists()
     before = (tmp_path / "rows" / "rows.jsonl.gz").read_bytes()
-    assert run(masking_ratio, tmp_path, *options) == 2
+    assert run(ratio_command, tmp_path, *options) == 2
     assert "pass --resume" in capsys.readouterr().err
-    assert run(masking_ratio, tmp_path, *options, "--resume") == 0
+    assert run(ratio_command, tmp_path, *options, "--resume") == 0
     assert (tmp_path / "rows" / "rows.jsonl.gz").read_bytes() == before
 
 
 def test_backbones_write_their_table(tmp_path) -> None:
-    assert run(backbones, tmp_path, "--models", "vit_micro_32", "--seeds", "0") == 0
+    assert run(backbone_command, tmp_path, "--models", "vit_micro_32", "--seeds", "0") == 0
     assert "vit_micro_32 + MJP" in (tmp_path / "out" / "table.md").read_text()
 
 
 @pytest.mark.slow
 def test_every_variant_trains_and_is_timed(tmp_path) -> None:
-    assert run(ablation, tmp_path, "--seeds", "0", "--timing-rounds", "2") == 0
+    assert run(ablation_command, tmp_path, "--seeds", "0", "--timing-rounds", "2") == 0
     timed = pd.read_csv(tmp_path / "out" / "latency.csv").set_index("line")
     assert timed.index.tolist() == list("ABCDEFGHIJ")
     assert timed.loc["A", "ratio"] == 1
@@ -85,13 +87,13 @@ def test_every_variant_trains_and_is_timed(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [
-        (backbones, ["--models", "vit_huge"], "unknown model"),
-        (backbones, ["--training-gamma", "2"], "--gamma must lie in"),
-        (ablation, ["--model", "resnet_micro_32"], "unknown model"),
-        (ablation, ["--timing-rounds", "-1"], "--timing-rounds"),
-        (masking_ratio, ["--training-gammas"], "--training-gammas"),
-        (masking_ratio, ["--training-gammas", "0.1", "0.1"], "--training-gammas"),
-        (masking_ratio, ["--epochs", "many"], "epochs"),
+        (backbone_command, ["--models", "vit_huge"], "unknown model"),
+        (backbone_command, ["--training-gamma", "2"], "--gamma must lie in"),
+        (ablation_command, ["--model", "resnet_micro_32"], "unknown model"),
+        (ablation_command, ["--timing-rounds", "-1"], "--timing-rounds"),
+        (ratio_command, ["--training-gammas"], "--training-gammas"),
+        (ratio_command, ["--training-gammas", "0.1", "0.1"], "--training-gammas"),
+        (ratio_command, ["--epochs", "many"], "epochs"),
     ],
 )
 def test_mistakes_end_in_one_line(script, options, words, tmp_path, capsys) -> None:

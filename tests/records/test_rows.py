@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from attacks.registry import UsageError
-from fedmjp.records.rows import CASE, Schema
-from fedmjp.report import ROW_KEYS, RowLog, load_rows
+from fedmjp.records.rows import CASE, ROW_KEYS, RowLog, Schema, load_rows
 from tests.records.sample_rows import make_row
 
 

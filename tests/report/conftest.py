@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from fedmjp.report import load_rows
+from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_rows, write_run
 
 

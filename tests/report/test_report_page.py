@@ -10,7 +10,8 @@ import pytest
 from test_report_figures import make_panel
 
 from attacks.registry import UsageError
-from fedmjp.report import load_rows, render, summarise
+from fedmjp.records.rows import load_rows
+from fedmjp.report import render, summarise
 from fedmjp.report.page import verdicts
 from tests.records.sample_rows import REFUSAL, make_row, make_rows, write_run
 

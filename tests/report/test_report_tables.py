@@ -11,7 +11,8 @@ from rich.console import Console
 from scipy import stats
 
 from fedmjp import metrics
-from fedmjp.report import BASELINES, METRICS, as_text, summarise, write_csv, write_latex
+from fedmjp.records.rows import BASELINES, METRICS
+from fedmjp.report import as_text, summarise, summary_files
 from tests.records.sample_rows import REFUSAL, make_row
 
 
@@ -65,7 +66,7 @@ def test_no_rows_make_an_empty_summary(frame):
 
 
 def test_csv_round_trip(summary, tmp_path):
-    write_csv(summary, tmp_path / "summary.csv")
+    (tmp_path / "summary.csv").write_text(summary_files(summary)["summary.csv"])
     back = pd.read_csv(tmp_path / "summary.csv", keep_default_na=False, na_values={"psnr_mean": [""]})
     np.testing.assert_array_equal(back["psnr_mean"], summary["psnr_mean"])
     assert back["defense"].tolist() == summary["defense"].tolist()
@@ -73,7 +74,7 @@ def test_csv_round_trip(summary, tmp_path):
 
 def test_latex_is_balanced_and_escaped(frame, tmp_path):
     summary = summarise(frame.assign(model=r"vit_50%&#{~}^\$"))
-    write_latex(summary, tmp_path / "summary.tex")
+    (tmp_path / "summary.tex").write_text(summary_files(summary)["summary.tex"])
     text = (tmp_path / "summary.tex").read_text(encoding="utf-8")
     body = [line for line in text.splitlines() if not line.startswith("%")]
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
@@ -88,7 +89,7 @@ def test_latex_is_balanced_and_escaped(frame, tmp_path):
 
 
 def test_latex_values_and_arrows(tmp_path, summary):
-    write_latex(summary, tmp_path / "summary.tex")
+    (tmp_path / "summary.tex").write_text(summary_files(summary)["summary.tex"])
     text = (tmp_path / "summary.tex").read_text(encoding="utf-8")
     first = summary.iloc[0]
     assert rf"${first['psnr_mean']:.2f} \pm {(first['psnr_high'] - first['psnr_low']) / 2:.2f}$" in text

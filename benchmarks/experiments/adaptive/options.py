@@ -1,0 +1,81 @@
+"""Options of the leakage under attacks that know the defence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from attacks import ATTACKS, ThreatModel
+from experiments.scaffold import DefendedOptions, check_names, check_positive
+from fedmjp.config import ATTACKS_HELP
+
+# Updates after which the server attacks, by masking ratio: the larger the mask, the more updates it takes.
+UPDATES = {0.1: (1, 2, 3, 4, 6), 0.3: (1, 2, 4, 6, 9), 0.5: (1, 4, 8, 16, 24), 0.9: (1, 20, 40, 80)}
+OTHER_UPDATES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Options(DefendedOptions):
+    """What does a defence hide from an adversary that knows it?
+
+        python benchmarks/mjp_adaptive.py                                        MJP
+        python benchmarks/mjp_adaptive.py --defense NAME --attacks ... --update-attacks ...
+
+    Two experiments on the same photographs, whose masks are drawn anew in every update, gradients in float32:
+
+    - leakage against gamma, one update: the naive closed forms (APRIL's on APRIL's block, for which it is exact) beside
+      the attacks that know the defence;
+    - leakage against the number of updates of one image, for several gamma, with the masks of the paper (every step)
+      and of the released code (every other step is not jigsawed at all). The model moves between updates.
+
+    Clients train with the whole loss of the defence, the localisation term included; batches of one image. Every
+    reconstruction is compared with the original image; `psnr_visible` counts the visible patches alone. A defence
+    without the option gamma is attacked once, as its options say; one without jigsaw_probability under one schedule.
+
+    Writes rows.jsonl.gz, one_update.csv, updates.csv, leakage.png, round_by_round.png and run.json to --out; --resume
+    goes on with an unfinished run.
+    """
+
+    model: str = "deit_s"
+    """Plain model; the defence turns it into the variant it needs."""
+    weights: str = "random"
+    """random, timm, auto, or a checkpoint's path."""
+    images: str = "photos"
+    """photos (embedded), a folder of pictures, or a data set's name."""
+    num_images: int = 50
+    """Most images."""
+    gammas: tuple[float, ...] = (0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
+    """Masking ratios of the first experiment (defences with the option gamma)."""
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=f"{ATTACKS_HELP} april runs on APRIL's block.")] = (
+        "april",
+        "patch_embedding",
+        "mjp_subspace",
+    )
+    update_gammas: tuple[float, ...] = tuple(UPDATES)
+    """Masking ratios of the second experiment (defences with the option gamma)."""
+    update_attacks: tuple[str, ...] = ("mjp_rounds",)
+    """Attacks of the second experiment. unmix_rounds takes minutes an image."""
+    updates: tuple[int, ...] = ()
+    """Numbers of updates after which to attack (none given: 1 to 6 at gamma 0.1, up to 80 at 0.9, else 1 to 8)."""
+    schedules: tuple[Literal["paper", "released"], ...] = ("paper", "released")
+    """Jigsaw in every step, or with probability 1/2 as in the released code."""
+    drift: float = 0.01
+    """How far the weights move between updates, relative to their size."""
+    seed: int = 0
+    """Fixes weights, masks and drift."""
+    batch_size: int = 10
+    """Images whose updates are computed together."""
+    out: Path = Path("runs/mjp_adaptive")
+    """Folder of rows, tables and figures (the committed ones stand in results/mjp_adaptive)."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        check_names(ATTACKS, (*self.attacks, *self.update_attacks))
+        check_positive(self, "num_images", "batch_size", "updates")
+        self.sweep((*self.gammas, *self.update_gammas))
+        super().validate()
+        for name in (*self.attacks, *self.update_attacks):
+            ATTACKS.get(name)().require(ThreatModel(), name)

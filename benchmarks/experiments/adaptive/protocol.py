@@ -1,0 +1,211 @@
+"""Leakage under attacks that know the defence: against its strength, and against the number of updates.
+
+Clients of one image each send one update after the other, the model drifting in between; after chosen numbers of
+updates the server attacks with all it has received. What is compared: `options.Options`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+
+from attacks import ATTACKS, Capability, Observation, ThreatModel
+from attacks.memory import remember
+from experiments.adaptive.options import OTHER_UPDATES, UPDATES, Options
+from experiments.adaptive.render import RENDERINGS
+from experiments.adaptive.table import round_by_round_figure
+from experiments.session import AttackSession
+from fedmjp.audit.harness import Scored, score_found
+from fedmjp.audit.victims import Setting, Subject, Victims, drifted
+from fedmjp.data import load_gallery
+from fedmjp.defenses import Defense
+from fedmjp.metrics.pixel import LEAST_MSE
+from fedmjp.models import build_model
+from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
+from fedmjp.records.rows import RowLog
+
+MASKED = Setting("masked", defended=True, hidden=True, against="original")
+NAIVE = "april"
+PICTURED, PICTURED_GAMMA, PICTURED_UPDATES = 3, 0.5, (1, 2, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One curve's clients.
+
+    Attributes:
+        defense: of the clients.
+        schedule: "paper", or "released" where half the steps are not jigsawed.
+        attacks: number of updates -> who attacks after it.
+        block: the model's first block.
+    """
+
+    defense: Defense
+    schedule: str
+    attacks: Mapping[int, tuple[str, ...]]
+    block: str = "standard"
+
+    @property
+    def title(self) -> str:
+        """For a line of progress."""
+        gamma = f"gamma {self.defense.gamma}, " if hasattr(self.defense, "gamma") else ""
+        return f"{gamma}{self.schedule} schedule"
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """Both experiments; where they agree in a strength, its first update is shared."""
+    first, second = options.sweep(options.gammas), options.sweep(options.update_gammas)
+    schedules = options.schedules if options.has("jigsaw_probability") else ("paper",)
+    for defense in dict.fromkeys((*first, *second)):
+        asked = options.attacks if defense in first else ()
+        single = tuple(name for name in asked if name != NAIVE)
+        usual = UPDATES.get(getattr(defense, "gamma", None), OTHER_UPDATES)
+        counts = (options.updates or usual) if defense in second else ()
+        plan = {count: options.update_attacks for count in counts}
+        if NAIVE in asked:
+            yield Case(defense, "paper", {1: (NAIVE,)}, block="april")
+        if single or "paper" in schedules and counts:
+            paper = plan if "paper" in schedules else {}
+            yield Case(defense, "paper", paper | {1: (*single, *paper.get(1, ()))})
+        if "released" in schedules and counts:
+            yield Case(replace(defense, jigsaw_probability=0.5), "released", plan)
+
+
+def run(options: Options, console: Console) -> None:
+    """Attack, then write tables and figures."""
+    Run(options, console)()
+
+
+class Run:
+    """One call of the benchmark."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self.options, self.console, self.session = options, console, AttackSession(options, console)
+        blocks = ("standard", "april") if NAIVE in options.attacks else ("standard",)
+        self.subjects = {block: self.subject(block) for block in blocks}
+        sent = self.subjects["standard"].built
+        self.score = self.session.scorer(sent.patch_size)
+        self.gallery = load_gallery(options.images, size=sent.image_size, limit=options.num_images)
+
+    def subject(self, block: str) -> Subject:
+        """The model that clients are sent in their first update; its block may be of the server's choosing."""
+        o = self.options
+        defense = o.chosen_defense()
+        name, dal = defense.model_name(o.model), getattr(defense, "dal", "none")
+        classes = classes_of(name, o.weights) or IMAGENET_CLASSES
+        built = build_model(name, num_classes=classes, weights=o.weights, block=block, dal=dal, seed=o.seed)
+        built.module.to(self.session.device).eval()
+        extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
+        return Subject(built, ThreatModel(ThreatModel().grants | extra))
+
+    def __call__(self) -> None:
+        """Attack, then write tables and figures."""
+        with self.session.rows() as rows:
+            self.attack(rows)
+        out = self.options.out
+        if self.options.update_attacks:
+            round_by_round_figure(self.pictures(), out / "round_by_round.png")
+        self.session.finish("mjp_adaptive", RENDERINGS[0], images=self.gallery.provenance)
+        for file in (out / "one_update.csv", out / "updates.csv"):
+            if file.exists():
+                self.console.print(pd.read_csv(file).to_string(index=False), highlight=False)
+
+    def attack(self, rows: RowLog) -> None:
+        """Write every row that is missing."""
+        with self.session.bar() as bar:
+            for case in cases(self.options):
+                victims = self.session.victims(self.gallery, case.defense, self.options.seed)
+                batches = [b for b in victims.batches(self.options.batch_size) if self._lacking(rows, case, victims, b)]
+                task = bar.add_task(case.title, total=len(batches) * max(case.attacks))
+                for batch in batches:
+                    for number, client, name, one, last, _ in self.follow(
+                        case, victims, batch, partial(bar.advance, task)
+                    ):
+                        self.write(rows, self.case(victims, case, number, name), client, one, last)
+                bar.remove_task(task)
+                self.console.print(f"{case.title}: done", highlight=False)
+
+    def _lacking(self, rows: RowLog, case: Case, victims: Victims, batch: Sequence[int]) -> bool:
+        asked = [self.case(victims, case, count, name) for count, names in case.attacks.items() for name in names]
+        ids = [victims.gallery.images.ids[c] for c in batch]
+        return not all(rows.done(line, [name]) for line in asked for name in ids)
+
+    def write(self, rows: RowLog, case: dict[str, Any], client: int, one: Scored, last: Observation) -> None:
+        """Append one row, unless it is there."""
+        image_id = self.gallery.images.ids[client]
+        if not rows.done(case, [image_id]):
+            rows.append({**self.session.columns, **one.row(case, image_id, last.gradient_norm())})
+
+    def follow(
+        self, case: Case, victims: Victims, batch: Sequence[int], advance: Callable[[], None]
+    ) -> Iterator[tuple[int, int, str, Scored, Observation, Tensor]]:
+        """Let clients send one update after the other.
+
+        Yields:
+            (updates so far, client, attack, its scored answer, last observation, mask of the last update (N,)).
+        """
+        clients, originals = victims.decode(batch)
+        histories: list[list[Observation]] = [[] for _ in clients]
+        built = self.subjects[case.block].built
+        for number in range(1, max(case.attacks) + 1):
+            built = drifted(built, self.options.drift, self.options.seed, number) if number > 1 else built
+            seen = victims.seen(built, MASKED, clients, originals, update=number - 1)
+            due = {name: ATTACKS.get(name)() for name in case.attacks.get(number, ())}
+            terms = victims.defense.loss_weights()
+            observations = victims.observe(built, seen, clients, due.values(), terms, update=number - 1)
+            for history, observation in zip(histories, observations, strict=True):
+                history.append(observation)
+            masks = torch.zeros(len(clients), math.prod(built.grid), dtype=torch.bool)
+            masks = masks if seen.position_mask is None else seen.position_mask
+            for name, attack in due.items():
+                found = attack.attack_many(histories)
+                scored = score_found(attack, name, found, list(originals[:, None]), self.score)
+                for client, one, history, mask in zip(clients, scored, histories, masks, strict=True):
+                    visible = psnr_of_patches(one.images, originals[clients.index(client)], ~mask, built.patch_size)
+                    details = {**one.reconstruction.details, "psnr_visible": visible}
+                    answer = replace(one.reconstruction, details=details)
+                    yield number, client, name, replace(one, reconstruction=answer), history[-1], mask
+            for history in histories:
+                history[-1] = remember(history[-1])
+            advance()
+
+    def case(self, victims: Victims, case: Case, number: int, attack: str) -> dict[str, Any]:
+        """What tells rows apart (`records.rows.CASE`)."""
+        parameters = ATTACKS.get(attack)().parameters()
+        return victims.case(
+            self.subjects[case.block], self.options.defense, case.schedule, attack, parameters, round=number
+        )
+
+    def pictures(self) -> dict[str, tuple[Tensor, dict[int, Tensor]]]:
+        """Embedded photographs, and what the first attack of the second experiment finds after 1, 2, ... updates.
+
+        A defence with the option gamma is drawn at gamma 0.5.
+        """
+        gallery = load_gallery("photos", size=self.subjects["standard"].built.image_size, limit=PICTURED)
+        defense = self.options.sweep([PICTURED_GAMMA])[0]
+        case = Case(defense, "paper", {number: self.options.update_attacks[:1] for number in PICTURED_UPDATES})
+        victims = self.session.victims(gallery, defense, self.options.seed)
+        found: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}
+        for number, client, _, one, _, _ in self.follow(case, victims, range(len(victims)), lambda: None):
+            name = gallery.images.ids[client].split("/")[0]
+            found.setdefault(name, (gallery.images.images([client])[0], {}))[1][number] = (
+                None if one.images is None else one.images[0]
+            )
+        return found
+
+
+def psnr_of_patches(images: Tensor | None, original: Tensor, chosen: Tensor, patch_size: int) -> float:
+    """PSNR (dB) over the chosen patches (N,) of one image; NaN where there is no image or nothing is chosen."""
+    if images is None or not chosen.any():
+        return float("nan")
+    error = F.avg_pool2d((images[0] - original).square().mean(dim=0)[None, None], patch_size).flatten()  # (N,)
+    return float(-10 * error[chosen.to(error.device)].mean().clamp(min=LEAST_MSE).log10())

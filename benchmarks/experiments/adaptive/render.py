@@ -1,0 +1,45 @@
+"""What is rendered from the rows of the attacks that know the defence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.adaptive.table import adaptive_tables, leakage_figure
+from experiments.rendering import PLAIN, Rendering, csv, interval, markdown_table, read_rows
+
+
+def adaptive_files(folder: Path) -> dict[str, str]:
+    """one_update.csv and updates.csv, each where there are such rows."""
+    tables = zip(("one_update.csv", "updates.csv"), adaptive_tables(read_rows(folder)), strict=True)
+    return {name: csv(table, 4) for name, table in tables if len(table)}
+
+
+def adaptive_block(folder: Path) -> str:
+    """One table against gamma, one against the number of updates."""
+    one, updates = pd.read_csv(folder / "one_update.csv"), pd.read_csv(folder / "updates.csv")
+    lines = []
+    for _, row in one.sort_values(["gamma", "attack"], ascending=[True, False]).iterrows():
+        mean = f"{interval(row, '', 1, PLAIN)}, median {row['median']:.1f}"
+        cells = [f"{row.gamma}", f"`{row.attack}`", mean, f"median {row.median_visible:.1f}", f"{row.images:.0f}"]
+        lines.append(cells)
+    first = markdown_table(["one update, γ", "attack", "whole image (dB)", "visible patches (dB)", "images"], lines)
+    lines = []
+    for (gamma, schedule, attack), own in updates.groupby(["gamma", "setting", "attack"], sort=False):
+        columns = {"round": ".0f", "median": ".1f", "first_decile": ".1f", "share_good": ".0%"}
+        cells = [", ".join(format(value, form) for value in own[name]) for name, form in columns.items()]
+        cells[-1] += f" of {own['images'].max():.0f}"
+        lines.append([f"{gamma}, {schedule}", f"`{attack}`", *cells])
+    heads = ["γ, schedule", "attack", "after so many updates", "median (dB)", "first decile (dB)"]
+    return first + "\n\n" + markdown_table([*heads, "images above 25 dB"], lines)
+
+
+def _figures(folder: Path) -> None:
+    leakage_figure(*adaptive_tables(read_rows(folder)), folder / "leakage.png")
+
+
+RENDERINGS = (
+    Rendering("mjp_adaptive", adaptive_files, {"adaptive": adaptive_block}, _figures),
+    Rendering("mjp_adaptive_trained", adaptive_files, {"adaptive_trained": adaptive_block}, _figures),
+)

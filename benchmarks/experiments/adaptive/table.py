@@ -1,0 +1,109 @@
+"""Leakage against the strength of a defence and against the number of updates: tables and figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from experiments.rendering import spread_table
+from fedmjp.report.figures import NORMAL, SMALL, draw_picture, dress, error_bars, save, style
+
+
+def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(leakage in one update by attack and gamma, leakage by number of updates); gamma is 0 for defences without it.
+
+    Columns: those of `spread_table` in dB, and for one update `mean_visible` and `median_visible`, over the patches
+    whose position is not hidden.
+    """
+    rows = rows.assign(
+        gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
+        psnr_visible=[float(d.get("psnr_visible", np.nan)) for d in rows["details"]],
+    ).sort_values(["gamma", "round"], kind="stable")
+    # Attacks over updates also attack the first one, where they do no more than the one-update attacks.
+    over_rounds = rows["attack"].isin(rows.loc[rows["round"] > 1, "attack"].unique())
+    first = rows[(rows["round"] == 1) & (rows["setting"] == "paper") & ~over_rounds]
+    one = spread_table(first, ["attack", "gamma"])
+    if len(one):
+        visible = spread_table(first, ["attack", "gamma"], "psnr_visible")[["attack", "gamma", "mean", "median"]]
+        one = one.merge(visible, on=["attack", "gamma"], suffixes=("", "_visible"))
+    return one, spread_table(rows[over_rounds], ["attack", "setting", "gamma", "round"])
+
+
+def leakage_figure(one: pd.DataFrame, updates: pd.DataFrame, path: Path) -> None:
+    """Draw both tables of `adaptive_tables` side by side."""
+    figure = Figure(figsize=(8.6, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    if len(one):
+        _by_gamma(left, one)
+    if len(updates):
+        _by_updates(right, updates)
+    left.set_ylabel("PSNR of the whole image (dB)", fontsize=NORMAL)
+    left.set_ylim(bottom=0, auto=True)
+    save(figure, path)
+
+
+def _by_gamma(axes: Axes, table: pd.DataFrame) -> None:
+    for index, (attack, group) in enumerate(table.groupby("attack")):
+        _line(axes, group["gamma"], group, attack, index)
+    axes.set_xlabel("Masking ratio γ, one update", fontsize=NORMAL)
+    _dress(axes)
+
+
+def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
+    for index, gamma in enumerate(table["gamma"].unique()):
+        own = table[table["gamma"] == gamma]
+        for (attack, setting), group in own.groupby(["attack", "setting"], sort=False):
+            label = f"γ = {gamma}" + (", released schedule" if setting == "released" else "")
+            changes = {"ls": ":" if setting == "released" else "-"}
+            if attack != table["attack"].iloc[0]:
+                label, changes = f"{label}, {attack}", changes | {"marker": "*", "ms": 9}
+            _line(axes, group["round"], group, label, index, **changes)
+    axes.set_xscale("log")
+    ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= table["round"].max()]
+    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("Updates of the same image", fontsize=NORMAL)
+    _dress(axes)
+
+
+def _line(axes: Axes, x: pd.Series, group: pd.DataFrame, label: str, index: int, **changes) -> None:
+    error_bars(axes, x, group, label=label, **style(index) | {"ms": 4, "lw": 1.3} | changes)
+
+
+def _dress(axes: Axes) -> None:
+    dress(axes, grid="both")
+    axes.legend(fontsize=SMALL - 1, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+
+
+def round_by_round_figure(
+    pictures: Mapping[str, tuple[Tensor, Mapping[int, Tensor | None]]], path: str | os.PathLike[str]
+) -> None:
+    """Draw photographs, one row each: the original, and its reconstruction after so many updates.
+
+    Args:
+        pictures: name -> (original (C, H, W) in [0, 1], number of updates -> reconstruction, or None).
+        path: the .png to write; a .pdf goes beside it.
+    """
+    counts = sorted({count for _, found in pictures.values() for count in found})
+    cell, gap, head = 1.15, 0.08, 0.3  # inches
+    width, height = (1 + len(counts)) * (cell + gap), head + len(pictures) * (cell + 0.24)
+    figure = Figure(figsize=(width, height))
+    for row, (original, found) in enumerate(pictures.values()):
+        bottom = height - head - row * (cell + 0.24) - cell
+        for column, count in enumerate([0, *counts]):
+            picture = original if count == 0 else found.get(count)
+            place = (column * (cell + gap) / width, bottom / height, cell / width, cell / height)
+            axes = figure.add_axes(place)
+            error = None if count == 0 or picture is None else float((picture - original).square().mean())
+            draw_picture(axes, picture, None if error is None else -10 * np.log10(max(error, 1e-12)))
+            if row == 0:
+                title = "original" if count == 0 else f"{count} update{'s' * (count > 1)}"
+                axes.set_title(title, fontsize=SMALL, pad=4)
+    save(figure, path)

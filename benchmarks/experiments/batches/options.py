@@ -1,0 +1,54 @@
+"""Options of the leakage of small batches over several steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attacks.registry import UsageError
+from experiments.scaffold import AttackOptions
+
+
+@dataclass(frozen=True)
+class Options(AttackOptions):
+    """Do small batches protect?
+
+    No defence, no mask: clients send the gradient of a batch of two or three images, whose position rows add up. In a
+    single step every image is mixed with the others. Clients train for several steps, and their images reappear in
+    batches with different images: k^2 images are assigned like the points of an affine plane of order k to its k^2 + k
+    lines, so that each image is in one batch with every other one exactly once, in k + 1 steps. The model moves between
+    steps. `batch_rounds` attacks the last step of the history, for each of k steps that together hold all images;
+    `patch_embedding` attacks that step alone.
+
+    Writes rows.jsonl.gz, table.csv, separated.png (the embedded photographs) and run.json to --out; --resume goes on
+    with an unfinished run.
+    """
+
+    model: str = "vit_b"
+    """A ViT whose channels and patch values both exceed (batch size - 1) times its number of patches."""
+    weights: str = "random"
+    """random, timm, auto, or a checkpoint's path."""
+    images: str = "photos"
+    """photos (embedded), a folder of pictures, or a data set's name."""
+    num_images: int = 36
+    """Most images; a remainder that does not fill a plane (4 images for pairs, 9 for triples) is left out."""
+    batch_sizes: tuple[int, ...] = (2, 3)
+    """Images a step: 2, 3, 5, 7 (the orders for which the plane is built)."""
+    drift: float = 0.01
+    """How far the weights move between steps, relative to their size."""
+    seed: int = 0
+    """Fixes weights and drift."""
+    out: Path = Path("runs/batch_rounds")
+    """Folder of rows, tables and figures (the committed ones stand in results/batch_rounds)."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        for size in self.batch_sizes:
+            if size < 2 or any(size % d == 0 for d in range(2, size)):
+                raise UsageError(f"--batch-sizes {size}: the steps are built for primes (2, 3, 5, 7)")
+        if not self.batch_sizes:
+            raise UsageError("--batch-sizes needs at least one number")
+        least = min(self.batch_sizes) ** 2
+        if self.num_images < least:
+            raise UsageError(f"--num-images must be at least {least}, a plane of the smallest batch")
+        super().validate()

@@ -1,0 +1,128 @@
+"""Gradient matching in numbers: one line a model, batch, defence, attack and number of steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attacks.registry import UsageError
+from fedmjp.metrics import bootstrap_mean
+from fedmjp.records.rows import BASELINES
+from fedmjp.report.figures import NORMAL, SMALL, dress, error_bars, save, style
+
+BY = ["model", "weights", "defense", "gamma", "batch", "setting", "attack", "init", "steps"]
+GUESS = "mean_image"
+
+
+def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line a case.
+
+    Args:
+        rows: as `load_rows` gives them, with table flags or without.
+
+    Raises:
+        UsageError: rows that differ in what the table does not show (other parameters of an attack or a defence).
+
+    Returns:
+        The columns `BY`, `images`, for psnr, ssim, lpips and label_accuracy the mean with `_low` and `_high` (95 %
+        bootstrap interval), `gain` with `gain_low` and `gain_high` (dB over the mean image on the same images, where
+        the answer is held against the original), `verdict` on it, median `seconds` an update, `flags` and `diagnosis`.
+    """
+    rows = rows.assign(
+        gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
+        batch=rows["batch_size"],
+        init=[p.get("init", "") for p in rows["attack_parameters"]],
+        steps=[p.get("steps", 0) for p in rows["attack_parameters"]],
+        label_accuracy=[float(d.get("label_accuracy", np.nan)) for d in rows["details"]],
+    )
+    twice = rows.duplicated([*BY, "seed", "image_id"])
+    if twice.any():
+        raise UsageError(
+            f"the rows hold {rows[twice]['attack'].iloc[0]!r} with several parameters of the attack or the defence; "
+            "give each a folder of its own (--out)"
+        )
+    guesses = rows[rows["attack"] == GUESS]
+    lines = [_line(dict(zip(BY, key, strict=True)), group, guesses) for key, group in rows.groupby(BY, sort=False)]
+    order = ["model", "batch", "gamma", "setting", "steps", "init"]
+    return pd.DataFrame(lines).sort_values(order, kind="stable").reset_index(drop=True)
+
+
+def _line(line: dict, group: pd.DataFrame, guesses: pd.DataFrame) -> dict:
+    line["images"] = int(group["psnr"].notna().sum())
+    for name in ("psnr", "ssim", "lpips", "label_accuracy"):
+        line |= _interval(name, group[name].to_numpy(float))
+    gains = np.array([])
+    if line["setting"] == "original" and line["attack"] not in BASELINES:
+        same = guesses[guesses["batch_size"] == line["batch"]].set_index("image_id")["psnr"]
+        gains = group["psnr"].to_numpy() - same.groupby(level=0).mean().reindex(group["image_id"]).to_numpy()
+    line |= _interval("gain", gains)
+    line["verdict"] = _verdict(line)
+    line["seconds"] = group["seconds"].median()
+    line["flags"] = " ".join(sorted({flag for flags in group["flags"] for flag in flags}))
+    line["diagnosis"] = next((d for d in group["diagnosis"] if d), "")
+    return line
+
+
+def _interval(name: str, values: np.ndarray) -> dict[str, float]:
+    interval = bootstrap_mean(values)
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _verdict(line: dict) -> str:
+    """Whether the attack beats the mean image, by the interval of the difference."""
+    if np.isnan(line["gain"]):
+        return ""
+    if line["gain_low"] > 0:
+        return "beats the mean image"
+    return "below the mean image" if line["gain_high"] < 0 else "no better than the mean image"
+
+
+def matching_figure(table: pd.DataFrame, path: Path) -> None:
+    """Draw PSNR against steps, images in the batch, and gamma."""
+    original = table[table["setting"] == "original"]
+    own, defended = original[original["defense"] == "none"], original[original["defense"] != "none"]
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    alone = own[own["batch"] == 1]
+    swept = defended[(defended["batch"] == 1) & (defended["gamma"] > 0)]
+    budget = _common_budget(table)
+    at = lambda lines: lines[lines["steps"].isin([0, budget])]  # noqa: E731
+    _panel(axes[0], alone[alone["steps"] > 0], "steps", "Steps, one image, no defence")
+    _panel(axes[1], at(own), "batch", f"Images in the batch, {budget} steps")
+    _panel(axes[2], at(pd.concat([alone, swept])), "gamma", f"MJP's γ, one image, {budget} steps")
+    guess = table[(table["attack"] == GUESS) & (table["batch"] == 1)]["psnr"].mean()
+    for one in axes:
+        one.axhline(guess, color="#404040", ls=":", lw=1)
+    axes[0].annotate("mean image", (0.02, guess), xycoords=("axes fraction", "data"), fontsize=SMALL - 1, va="bottom")
+    axes[0].set_ylabel("PSNR against the original (dB)", fontsize=NORMAL)
+    handles = {label: h for one in axes for h, label in zip(*one.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=SMALL - 1, frameon=False)
+    save(figure, path)
+
+
+def _common_budget(table: pd.DataFrame) -> int:
+    """The budget that most lines have."""
+    budgets = table["steps"][table["steps"] > 0]
+    return int(budgets.mode().iloc[0]) if len(budgets) else 0
+
+
+def _panel(axes: Axes, table: pd.DataFrame, by: str, label: str) -> None:
+    searched = table[~table["attack"].isin(BASELINES)]
+    names = sorted(searched["attack"].unique())
+    for (attack, init), group in searched.groupby(["attack", "init"], sort=False):
+        group = group.sort_values(by)
+        chosen = init not in ("", "randn")
+        look = style(names.index(attack)) | {"ms": 4, "lw": 1.3} | ({"ls": ":"} if chosen else {})
+        name = f"{attack} from {init}" if chosen else attack
+        error_bars(axes, group[by], group, "psnr", label=name, **look)
+    if by != "gamma":
+        axes.set_xscale("log", base=2)
+        ticks = sorted(searched[by].unique())
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+        axes.minorticks_off()
+    axes.set_xlabel(label, fontsize=NORMAL)
+    dress(axes, grid="both")

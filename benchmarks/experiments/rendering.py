@@ -1,0 +1,117 @@
+"""What is rendered from a results folder: files from its rows, Markdown blocks from its tables, figures.
+
+Commands write their tables through the same objects that `benchmarks/render.py` checks the committed ones with, so that
+a committed table is always what its rows give.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from attacks.registry import UsageError
+from fedmjp.metrics import bootstrap_mean
+from fedmjp.records.rows import RESULTS, Schema, load_rows
+
+GOOD = 25.0  # dB: an image that one would recognise
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What is made of one results folder.
+
+    Attributes:
+        folder: below results/.
+        files: from the folder to the content of each file that follows from its rows.
+        blocks: name -> from the folder to the text of a Markdown block, `<!-- NAME -->` ... `<!-- /NAME -->`.
+        figures: draws the figures that need nothing but the folder into it.
+    """
+
+    folder: str
+    files: Callable[[Path], Mapping[str, str]] = lambda folder: {}
+    blocks: Mapping[str, Callable[[Path], str]] = field(default_factory=dict)
+    figures: Callable[[Path], None] = lambda folder: None
+
+    def write(self, folder: Path) -> None:
+        """Write files and figures of a folder, wherever it is."""
+        for name, text in self.files(folder).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        self.figures(folder)
+
+
+def read_rows(folder: Path, schema: Schema = RESULTS) -> pd.DataFrame:
+    """The rows of a results folder, packed or not.
+
+    Raises:
+        UsageError: no rows, or damaged ones.
+    """
+    packed = folder / "rows.jsonl.gz"
+    return load_rows(packed if packed.exists() else folder / "rows.jsonl", schema)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """run.json of a results folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        raise UsageError(f"no {path}; run the command that writes it first")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.DataFrame:
+    """Mean with 95 % interval, median, first decile (dB) and share of images above `GOOD`, by the columns `by`.
+
+    Args:
+        rows: with the columns `by`, `value` (dB) and `seconds`.
+    """
+    lines = []
+    for key, group in rows.groupby(by, sort=False):
+        values = group[value].to_numpy()
+        interval = bootstrap_mean(values)
+        finite = values[np.isfinite(values)]
+        spread = np.quantile(finite, [0.5, 0.1]) if len(finite) else (np.nan, np.nan)
+        numbers = {"mean": interval.mean, "low": interval.low, "high": interval.high, "median": spread[0]}
+        numbers |= {"first_decile": spread[1], "share_good": float((finite > GOOD).mean()) if len(finite) else np.nan}
+        seconds = {"seconds": group["seconds"].median(), "images": interval.count}
+        lines.append(dict(zip(by, key, strict=True)) | numbers | seconds)
+    return pd.DataFrame(lines)
+
+
+def csv(table: pd.DataFrame, digits: int) -> str:
+    """A table as CSV with so many significant digits."""
+    return table.to_csv(index=False, float_format=f"%.{digits}g")
+
+
+def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table.
+
+    Args:
+        heads: of the columns.
+        lines: of cells, as many as there are heads.
+    """
+    return "\n".join([_line(heads), "|" + "---|" * len(heads), *map(_line, lines)])
+
+
+def interval(
+    row: Mapping[str, Any] | pd.Series, name: str, digits: int, parts: Sequence[str] = ("", "_low", "_high")
+) -> str:
+    """The cell "mean [low, high]" from the columns of `row` that are called `name` with each of `parts`."""
+    value, low, high = (f"{float(row[f'{name}{part}']):z.{digits}f}" for part in parts)
+    return f"{value} [{low}, {high}]"
+
+
+MEAN = ("_mean", "_low", "_high")
+PLAIN = ("mean", "low", "high")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,115 @@
+"""One call of a command that writes rows: device and precision, the row log, progress, tables, run.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from attacks.registry import UsageError
+from experiments.rendering import Rendering, read_rows
+from experiments.scaffold import AttackOptions, DeviceOptions, RowOptions
+from fedmjp.audit.harness import ScoreImages, scorer
+from fedmjp.audit.victims import Victims
+from fedmjp.client import usable_device
+from fedmjp.data import Gallery
+from fedmjp.defenses import Defense
+from fedmjp.metrics import load_lpips
+from fedmjp.records import provenance
+from fedmjp.records.rows import RESULTS, RowLog, Schema, pack_rows, unpack_rows
+from fedmjp.records.run_record import note_rows
+
+# Options that decide about no number.
+_NEUTRAL = {"out", "resume", "device", "threads", "batch_size", "together"}
+
+
+def prepare_torch(options: DeviceOptions) -> torch.device:
+    """The device asked for, with the number of threads asked for and TF32 off.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return usable_device(options.device)
+
+
+class Session:
+    """One call of a command that writes rows.
+
+    Attributes:
+        device: where it computes.
+        columns: what every row says of the call (`run_id` and `provenance.columns`).
+    """
+
+    def __init__(self, options: RowOptions, console: Console, schema: Schema = RESULTS) -> None:
+        self.options, self.console, self.out, self._schema = options, console, options.out, schema
+        self.device = prepare_torch(options)
+        asked = {k: str(v) for k, v in vars(options).items() if k not in _NEUTRAL}
+        self.columns = {"run_id": provenance.run_id(asked), **provenance.columns(self.device)}
+        self._said: dict[str, None] = {}
+
+    def say(self, line: str) -> None:
+        """Print a line, unless it was printed before."""
+        if line not in self._said:
+            self._said[line] = None
+            self.console.print(line, highlight=False)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Lines said of pictures that could not be read."""
+        return [line for line in self._said if line.startswith("left out")]
+
+    @contextmanager
+    def rows(self) -> Iterator[RowLog]:
+        """The folder's rows, to append to; packed where the block ends without an exception."""
+        path = self.out / "rows.jsonl"
+        unpack_rows(path)
+        with RowLog(path, self._schema) as rows:
+            if rows.repaired:
+                self.say("the last row was half-written: it is computed again")
+            yield rows
+        if not path.stat().st_size:
+            raise UsageError(f"no picture of --images {self.options.images} can be read; nothing was attacked")
+        pack_rows(path)
+
+    def bar(self) -> Progress:
+        """A progress display, to be used as a context manager."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        return Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
+
+    def finish(self, program: str, rendering: Rendering, **more) -> pd.DataFrame:
+        """Note the call in run.json, write what is rendered from the rows, and return the rows.
+
+        Args:
+            program: how the command is typed, without its options.
+            more: further entries of run.json.
+        """
+        rows = read_rows(self.out, self._schema)
+        note_rows(self.out, program, rows, joined={"left_out": self.left_out}, **more)
+        rendering.write(self.out)
+        self.console.print(f"tables and figures: {self.out}", soft_wrap=True, highlight=False)
+        return rows
+
+
+class AttackSession(Session):
+    """One call of a command that scores reconstructions."""
+
+    def __init__(self, options: AttackOptions, console: Console) -> None:
+        super().__init__(options, console)
+        self._lpips = load_lpips(options.lpips_net, options.lpips_weights, self.device)
+
+    def scorer(self, patch_size: int) -> ScoreImages:
+        """From (reconstructions, originals) to one dict of metrics an image."""
+        return scorer(patch_size, self._lpips)
+
+    def victims(self, gallery: Gallery, defense: Defense, seed: int, group: int = 1) -> Victims:
+        """The clients that hold the gallery's images, `group` images each."""
+        for reason in gallery.skipped:
+            self.say(f"left out: {reason}")
+        return Victims(gallery, defense, seed=seed, device=self.device, warn=self.say, group=group)

@@ -1,0 +1,106 @@
+"""Options of the measures of speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from experiments.scaffold import RESULTS, DeviceOptions, check_positive
+
+
+@dataclass(frozen=True)
+class SpeedOptions(DeviceOptions):
+    """How fast is the leakage benchmark?
+
+    All in one run, taken in turn, as ratios, for each block with the attack that fits it (april: april; standard:
+    patch_embedding):
+
+    - our path (gradients of the attacked layers, solve, every metric) against the bare batched forward and backward
+      pass;
+    - the `breaching` package's AprilAttacker, with its own gradient an image and the same scoring, against our path;
+    - the linear solve by each of LAPACK's drivers, on the same gradients;
+    - peak memory of each, in a process of its own;
+    - gradient matching, a step: the package's Inverting Gradients, ours with the same arithmetic (every weight's
+      gradient, one client), and ours as it runs, for one client and for eight together.
+
+    Writes speed.csv, drivers.csv, matching.csv and run.json to --out.
+    """
+
+    model: str = "deit_s"
+    """Model, random weights."""
+    images: int = 16
+    """Images a measurement."""
+    batch_size: int = 16
+    """Images a pass."""
+    repeats: int = 5
+    """Measurements of each kind; medians of pairwise ratios are reported."""
+    lpips_weights: Path | None = None
+    """State dict of lpips.LPIPS(net="squeeze"); without it LPIPS is left out, and the table says so."""
+    parts: tuple[Literal["leakage", "matching"], ...] = ("leakage", "matching")
+    """What to measure: the closed forms' path (leakage), gradient matching, or both."""
+    matching_model: str = "vit_mini_32"
+    """Model of the gradient matching, random weights."""
+    matching_batches: tuple[int, ...] = (1, 4)
+    """Images in a victim's batch."""
+    matching_rounds: int = 15
+    """Rounds of the gradient matching, each of all ways to take a step; ratios of their means are reported."""
+    out: Path = RESULTS / "speed"
+    """Folder of the tables."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options out of range."""
+        super().validate()
+        check_positive(self, "images", "batch_size", "repeats", "matching_batches", "matching_rounds")
+
+
+@dataclass(frozen=True)
+class StepOptions(DeviceOptions):
+    """What does MJP cost a training step?
+
+    Times one client step (forward, backward) of a DeiT-S at batch 16 with and without MJP, alternating so that a busy
+    machine affects both alike, and the masks and jigsaws alone against a version that loops over images and blocks in
+    Python, as the released code does. The paper reports +2 % an epoch (appendix B). Writes overhead.csv and run.json to
+    --out.
+    """
+
+    model: str = "deit_s"
+    """Model without its _mjp suffix."""
+    batch_size: int = 16
+    """Images a step."""
+    steps: int = 12
+    """Timed steps of each kind; the median pairwise ratio is reported."""
+    gammas: tuple[float, ...] = (0.1, 0.5, 0.9)
+    """Masking ratios."""
+    out: Path = RESULTS / "mjp_overhead"
+    """Folder of the table."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options out of range."""
+        super().validate()
+        check_positive(self, "batch_size", "steps")
+
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """What does Flower cost a round?
+
+    Seconds of a federated round (local engine, messages and all) against a plain PyTorch loop that computes the same
+    clients' gradients and takes the same step, with one thread, alternating in one run. Writes overhead.csv and
+    run.json to --out.
+    """
+
+    models: tuple[str, ...] = ("vit_mini_64", "deit_ti", "deit_s")
+    """Models to time."""
+    clients: int = 8
+    """Clients a round."""
+    batch_sizes: tuple[int, ...] = (1, 16)
+    """Images a client; at 1 the messages weigh most."""
+    repeats: int = 5
+    """Timed rounds of each kind; medians are reported."""
+    out: Path = RESULTS / "round_overhead"
+    """Folder of the table."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options out of range."""
+        check_positive(self, "clients", "batch_sizes", "repeats")

@@ -1,0 +1,158 @@
+"""Options of the trade-off between accuracy and leakage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from attacks import ATTACKS, ThreatModel, UsageError
+from experiments.scaffold import DEFENSE_NAMES, AttackOptions, check_names, check_positive, sweep
+from fedmjp.config import ATTACKS_HELP, AuditConfig, DefenseOptions
+from fedmjp.defenses import DEFENSES
+
+NOPE = "nope"  # a federation of the model without position embeddings, beside the registered defences
+# Closed forms take milliseconds an update and get them all; `unmix` takes half a minute, searches seconds.
+SLOW = {"unmix": 4, "unmix_rounds": 8, "batch_rounds": 8, "breaching_april": 8}
+CLIP_NORM = 30.0
+
+
+def _strong_clipping() -> Any:
+    return replace(DefenseOptions(), noise=DEFENSES.get("noise")(clip_norm=CLIP_NORM))
+
+
+@dataclass(frozen=True)
+class Options(AttackOptions):
+    """What does a defence cost in accuracy, and what does it buy in privacy?
+
+    Trains a federation for every partition of the data and every defence (none; `nope`, the model without position
+    embeddings; mjp at each gamma; any other registered defence where asked for) and lets the server run every
+    registered attack on the updates that train it. Draws the accuracy-privacy plane: final accuracy against the PSNR of
+    the strongest attack. What the plane can tell and what it cannot stands under the table that it writes.
+
+        python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR
+        python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR --defenses noise spp --resume
+        python benchmarks/federated_tradeoff.py --data photos --clients 4 --rounds 2 --audit-points 2 --attacks april
+
+    Every federation has a folder of its own in OUT/federations and is taken up where it stopped (--resume). Table and
+    figure show all that are finished, from this call and from earlier ones, which may have attacked more or less.
+    Writes rows.jsonl.gz, rounds.csv, table.csv, table.md, tradeoff.png and run.json to --out.
+    """
+
+    model: str = "vit_mini_32"
+    """A plain ViT, without _nope or _mjp."""
+    weights: str = "random"
+    """Where every federation starts: random, a checkpoint's path, or auto (the shipped checkpoint of --model for all
+    defences alike, else random)."""
+    data: str = "cifar10"
+    """cifar10, cifar100, tiny-imagenet, imagenet, photos (embedded), or folder:PATH."""
+    data_path: Path | None = None
+    """Local copy of the data set."""
+    test_images: int = 1000
+    """Most test images behind an accuracy."""
+    clients: int = 32
+    """Clients; each sends the gradient of one image a round."""
+    rounds: int = 60
+    """Rounds of training."""
+    audit_points: Annotated[int, tyro.conf.arg(aliases=("--looks",))] = 4
+    """Evenly spaced rounds, the last among them, after which the model is evaluated and at which updates are attacked;
+    the first round is attacked too."""
+    audit_clients: int = 8
+    """Clients whose updates are attacked at each of these rounds."""
+    learning_rate: float = 0.03
+    """Of the server's step on the mean gradient."""
+    partitions: tuple[str, ...] = ("iid", "dirichlet:0.3")
+    """iid, or dirichlet:ALPHA."""
+    defenses: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            help="nope, the model without position embeddings, and registered defences: those with the option gamma at "
+            "each of --gammas, those with noise_multiplier at each of --noise-multipliers, others once, as their "
+            f"options say; {DEFENSE_NAMES}.",
+            aliases=("--defense",),
+        ),
+    ] = ("none", NOPE, "mjp")
+    gammas: tuple[float, ...] = (0.1, 0.5, 0.9)
+    """Masking ratios of defences with the option gamma."""
+    noise_multipliers: tuple[float, ...] = (1e-4, 1e-3)
+    """Standard deviations of the noise on an update, in units of --clip-norm, of defences with that option."""
+    options: DefenseOptions = field(default_factory=_strong_clipping)  # type: ignore[valid-type]
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = tuple(ATTACKS)
+    steps: tuple[str, ...] = ("15", "breaching_dlg=2")
+    """Steps of the attacks that search, as NUMBER for all or ATTACK=NUMBER."""
+    at_most: tuple[str, ...] = ()
+    """Audited updates a federation that slow attacks get, as ATTACK=NUMBER or a NUMBER for all: spread evenly over
+    rounds and clients (none given: 4 for unmix, 8 for unmix_rounds, batch_rounds and breaching_april, 1 for the other
+    attacks of the breaching package, 2 for other searches)."""
+    grants: tuple[str, ...] = AuditConfig().grants
+    """What the server sees beyond an update; attacks that need more are left out, and the table says so."""
+    seeds: tuple[int, ...] = (0,)
+    """One federation of each kind for every seed."""
+    out: Path = Path("runs/federated_tradeoff")
+    """Folder of federations, table and figure (the committed ones stand in results/federated_tradeoff)."""
+    resume: bool = False
+    """Go on in a folder that holds federations already; finished ones and finished rows are not repeated."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is written."""
+        from fedmjp.models import MODELS, split_name
+
+        check_names(ATTACKS, self.attacks)
+        check_positive(self, "audit_points", "audit_clients", "test_images")
+        if self.audit_points > self.rounds:
+            raise UsageError(f"--audit-points {self.audit_points} needs as many --rounds")
+        for option in ("partitions", "defenses", "seeds", "attacks"):
+            given = getattr(self, option)
+            if not given or len(set(given)) < len(given):
+                raise UsageError(f"--{option} takes one or more different entries")
+        for name in self.defenses:
+            self.strengths(name)
+        if not any(self.strengths(name) for name in self.defenses):
+            raise UsageError("no federation is asked for; --defenses mjp needs --gammas, noise --noise-multipliers")
+        if not self.runnable():
+            raise UsageError("none of --attacks can run: " + "; ".join(self.not_run().values()))
+        base, variant = split_name(self.model)
+        if variant or MODELS.get(base).vit is None:
+            raise UsageError(f"--model takes a plain ViT without suffix, not {self.model!r}: its variants are compared")
+        if self.out.exists() and any(self.out.iterdir()) and not self.resume:
+            raise UsageError(f"{self.out} holds federations already; pass --resume to go on, or another --out")
+
+    def strengths(self, name: str) -> list:
+        """The defence called `name`, once for each strength that is asked for; `nope` is no defence.
+
+        Raises:
+            UsageError: no such defence, or a strength given where a list of strengths is swept.
+        """
+        if name != NOPE:
+            DEFENSES.get(name)
+        defense = getattr(self.options, "none" if name == NOPE else name)
+        for option in ("gamma", "noise_multiplier"):
+            if hasattr(defense, option):
+                return sweep(defense, option, getattr(self, f"{option}s"))
+        return [defense]
+
+    def not_run(self) -> dict[str, str]:
+        """Every registered attack that is not run, and why."""
+        threat, found = ThreatModel.parse(self.grants), {}
+        for name in ATTACKS:
+            try:
+                ATTACKS.get(name)().require(threat, name)
+            except UsageError as error:
+                found[name] = f"not run: {error}"
+            if name not in self.attacks:
+                found[name] = "not run: not among --attacks"
+        return found
+
+    def runnable(self) -> tuple[str, ...]:
+        """The attacks that are asked for and can be run under this threat model."""
+        left_out = self.not_run()
+        return tuple(name for name in self.attacks if name not in left_out)
+
+    def limits(self) -> tuple[str, ...]:
+        """`at_most`, or what it stands for where it is empty."""
+        from fedmjp.budgets import searches
+
+        searching = {name: 1 if name.startswith("breaching_") else 2 for name in ATTACKS if searches(name)}
+        return self.at_most or tuple(f"{name}={count}" for name, count in (SLOW | searching).items())

@@ -1,0 +1,206 @@
+"""Federations under several defences: trained, attacked while they train, and gathered into one table.
+
+*One federation, not two*: learning wants large batches and closed forms invert batches of one, so many clients send
+the gradient of one image each (FedSGD). What the table can tell and what it cannot: `table.NOTES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+
+from attacks import UsageError
+from experiments.rendering import read_rows
+from experiments.scaffold import Failure
+from experiments.tradeoff.options import NOPE, Options
+from experiments.tradeoff.render import TRADEOFF
+from experiments.tradeoff.table import point_of
+from fedmjp.audited_federation import check_before_start, run_experiment
+from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
+from fedmjp.defenses import Defense
+from fedmjp.federation import ClientFailure
+from fedmjp.models import split_name
+from fedmjp.models.weights import SHIPPED
+from fedmjp.progress import RunProgress
+from fedmjp.records.rows import pack_rows
+from fedmjp.records.run_folder import RunFolder, holds_finished, test_images_of
+from fedmjp.records.run_record import note_rows
+
+SHOWN = ["partition", "point", "attack", "psnr_mean", "psnr_low", "psnr_high", "gain", "accuracy", "strongest"]
+KINDS = ("none", NOPE, "mjp", "noise")  # come first, others by name
+
+
+@dataclass(frozen=True)
+class Federation:
+    """One federation of the plane."""
+
+    config: RunConfig
+
+    @property
+    def partition(self) -> str:
+        """How the training images are distributed over the clients."""
+        return self.config.federation.partition
+
+    @property
+    def point(self) -> str:
+        """Its defence with its strength, in words."""
+        name = self.config.defense[0]
+        return point_of(name, vars(self.config.defence(name)), self.config.model.model)
+
+    @property
+    def title(self) -> str:
+        """For a line of progress."""
+        return f"{self.partition}, {self.point}, seed {self.config.seed}"
+
+    def order(self) -> tuple:
+        """Sort key of table and figure."""
+        kind = self.point.split(",")[0]
+        place = KINDS.index(kind) if kind in KINDS else len(KINDS)
+        strength = float(self.point.rpartition("= ")[2]) if kind in KINDS and "=" in self.point else 0.0
+        return (self.partition != "iid", self.partition, place, strength, self.point, self.config.seed)
+
+
+def federations(options: Options) -> Iterator[Federation]:
+    """Every federation that is asked for, in the order in which they run: all defences on one partition first."""
+    for seed in options.seeds:
+        for partition in options.partitions:
+            for name in options.defenses:
+                for defense in options.strengths(name):
+                    yield _federation(options, partition, seed, name, defense)
+
+
+def _federation(options: Options, partition: str, seed: int, name: str, defense: Defense) -> Federation:
+    config = _base(options, partition, seed)
+    if name == NOPE:
+        config = replace(config, model=replace(config.model, model=f"{options.model}_nope"))
+    else:
+        config = replace(config, defense=(name,), options=replace(config.options, **{name: defense}))
+    words = Federation(config).title.replace(" = ", "").replace("γ", "gamma").replace("σ", "sigma")
+    folder = words.replace(",", "").replace(":", "").replace(" ", "_")
+    return Federation(replace(config, out=options.out / "federations" / folder))
+
+
+def finished(out: Path) -> list[Federation]:
+    """Every finished federation in `out`, whichever call it came from."""
+    found = []
+    for file in (out / "federations").glob("*/run.json"):
+        described = json.loads(file.read_text(encoding="utf-8"))
+        if described["finished"]:
+            config = RunConfig.from_json(json.dumps(described["config"]))
+            found.append(Federation(replace(config, out=file.parent)))
+    return sorted(found, key=Federation.order)
+
+
+def _training(config: RunConfig) -> tuple:
+    """What all federations of one table have in common."""
+    federation = replace(config.federation, partition="", evaluate_every=1)
+    return federation, replace(config.data, data_path=None), split_name(config.model.model)[0], config.model.weights
+
+
+def _base(o: Options, partition: str, seed: int) -> RunConfig:
+    shipped = SHIPPED / f"{o.model}.safetensors"
+    weights = (str(shipped) if shipped.exists() else "random") if o.weights == "auto" else o.weights
+    audited = sorted({1, *(round(o.rounds * point / o.audit_points) for point in range(1, o.audit_points + 1))})
+    return RunConfig(
+        federation=FederationConfig(
+            clients=o.clients,
+            rounds=o.rounds,
+            partition=partition,
+            learning_rate=o.learning_rate,
+            evaluate_every=max(1, o.rounds // o.audit_points),
+        ),
+        model=ModelConfig(model=o.model, weights=weights),
+        data=DataConfig(data=o.data, data_path=o.data_path, test_limit=o.test_images),
+        audit=AuditConfig(
+            attacks=o.runnable(),
+            audit_clients=tuple(range(min(o.audit_clients, o.clients))),
+            audit_rounds=tuple(audited),
+            at_most=o.limits(),
+            steps=o.steps,
+            grants=o.grants,
+            lpips_net=o.lpips_net,
+            lpips_weights=o.lpips_weights,
+        ),
+        device=o.device,
+        threads=o.threads,
+        seed=seed,
+        resume=True,  # whether the whole folder may be gone on with is decided before
+    )
+
+
+def check(options: Options) -> None:
+    """Raise `UsageError` for a federation that cannot be run, and for a folder that holds others.
+
+    What differs between federations can be wrong in each; the data are loaded once.
+    """
+    if any(_training(one.config) != _training(_base(options, "iid", 0)) for one in finished(options.out)):
+        raise UsageError(
+            f"{options.out} holds federations with another model, data, clients or rounds; pass another --out"
+        )
+    for one in federations(options):
+        one.config.validate()
+    for one in {one.partition: one for one in federations(options)}.values():
+        check_before_start(one.config)
+
+
+def run(options: Options, console: Console) -> None:
+    """Train and attack what is missing; an interrupted run leaves table and figure of what is finished.
+
+    Raises:
+        UsageError: options that cannot be met.
+        Failure: a client failed.
+    """
+    check(options)
+    every = list(federations(options))
+    try:
+        for number, one in enumerate(every, start=1):
+            train(one, f"federation {number} of {len(every)}: {one.title}", console)
+    except ClientFailure as error:
+        raise Failure(f"{error}\n{options.resume_hint()}") from error
+    finally:
+        done = finished(options.out)
+        if done:
+            collect(done, options)
+    table = pd.read_csv(options.out / "table.csv")
+    console.print(table[SHOWN].round(3).to_string(index=False), highlight=False)
+    console.print(f"table and figure: {options.out}", soft_wrap=True, highlight=False)
+
+
+def train(one: Federation, title: str, console: Console) -> None:
+    """Run or take up one federation, unless it is finished."""
+    if holds_finished(one.config):
+        console.print(f"{title}: finished before", highlight=False)
+        return
+    console.print(title, style="bold", highlight=False)
+    folder = RunFolder(one.config)
+    run_experiment(one.config, folder, RunProgress(console))
+    folder.finish()
+
+
+def collect(done: Sequence[Federation], options: Options) -> None:
+    """Gather rows and rounds of finished federations, note the call in run.json, and write table and figure."""
+    out = options.out
+    with (out / "rows.jsonl").open("wb") as file:
+        for one in done:
+            file.write((one.config.out / "rows.jsonl").read_bytes())
+    pack_rows(out / "rows.jsonl")
+    _rounds(done).to_csv(out / "rounds.csv", index=False)
+    titles = sorted(one.title for one in done)
+    program = "python benchmarks/federated_tradeoff.py"
+    note_rows(out, program, read_rows(out), federations=titles, not_run=options.not_run())
+    TRADEOFF.write(out)
+
+
+def _rounds(done: Sequence[Federation]) -> pd.DataFrame:
+    """Accuracy by round: partition, point, seed, round, loss, accuracy, test_images."""
+    frames = []
+    for one in done:
+        own = pd.read_csv(one.config.out / "rounds.csv")[["round", "loss", "accuracy"]]
+        place = pd.DataFrame({"partition": one.partition, "point": one.point, "seed": one.config.seed}, index=own.index)
+        frames.append(place.join(own).assign(test_images=test_images_of(one.config)))
+    return pd.concat(frames, ignore_index=True)

@@ -1,0 +1,35 @@
+"""What is rendered from the rows of the federations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.rendering import Rendering, csv, read_rows, read_run
+from experiments.tradeoff.table import NOTES, markdown, placed, tradeoff_figure, tradeoff_table
+
+
+def _tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """(table, rows, accuracy by round)."""
+    rows, rounds = placed(read_rows(folder)), pd.read_csv(folder / "rounds.csv")
+    return tradeoff_table(rows, rounds, read_run(folder).get("not_run", {})), rows, rounds
+
+
+def tradeoff_files(folder: Path) -> dict[str, str]:
+    """table.csv, and table.md with what the table can tell under it."""
+    table, _, _ = _tables(folder)
+    return {"table.csv": csv(table, 6), "table.md": f"{markdown(table)}\n\n{NOTES}"}
+
+
+def tradeoff_block(folder: Path) -> str:
+    """The first table of table.md: the strongest attack on each federation."""
+    return (folder / "table.md").read_text(encoding="utf-8").split("\n\n")[0]
+
+
+def _figures(folder: Path) -> None:
+    tradeoff_figure(*_tables(folder), folder / "tradeoff.png")
+
+
+TRADEOFF = Rendering("federated_tradeoff", tradeoff_files, {"tradeoff": tradeoff_block}, _figures)
+RENDERINGS = (TRADEOFF,)

@@ -1,0 +1,315 @@
+"""The accuracy-privacy plane of several federations: accuracy and leakage under each defence.
+
+Rows have two more columns than others: `partition` (how the data are distributed over clients) and `point` (the defence
+with its strength, in words). Leakage is the PSNR of whole images, higher = more leakage.
+
+An attack is called the strongest by its mean PSNR over the updates for which it returned an image. Attacks whose mean
+lies within the interval of the best count as equal, and of those the one with most images is named. An adversary
+without the originals would not know which attack that is: the figure is that of one who believes the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from attacks import ATTACKS
+from experiments.rendering import MEAN, interval, markdown_table
+from fedmjp.defenses import DEFENSES
+from fedmjp.metrics import bootstrap_mean
+from fedmjp.records.rows import BASELINES
+from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
+from fedmjp.report.tables import summarise
+
+# Stands under the table.
+NOTES = """\
+*One federation, not two.* Learning wants large batches, closed forms invert batches of one. Both hold at once where
+many clients send the gradient of one image each (FedSGD): every update that moves the model is one that is attacked, at
+the weights at which it was made, and `--clients` is the batch of a step. Plain descent and its rate were chosen on
+undefended runs of 150 rounds with 32 clients (500 test images, one seed): 28 % at rate 0.03, 19 % at 0.1, 27 % with
+momentum 0.9, 26 to 29 % with Adam. All defences train at that one rate, none is tuned.
+
+*What the plane can tell.* What each defence costs over the first rounds of training, from the same weights, images
+and order of clients; and what an honest-but-curious server with these attacks sees of those rounds. Attacks over
+several rounds get every earlier update of their client; at the defaults no image comes twice in those.
+
+*What it cannot tell.* The models are barely trained: what a defence costs at 90 % accuracy, and how late rounds leak,
+is not shown. The interval of the accuracy is over test images; another seed may move it by as much. At 32 pixels in
+patches of 4 a patch has 48 values and there are 64 patches; attacks that need it the other way round say so. Searches
+run for few steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
+"""
+
+PLACE = ("partition", "point")
+BY = (*PLACE, "attack")
+GUESS = "mean_image"
+STRENGTHS = {"gamma": "γ", "noise_multiplier": "σ"}
+_UPDATE = ["seed", "round", "client", "image"]
+_MARKERS, _DASHES = ("o", "s", "^", "D"), ("-", "--", ":", "-.")  # a partition each
+
+
+def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[str, str]) -> pd.DataFrame:
+    """One line a partition, defence and attack, every registered one; guesses without a gradient first.
+
+    Args:
+        rows: as `load_rows` gives them, with `partition` and `point`.
+        rounds: columns partition, point, seed, round, accuracy (in [0, 1]) and test_images.
+        reasons: why attacks were not run, where there is more to say than that.
+
+    Returns:
+        The columns `BY`; `strongest` (bool); those of `summarise`; `steps` (of a search, else NaN); `gain` with
+        `gain_low` and `gain_high` (dB over the mean image on the same updates); `note` (why there is no image, or why
+        not to trust it); and the federation's `accuracy` with `accuracy_low` and `accuracy_high` (95 % bootstrap
+        interval over test images), `test_images`, `rounds` and `seeds`.
+    """
+    lines = []
+    for place, own in rows.groupby(list(PLACE), sort=False):
+        measured = summarise(own, ("attack",)).to_dict("records")
+        guesses = own[own["attack"] == GUESS].set_index(_UPDATE)["psnr"]
+        best = strongest(measured)
+        final = final_accuracy(rounds[(rounds[list(PLACE)] == list(place)).all(axis=1)])
+        for line in measured:
+            attacked = own[own["attack"] == line["attack"]]
+            line |= {"strongest": line["attack"] == best, "steps": _steps(attacked), "note": _note(line, attacked)}
+            lines.append(_placed(place, line | _gain(attacked, guesses) | final))
+        known = {line["attack"] for line in measured}
+        for name in (name for name in ATTACKS if name not in known):
+            absent = {"attack": name, "note": reasons.get(name, "not run in this federation")}
+            lines.append(_placed(place, absent | {"count": 0, "failed": 0, "strongest": False} | final))
+    table = pd.DataFrame(lines)
+    first = [*BY, "strongest", "count", "failed", "steps"]
+    return table[[*first, *(name for name in table.columns if name not in first)]]
+
+
+def strongest(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The name of the strongest attack; "" where none returned an image.
+
+    Args:
+        lines: of one federation, with attack, psnr_mean, psnr_low (dB), count and failed.
+    """
+    found = [line for line in lines if line["attack"] not in BASELINES and not np.isnan(line["psnr_mean"])]
+    if not found:
+        return ""
+    best = max(found, key=lambda line: line["psnr_mean"])
+    alike = [line for line in found if line["psnr_mean"] >= best["psnr_low"]]
+    return max(alike, key=lambda line: (line["count"] - line["failed"], line["psnr_mean"]))["attack"]
+
+
+def final_accuracy(rounds: pd.DataFrame) -> dict[str, float]:
+    """Accuracy after the last round, in [0, 1], with its interval over the test images of all seeds."""
+    last = rounds[rounds["round"] == rounds["round"].max()]
+    right = [round(a * n) for a, n in zip(last["accuracy"], last["test_images"], strict=True)]
+    total = int(last["test_images"].sum())
+    interval = bootstrap_mean(np.arange(total) < sum(right))
+    bounds = {"accuracy": interval.mean, "accuracy_low": interval.low, "accuracy_high": interval.high}
+    return bounds | {"test_images": total, "rounds": int(rounds["round"].max()), "seeds": len(last)}
+
+
+def placed(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of federations, as `load_rows` gives them, with the columns partition and point."""
+    names = rows[["defense", "defense_parameters", "model"]].itertuples(index=False, name=None)
+    partitions = [setting.split(", ")[1] for setting in rows["setting"]]
+    return rows.assign(partition=partitions, point=[point_of(*name) for name in names])
+
+
+def point_of(defense: str, parameters: Mapping[str, Any], model: str) -> str:
+    """A defence with its strength, in words; "nope" for an undefended model without position embeddings.
+
+    Args:
+        parameters: the defence's options; of those without a strength, what differs from the defaults is named.
+        model: the name of the model that is trained.
+    """
+    if defense == "none":
+        return "nope" if model.endswith("_nope") else "none"
+    for option, symbol in STRENGTHS.items():
+        if option in parameters:
+            return f"{defense}, {symbol} = {parameters[option]:g}"
+    usual = vars(DEFENSES.get(defense)()) if defense in DEFENSES else {}
+    return ", ".join([defense, *(f"{k} = {v}" for k, v in parameters.items() if usual.get(k) != v)])
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """Two tables: a line a federation with its strongest attack; and PSNR by attack, a column a federation."""
+    places = list(table[list(PLACE)].drop_duplicates().itertuples(index=False, name=None))
+    heads = ["partition", "defence", "accuracy (%)", "strongest attack", "PSNR (dB)", "above the mean image", "SSIM"]
+    cells = [[*place, *_cells(table[(table[list(PLACE)] == list(place)).all(axis=1)])] for place in places]
+    parts = [markdown_table([*heads, "updates"], cells)]
+    cells = []
+    for attack, own in table.groupby("attack", sort=False):
+        by = own.set_index(list(PLACE))
+        numbers = sorted({int(n) for n in own["count"] if n}) or [0]
+        name = f"`{attack}`" + (f", {own['steps'].max():.0f} steps" if own["steps"].notna().any() else "")
+        cells.append([name, _range(numbers), *(_psnr(by, place) for place in places)])
+    heads = [f"{point}, {partition}" for partition, point in places]
+    parts.append(markdown_table(["PSNR (dB) of", "updates", *heads], cells))
+    return "\n\n".join([*parts, *_notes(table)])
+
+
+def _cells(own: pd.DataFrame) -> list[str]:
+    """Accuracy, name, PSNR, gain, SSIM and count of one federation's strongest attack."""
+    any_line = own.iloc[0]
+    bounds = [100 * any_line[f"accuracy{part}"] for part in ("", "_low", "_high")]
+    accuracy = f"{bounds[0]:.1f} [{bounds[1]:.1f}, {bounds[2]:.1f}]"
+    best = own[own["strongest"]]
+    if best.empty:
+        return [accuracy, "none returned an image", "", "", "", ""]
+    line = best.iloc[0]
+    gain = f"{line.gain:+.1f} [{line.gain_low:+.1f}, {line.gain_high:+.1f}]"
+    found = interval(line, "psnr", 1, MEAN), gain, interval(line, "ssim", 2, MEAN)
+    return [accuracy, f"`{line.attack}`", *found, str(int(line["count"] - line["failed"]))]
+
+
+def _psnr(by: pd.DataFrame, place: tuple[str, str]) -> str:
+    if place not in by.index:
+        return ""
+    line = by.loc[place]
+    if line["count"] == 0:
+        return "not run"
+    if np.isnan(line["psnr_mean"]):
+        return "no image"
+    text = f"{line['psnr_mean']:.1f}"
+    return (f"**{text}**" if line["strongest"] else text) + ("" if line["note"] == "" else " *")
+
+
+def _notes(table: pd.DataFrame) -> list[str]:
+    """Every reason once for each defence, with the attacks that give it."""
+    noted = table[table["note"] != ""]
+    noted = noted.assign(reason=[_reason(line) for line in noted.to_dict("records")])
+    lines = []
+    for (reason, point), own in noted.groupby(["reason", "point"], sort=False):
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(own["attack"]))
+        lines.append(f"- {point}: {names}: {reason}")
+    return ['\\* and "no image", why:', "\n".join(lines)] if lines else []
+
+
+def _reason(line: Mapping[str, Any]) -> str:
+    """A line's note without its count of updates."""
+    if line["count"] == 0:
+        return line["note"]
+    return ("no image" if line["failed"] == line["count"] else "not vouched for") + f"; {line['diagnosis']}"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _placed(place: tuple[str, str], line: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(PLACE, place, strict=True)) | dict(line)
+
+
+def _steps(rows: pd.DataFrame) -> float:
+    return float(rows["attack_parameters"].iloc[0].get("steps", np.nan))
+
+
+def _note(line: Mapping[str, Any], rows: pd.DataFrame) -> str:
+    """What the attack says of itself, without the figures of single updates."""
+    diagnosed = int((rows["diagnosis"] != "").sum())
+    if not diagnosed:
+        return ""
+    kind = "no image" if line["failed"] == line["count"] else "not vouched for"
+    return f"{kind} on {diagnosed} of {line['count']} updates, mostly: {line['diagnosis']}"
+
+
+def _gain(rows: pd.DataFrame, guesses: pd.Series) -> dict[str, float]:
+    pairs = rows.set_index(_UPDATE)["psnr"]
+    interval = bootstrap_mean((pairs - guesses.reindex(pairs.index)).to_numpy())
+    return {"gain": interval.mean, "gain_low": interval.low, "gain_high": interval.high}
+
+
+def tradeoff_figure(table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path) -> None:
+    """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence."""
+    points, names = list(dict.fromkeys(table["point"])), list(dict.fromkeys(rows["attack"]))
+    figure = Figure(figsize=(max(9.2, 2.1 * len(points)), 7.4), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.05))
+    over_rounds, plane = upper.subplots(1, 2)
+    _draw_accuracy(over_rounds, rounds, points)
+    _draw_plane(plane, table, points)
+    handles, labels = plane.get_legend_handles_labels()
+    upper.legend(handles, labels, loc="outside right center", fontsize=SMALL, frameon=False)
+    panels = lower.subplots(1, len(points), sharey=True, squeeze=False)[0]
+    for axes, point in zip(panels, points, strict=True):
+        _draw_leakage(axes, rows[rows["point"] == point], names)
+        axes.set_title(point, fontsize=NORMAL)
+    panels[0].set_ylabel("PSNR (dB), higher = more leakage", fontsize=NORMAL)
+    drawn = {label: h for a in panels for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
+    shown = sorted(drawn, key=names.index)
+    handles = [drawn[name] for name in shown]
+    lower.legend(handles, shown, loc="outside lower center", ncols=5, fontsize=SMALL, frameon=False)
+    save(figure, path)
+
+
+def _draw_accuracy(axes: Axes, rounds: pd.DataFrame, points: Sequence[str]) -> None:
+    partitions = list(dict.fromkeys(rounds["partition"]))
+    for (partition, point), own in rounds.groupby(["partition", "point"], sort=False):
+        mean = 100 * own.groupby("round")["accuracy"].mean()
+        place = partitions.index(partition) % 4
+        look = {"color": style(points.index(point))["color"], "ls": _DASHES[place], "marker": _MARKERS[place]}
+        axes.plot(mean.index, mean, ms=3.5, lw=1.3, **look)
+    axes.set_xlabel("Round", fontsize=NORMAL)
+    axes.set_ylabel("Test accuracy (%)", fontsize=NORMAL)
+    _over_rounds(axes)
+
+
+def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
+    partitions = list(dict.fromkeys(table["partition"]))
+    best = table[table["strongest"].astype(bool)]
+    for line in best.itertuples():
+        low, high = 100 * (line.accuracy - line.accuracy_low), 100 * (line.accuracy_high - line.accuracy)
+        bounds = [[max(line.psnr_mean - line.psnr_low, 0)], [max(line.psnr_high - line.psnr_mean, 0)]]
+        colour = style(points.index(line.point))["color"]
+        axes.errorbar(
+            100 * line.accuracy,
+            line.psnr_mean,
+            xerr=[[low], [high]],
+            yerr=bounds,
+            color=colour,
+            mfc=colour if line.gain_low > 0 else "white",
+            marker=_MARKERS[partitions.index(line.partition) % 4],
+            ms=6,
+            lw=0.9,
+            capsize=2,
+        )
+    guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
+    axes.set_xlabel("Test accuracy after the last round (%)", fontsize=NORMAL)
+    axes.set_ylabel("PSNR of the strongest attack (dB)", fontsize=NORMAL)
+    named = {point: list(dict.fromkeys(best.loc[best["point"] == point, "attack"])) for point in points}
+    for index, point in enumerate(points):
+        axes.plot(
+            [],
+            [],
+            ls="",
+            marker="o",
+            color=style(index)["color"],
+            label=f"{point}: {', '.join(named[point]) or 'no image'}",
+        )
+    axes.axhline(guess, color="#404040", ls=":", lw=1.2, label="mean image (no gradient)")
+    for index, partition in enumerate(partitions):
+        axes.plot([], [], color="#707070", marker=_MARKERS[index % 4], ls=_DASHES[index % 4], label=partition)
+    if (best["gain_low"] <= 0).any():
+        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than\nthe mean image")
+    _over_rounds(axes)
+
+
+def _draw_leakage(axes: Axes, rows: pd.DataFrame, names: Sequence[str]) -> None:
+    for name, own in rows.groupby("attack", sort=False):
+        mean = own.groupby("round")["psnr"].mean().dropna()
+        if mean.empty:
+            continue
+        if name in BASELINES:
+            axes.plot(mean.index, mean, color="#404040" if name == GUESS else "#9a9a9a", ls=":", lw=1.4, label=name)
+            continue
+        look = style(names.index(name) - len(BASELINES))
+        axes.plot(mean.index, mean, ms=3.5, lw=1.0, label=name, **look)
+    axes.set_xlabel("Round", fontsize=NORMAL)
+    _over_rounds(axes)
+
+
+def _over_rounds(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    dress(axes, grid="both")

@@ -1,0 +1,211 @@
+"""The last block's attention in numbers and pictures: Figure 4 of the MJP paper.
+
+The paper calls MJP's attention "more diverse and content-aware" and shows pictures of it; it measures nothing. Here, on
+test images:
+
+    entropy         of a head's [CLS] map over the patches, as a share of a uniform map's: 1 is a uniform map
+    distance        between a patch and the patches it attends to, heads averaged, in shares of the image's side
+    head_diversity  Jensen-Shannon divergence of the heads' [CLS] maps, as a share of its largest value: 0 all heads
+                    attend to the same patches, 1 to different ones ("diverse")
+    content         Kullback-Leibler divergence, in bits, of an image's [CLS] map (heads averaged) from the mean map of
+                    all images: 0 is the same map whatever the image shows ("content-aware"). Its mean is the mutual
+                    information of image and place
+
+Divergences on grids of different sizes do not compare, and sharper maps (less entropy) can diverge further, so the
+three are to be read together. The figure is drawn on photographs that ship with scikit-image, never on the data set's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from experiments.rendering import csv
+from experiments.session import prepare_torch
+from experiments.trained_models.checkpoints import load_bundle, load_trained
+from experiments.trained_models.options import AttentionOptions
+from fedmjp.data import DataBundle, load_gallery
+from fedmjp.metrics import bootstrap_mean
+from fedmjp.models import MODELS, BuiltModel, build_model, split_name
+from fedmjp.models.attention import last_attention
+from fedmjp.records import provenance
+from fedmjp.records.run_record import note_run
+from fedmjp.report.figures import SMALL, draw_picture, save
+
+BATCH = 50
+MEASURES = ("entropy", "distance", "head_diversity", "content")
+
+
+def cls_maps(attention: Tensor, prefix: int) -> Tensor:
+    """Attention of [CLS] to the patches: attention (B, H, T, T) -> (B, H, N), each summing to 1.
+
+    Args:
+        prefix: number of tokens before the patches.
+    """
+    maps = attention[:, :, 0, prefix:].double()
+    return maps / maps.sum(dim=-1, keepdim=True)
+
+
+def entropy(shares: Tensor) -> Tensor:
+    """Entropy in nats over the last axis of shares that sum to 1."""
+    return -torch.special.xlogy(shares, shares).sum(dim=-1)
+
+
+def attention_distance(attention: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
+    """(B,): mean distance from a patch to the patches that it attends to, in shares of the image's side.
+
+    Args:
+        attention: (B, H, T, T).
+        prefix: number of tokens before the patches.
+        grid: (rows, columns) of patches.
+    """
+    among = attention[:, :, prefix:, prefix:].double()
+    among = among / among.sum(dim=-1, keepdim=True)  # (B, H, N, N)
+    sides = torch.tensor(grid, dtype=torch.float64)
+    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid)) / sides  # (N, 2)
+    apart = torch.cdist(places, places).to(among.device)
+    return (among * apart).sum(dim=-1).mean(dim=(1, 2))
+
+
+def head_diversity(maps: Tensor) -> Tensor:
+    """(B,): Jensen-Shannon divergence between the heads' maps (B, H, N) as a share of its largest value, log H."""
+    if maps.shape[1] == 1:
+        return torch.zeros(len(maps), dtype=maps.dtype)
+    return (entropy(maps.mean(dim=1)) - entropy(maps).mean(dim=1)) / log(maps.shape[1])
+
+
+def content(maps: Tensor) -> Tensor:
+    """(B,): Kullback-Leibler divergence, in bits, of each map (B, N) from the mean of all maps."""
+    mean = maps.mean(dim=0, keepdim=True)
+    return (torch.special.xlogy(maps, maps) - torch.special.xlogy(maps, mean)).sum(dim=-1) / log(2)
+
+
+def measure(model: BuiltModel, bundle: DataBundle, device: torch.device) -> pd.DataFrame:
+    """`MEASURES`, one line a test image."""
+    prefix, parts, attended = model.module.num_prefix_tokens, [], []
+    for pictures in batches(bundle, device, model.name):
+        attention = last_attention(model, pictures)
+        maps = cls_maps(attention, prefix)
+        attended.append(maps.mean(dim=1).cpu())
+        shares = entropy(maps).mean(dim=1) / log(maps.shape[-1])
+        apart = attention_distance(attention, prefix, model.grid)
+        parts.append(torch.stack([shares, apart, head_diversity(maps)], dim=1).cpu())
+    found = torch.cat([torch.cat(parts), content(torch.cat(attended))[:, None]], dim=1)
+    return pd.DataFrame(found.numpy(), columns=list(MEASURES))
+
+
+def batches(bundle: DataBundle, device: torch.device, title: str) -> Iterator[Tensor]:
+    """Test images in order, under a bar."""
+    count = len(bundle.test)
+    for start in track(range(0, count, BATCH), description=title, transient=True):
+        yield bundle.test.images(range(start, min(start + BATCH, count))).to(device)
+
+
+def build_subjects(options: AttentionOptions, device: torch.device) -> list[tuple[BuiltModel, DataBundle]]:
+    """Trained models in the order asked for, then the same architectures with random weights; each with its images.
+
+    Raises:
+        UsageError: data or weights that are not there, or weights for other classes.
+    """
+    sources, bundles = options.sources(), {}
+    for name in sources:
+        size = MODELS.get(split_name(name)[0]).image_size
+        bundles[size] = bundles.get(size) or load_bundle(options, name)
+    classes = len(next(iter(bundles.values())).classes)
+    models = [load_trained(n, s, bundles[MODELS.get(split_name(n)[0]).image_size]) for n, s in sources.items()]
+    bases = dict.fromkeys(split_name(name)[0] for name in sources)
+    models += [build_model(base, num_classes=classes, weights="random", seed=options.seed) for base in bases]
+    for model in models:
+        model.module.to(device).eval()
+    return [(model, bundles[model.image_size]) for model in models]
+
+
+def table(models: list[tuple[BuiltModel, DataBundle]], options: AttentionOptions, device: torch.device) -> pd.DataFrame:
+    """A line a model: means with 95 % intervals, and paired differences from the reference."""
+    found = [measure(model, bundle, device) for model, bundle in models]
+    place = next(i for i, (model, _) in enumerate(models) if model.name == options.reference)
+    reference, lines = found[place], []
+    for (model, bundle), own in zip(models, found, strict=True):
+        patches = model.grid[0] * model.grid[1]
+        line = {"model": model.name, "weights": model.provenance, "patches": patches, "images": len(own)}
+        for name in MEASURES:
+            line |= _named(name, own[name])
+            if model.grid == models[place][0].grid:
+                line |= _named(f"{name}_difference", own[name] - reference[name])
+        lines.append(line | {"data": bundle.provenance})
+    return pd.DataFrame(lines).assign(commit=provenance.commit(), seed=options.seed)
+
+
+def _named(name: str, values: pd.Series) -> dict[str, float]:
+    interval = bootstrap_mean(values.to_numpy())
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def figure(models: list[BuiltModel], photographs: int, path: Path) -> None:
+    """Figure 4: [CLS] maps of the last block, heads averaged and head by head, a row a photograph.
+
+    All maps share one scale, attention in multiples of a uniform map's, its colours by the square root.
+    """
+    drawn = []
+    for model in models:
+        pictures = load_gallery("photos", size=model.image_size, limit=photographs).images.images(range(photographs))
+        device = next(model.module.parameters()).device
+        maps = cls_maps(last_attention(model, pictures.to(device)), model.module.num_prefix_tokens).cpu()
+        maps = torch.cat([maps.mean(dim=1, keepdim=True), maps], dim=1) * maps.shape[-1]  # (P, 1 + H, N)
+        drawn.append(maps.reshape(photographs, -1, *model.grid).numpy())
+    largest = max(model.image_size for model in models)
+    shown = load_gallery("photos", size=largest, limit=photographs).images.images(range(photographs))
+    widths = [1, *(maps.shape[1] for maps in drawn)]
+    drawing = Figure(figsize=(0.72 * sum(widths) + 0.9, 0.74 * photographs + 0.5))
+    left, right, bottom, top, gap = 0.01, 0.925, 0.02, 1 - 0.45 / drawing.get_figheight(), 0.012
+    unit = (right - left - gap * len(drawn)) / sum(widths)
+    ceiling = float(np.quantile(np.concatenate([maps.ravel() for maps in drawn]), 0.99))
+    scale = PowerNorm(0.5, vmin=0, vmax=ceiling)
+    height, image = (top - bottom) / photographs, None
+    for row in range(photographs):
+        edge, base = left, top - (row + 1) * height
+        draw_picture(drawing.add_axes((edge, base, 0.95 * unit, 0.95 * height)), shown[row], None)
+        edge += unit + gap
+        for model, maps in zip(models, drawn, strict=True):
+            for column, one in enumerate(maps[row]):
+                axes = drawing.add_axes((edge + column * unit, base, 0.95 * unit, 0.95 * height))
+                image = axes.imshow(one, norm=scale, cmap="viridis", interpolation="nearest")
+                axes.set_axis_off()
+                if row == 0:
+                    axes.set_title("mean" if column == 0 else f"head {column}", fontsize=SMALL, pad=3)
+            if row == 0:
+                middle = edge + unit * maps.shape[1] / 2
+                title = f"{model.name}, {model.grid[0]} × {model.grid[1]} patches"
+                drawing.text(middle, 1 - 0.05 / drawing.get_figheight(), title, fontsize=SMALL, ha="center", va="top")
+            edge += unit * maps.shape[1] + gap
+    marks = [mark for mark in (0, 1, 2, 5, 10, 20, 50, 100) if mark <= ceiling]
+    bar = drawing.colorbar(image, cax=drawing.add_axes((0.935, bottom, 0.012, top - bottom)), extend="max", ticks=marks)
+    bar.set_label("attention / uniform", fontsize=SMALL)
+    bar.ax.tick_params(labelsize=SMALL)
+    save(drawing, path)
+
+
+def run(options: AttentionOptions, console: Console) -> None:
+    """Write table and figure and print the table."""
+    device = prepare_torch(options)
+    models = build_subjects(options, device)
+    measured = table(models, options, device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "table.csv").write_text(csv(measured, 5), encoding="utf-8")
+    trained = [model for model, _ in models if "NOT TRAINED" not in model.provenance]
+    figure(trained, options.photographs, options.out / "attention.png")
+    devices = [provenance.device_name(device)]
+    note_run(options.out, "python benchmarks/attention_maps.py", devices=devices, overwritten=True)
+    shown = measured[["model", "weights", *MEASURES]]
+    console.print(shown.to_string(index=False, float_format="%.4f"), highlight=False)
+    console.print(f"table and figure: {options.out}", soft_wrap=True, highlight=False)

@@ -1,0 +1,29 @@
+"""What is rendered from the rows of the trainings, and from the tables of the checkpoints that ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.rendering import Rendering, markdown_table
+from experiments.trainings import ablation, backbones, masking_ratio
+from experiments.trainings.options import AblationOptions, BackboneOptions, RatioOptions
+
+
+def training_block(folder: Path) -> str:
+    """The checkpoints that ship, a line each."""
+    lines = []
+    for _, row in pd.read_csv(folder / "table.csv").iterrows():
+        gamma = "" if pd.isna(row.gamma) else f"{row.gamma:g}"
+        cells = [f"`{row.model}`", row.data, gamma, f"{row.epochs}", f"{row.images_seen:,}", f"{row.accuracy:.1f} %"]
+        lines.append(cells)
+    return markdown_table(["checkpoint", "data", "γ in training", "epochs", "images seen", "top-1"], lines)
+
+
+RENDERINGS = (
+    Rendering("training", blocks={"training": training_block}),
+    backbones.table(BackboneOptions()).rendering(),
+    ablation.table(AblationOptions()).rendering(),
+    masking_ratio.table(RatioOptions()).rendering(),
+)

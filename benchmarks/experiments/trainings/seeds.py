@@ -1,0 +1,200 @@
+"""Tables of trainings repeated over seeds: means, paired differences, and what they say of a paper's figures.
+
+Two uncertainties stand apart. `low` and `high` are Student's 95 % interval over seeds: what another training, on other
+images, would give. `images` is half the width of the bootstrap interval over the test images of one training, averaged
+over seeds: what other test images would give of the very same weights. Differences are taken seed by seed between
+variants that share weights at the start, order of images and test images, so that what a seed does to both cancels.
+
+A verdict compares the sign of a difference with the paper's: "agrees" or "contradicts" where the interval over seeds
+excludes 0, "cannot tell" where it holds 0 or stands on fewer than three seeds. A paper's difference of 0 can only be
+contradicted. Verdicts are not corrected for their number: of twenty true zeros one is expected to be excluded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.rendering import PLAIN, interval, markdown_table
+from fedmjp.metrics import Interval, t_interval
+from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
+
+# How a metric is called, its digits in a table, and where it is measured (gamma at inference).
+METRICS = {
+    "accuracy": ("Top-1 (%)", 1, 0.0),
+    "diff_norm": ("Diff. Norm.", 3, 0.5),
+    "diff_share": ("of another image's", 4, 0.5),
+    "consistency": ("Consistency (%)", 1, 0.5),
+}
+LEAST_SEEDS = 3
+AGREES, CONTRADICTS, UNDECIDED = "agrees", "contradicts", "cannot tell"
+
+
+def verdict(paper: float, difference: Interval) -> str:
+    """What our difference says of the paper's difference; "" where the paper gives none."""
+    low, high = difference.low, difference.high
+    if math.isnan(paper):
+        return ""
+    # Two shares of the same images are often equal to the last digit: their interval has no width.
+    if difference.count < LEAST_SEEDS or low <= 0 <= high:
+        return UNDECIDED
+    return AGREES if paper * low > 0 else CONTRADICTS
+
+
+def seeds_table(
+    rows: pd.DataFrame, against: Mapping[str, str], paper: Mapping[str, Mapping[str, float]]
+) -> pd.DataFrame:
+    """One line a variant and metric.
+
+    Args:
+        rows: of `experiments.trainings.variants.train_lines`.
+        against: variant -> the variant it is compared with.
+        paper: variant -> metric -> the paper's figure, as far as it gives one.
+
+    Returns:
+        columns line, model, defense, metric, mean, low, high (over seeds), seeds, images, paper, against, difference,
+        difference_low, difference_high, paper_difference, verdict.
+    """
+    lines = []
+    for name, group in rows.groupby("line", sort=False):
+        for metric, (_, _, gamma) in METRICS.items():
+            own = _by_seed(group, metric, gamma)
+            mean = t_interval(own.to_numpy())
+            at = group[group["gamma"] == gamma]
+            figure = paper.get(name, {}).get(metric, math.nan)
+            line = {
+                "line": name,
+                "model": group["model"].iloc[0],
+                "defense": group["defense"].iloc[0],
+                "metric": metric,
+                "mean": mean.mean,
+                "low": mean.low,
+                "high": mean.high,
+                "seeds": mean.count,
+                "images": float((at[f"{metric}_high"] - at[f"{metric}_low"]).mean() / 2),
+                "paper": figure,
+                "against": against.get(name, ""),
+            }
+            if against.get(name):
+                other = _by_seed(rows[rows["line"] == against[name]], metric, gamma)
+                theirs = figure - paper.get(against[name], {}).get(metric, math.nan)
+                line |= _difference(own, other, theirs)
+            lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def _by_seed(group: pd.DataFrame, metric: str, gamma: float) -> pd.Series:
+    return group[group["gamma"] == gamma].set_index("seed")[metric]
+
+
+def _difference(own: pd.Series, other: pd.Series, paper: float) -> dict[str, object]:
+    """Paired difference over the seeds that both variants have."""
+    seeds = own.index.intersection(other.index)
+    found = t_interval((own[seeds] - other[seeds]).to_numpy())
+    return {
+        "difference": found.mean,
+        "difference_low": found.low,
+        "difference_high": found.high,
+        "paper_difference": round(paper, 6),
+        "verdict": verdict(round(paper, 6), found),
+    }
+
+
+def markdown(
+    table: pd.DataFrame,
+    metrics: Sequence[str],
+    notes: Mapping[str, str] = MappingProxyType({}),
+    more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> str:
+    """A variant a row; of each metric our mean with its interval over seeds and the paper's figure in
+    parentheses, and the difference with the verdict.
+
+    Args:
+        notes: variant -> what it is, in words.
+        more: further columns, head -> variant -> cell.
+    """
+    heads = ["line"]
+    for metric in metrics:
+        label = METRICS[metric][0]
+        heads += [label, f"difference, {label}"]
+    heads += more
+    lines = []
+    for name, group in table.groupby("line", sort=False):
+        own = group.set_index("metric")
+        cells = [f"{name}: {notes[name]}" if name in notes else name]
+        for metric in metrics:
+            row, digits = own.loc[metric], METRICS[metric][1]
+            mean = interval(row, "", digits, PLAIN)
+            cells += [mean if pd.isna(row["paper"]) else f"{mean} ({row['paper']:g})", _difference_cell(row, digits)]
+        lines.append([*cells, *(column.get(name, "") for column in more.values())])
+    seeds = sorted(set(table["seeds"]))
+    count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    images = table[table["metric"] == "accuracy"]["images"].mean()
+    return markdown_table(heads, lines) + (
+        f"\n\nMeans over {count} seeds with Student's 95 % interval over seeds, the paper's figures in parentheses; "
+        "differences are paired by seed. The test images of one training alone leave its accuracy uncertain by "
+        f"± {images:.1f} points."
+    )
+
+
+def _difference_cell(row: pd.Series, digits: int) -> str:
+    if not row["against"]:
+        return ""
+    middle, low, high = (f"{row[key]:+.{digits}f}" for key in ("difference", "difference_low", "difference_high"))
+    cell = f"{middle} [{low}, {high}]"
+    if row["verdict"]:
+        cell += f" (paper {row['paper_difference']:+g}: {row['verdict']})"
+    return cell
+
+
+def ratio_curves(panel: Axes, rows: pd.DataFrame, metric: str, labels: Mapping[str, str]) -> None:
+    """A metric against the masking ratio at inference, a curve a variant, bars over seeds (Student, 95 %).
+
+    Args:
+        labels: variant -> its words in the legend; only these are drawn.
+    """
+    for index, (name, label) in enumerate(labels.items()):
+        group = rows[rows["line"] == name].groupby("gamma")[metric]
+        found = [t_interval(values.to_numpy()) for _, values in group]
+        x = np.array(sorted(group.groups)) + 0.01 * (index - (len(labels) - 1) / 2)
+        mean = np.array([i.mean for i in found])
+        error = np.nan_to_num(np.array([[i.mean - i.low for i in found], [i.high - i.mean for i in found]]), posinf=0)
+        look = style(index) | {"ms": 4, "lw": 1.2, "elinewidth": 0.7, "capsize": 2}
+        panel.errorbar(x, mean, yerr=error, label=label, **look)
+    if metric == "consistency":  # an interval may reach beyond what there is
+        panel.set_ylim(top=101)
+    panel.set_xlabel("Masking ratio at inference", fontsize=NORMAL)
+    panel.set_ylabel(METRICS[metric][0], fontsize=NORMAL)
+    dress(panel)
+
+
+def difference_points(panel: Axes, table: pd.DataFrame, metric: str, labels: Mapping[str, str]) -> None:
+    """Each variant's difference with its interval over seeds, and the paper's beside it.
+
+    Args:
+        labels: variant -> its words on the axis; only these are drawn, from top to bottom.
+    """
+    own = table[table["metric"] == metric].set_index("line").loc[list(labels)]
+    places = np.arange(len(own))[::-1]
+    error = np.array([own["difference"] - own["difference_low"], own["difference_high"] - own["difference"]])
+    points = {"ls": "", "ms": 4}
+    panel.axvline(0, color="#808080", lw=0.8)
+    panel.errorbar(own["difference"], places + 0.12, xerr=error, capsize=2, label="ours", **style(0) | points)
+    panel.plot(own["paper_difference"], places - 0.18, label="paper (ImageNet-1k)", **style(1) | points)
+    panel.set_yticks(places, list(labels.values()))
+    panel.set_xlabel(f"Difference in {METRICS[metric][0]}", fontsize=NORMAL)
+    dress(panel)
+
+
+def save_with_legend(drawing: Figure, panel: Axes, path: Path, columns: int) -> None:
+    """Save with `panel`'s legend below all panels."""
+    handles, labels = panel.get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=SMALL, frameon=False)
+    save(drawing, path)

@@ -1,0 +1,177 @@
+"""Trainings of a table: each variant trained with every seed by `Trainer`, measured under jigsaws, kept as rows.
+
+What decides about weights and measurement makes a training's identity, and rows are stored under it: tables that share
+a variant share its training, and an interrupted table goes on where it stopped. Weights are not kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from attacks import UsageError
+from experiments.rendering import read_rows
+from experiments.trainings.options import TrainingOptions, Variant
+from fedmjp.data import DataBundle
+from fedmjp.evaluation.consistency import SCORES, measure, position_treatments, summarise
+from fedmjp.models import MODELS, split_name
+from fedmjp.records import provenance
+from fedmjp.records.rows import RowLog, Schema, pack_rows, unpack_rows
+from fedmjp.training.config import PAPER_IMAGES, TrainConfig
+from fedmjp.training.trainer import Trainer, load
+
+# Rows of trainings, one a training and masking ratio at inference; `SCORE_low` and `SCORE_high` are bootstrap intervals
+# over images.
+TRAININGS = Schema(
+    keys=(
+        *("training", "model", "defense", "defense_parameters", "dataset", "train_limit", "test_limit", "recipe"),
+        *("precision", "seed", "gamma", "positions", "images"),
+        *(score + end for score in SCORES for end in ("", "_low", "_high")),
+        *("train_loss", "test_loss", "steps", "images_seen", "train_seconds", "parameters", "weights", "provenance"),
+        *("commit", "version", "torch_version", "device"),
+    ),
+    identity=("training", "gamma"),
+)
+
+
+def asked(config: TrainConfig) -> dict[str, Any]:
+    """Everything that decides about a training's rows, as plain values; where its files lie does not."""
+    identity = config.identity()
+    return {
+        "model": config.model_name(),
+        "defense": config.defense,
+        "defense_parameters": identity["options"][config.defense],
+        "dataset": config.data.data,
+        "train_limit": config.data.train_limit,
+        "test_limit": config.data.test_limit,
+        "recipe": identity["recipe"],
+        "precision": config.precision,
+        "seed": config.seed,
+    }
+
+
+def training_id(config: TrainConfig) -> str:
+    """Name of a training in the rows: equal for equal `asked`."""
+    return provenance.run_id(asked(config))
+
+
+def train_variants(variants: Sequence[Variant], options: TrainingOptions, console: Console) -> pd.DataFrame:
+    """Train and measure what is not in `options.trainings` yet, seed by seed: all variants of
+    one seed first.
+
+    Returns:
+        `rows_of` these variants.
+
+    Raises:
+        UsageError: see `TrainingOptions.check`, and data that is not there.
+    """
+    options.check(variants)
+    path = options.trainings / "rows.jsonl"
+    unpack_rows(path)
+    with RowLog(path, TRAININGS) as log:
+        if options.train:
+            _train_missing(log, variants, options, console)
+    pack_rows(path)
+    return rows_of(variants, options, options.trainings)
+
+
+def rows_of(variants: Sequence[Variant], options: TrainingOptions, trainings: Path) -> pd.DataFrame:
+    """The rows in the folder `trainings` of these variants and `options.seeds`.
+
+    Returns:
+        one row a variant, seed and masking ratio, with the variant's name in `line`.
+
+    Raises:
+        UsageError: a variant without any training.
+    """
+    rows, parts = read_rows(trainings, TRAININGS), []
+    for variant in variants:
+        wanted = [training_id(options.config(variant, seed)) for seed in options.seeds]
+        own = rows[rows["training"].isin(wanted) & rows["gamma"].isin(options.gammas)]
+        if own.empty:
+            raise UsageError(f"{trainings} holds no training of {variant.name}; leave out --no-train")
+        parts.append(own.assign(line=variant.name))
+    return pd.concat(parts, ignore_index=True)
+
+
+def limits(rows: pd.DataFrame) -> str:
+    """What a table of such rows cannot show, with figures from the rows."""
+    seen = " or ".join(f"{images:,}" for images in sorted(set(rows["images_seen"])))
+    data = "; ".join(sorted(set(rows["provenance"])))
+    plain = rows[(rows["gamma"] == 0.5) & (rows["defense"] == "none") & ~rows["model"].str.endswith("_nope")]
+    text = (
+        f"Every training saw {seen} images ({data}); the paper's see {PAPER_IMAGES:,}. Whether a difference found here "
+        "lasts, or one not found here comes, when training goes on, this cannot tell."
+    )
+    for model, own in plain.groupby("model", sort=False)["consistency"]:
+        text += (
+            f" A plain {model} keeps {own.mean():.1f} % of its answers under a jigsaw of half its patches: no defence "
+            f"can add more than {100 - own.mean():.1f} points of Consistency to it."
+        )
+    return text
+
+
+def _train_missing(log: RowLog, variants: Sequence[Variant], options: TrainingOptions, console: Console) -> None:
+    missing: dict[str, tuple[Variant, TrainConfig]] = {}
+    for seed in options.seeds:
+        for variant in variants:
+            config = options.config(variant, seed)
+            name = training_id(config)
+            if not all(log.has({"training": name, "gamma": gamma}) for gamma in options.gammas):
+                missing.setdefault(name, (variant, config))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    data: tuple[Any, DataBundle | None] = (None, None)
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("trainings", total=len(missing))
+        for number, (variant, config) in enumerate(missing.values(), start=1):
+            source = (config.seed, MODELS.get(split_name(config.model.model)[0]).image_size)
+            if data[0] != source:
+                data = (source, load(config))
+            started = time.perf_counter()
+            rows = train_and_measure(config, options.gammas, data[1])
+            for row in rows:
+                log.append(row)
+            bar.update(task, advance=1)
+            plain, half = (next(r for r in rows if r["gamma"] == gamma) for gamma in (0.0, 0.5))
+            console.print(
+                f"{number}/{len(missing)}  {variant.name}, seed {config.seed}  accuracy {plain['accuracy']:.1f} %  "
+                f"consistency {half['consistency']:.1f} %  {time.perf_counter() - started:.0f} s",
+                highlight=False,
+            )
+
+
+def train_and_measure(
+    config: TrainConfig, gammas: Sequence[float], data: DataBundle | None = None
+) -> list[dict[str, Any]]:
+    """Train once and measure at every masking ratio, with the positions shown as in training; a row each.
+
+    Args:
+        data: what `config` names, if it is loaded already.
+    """
+    trainer = Trainer(config, data)
+    history = [trainer.epoch(number, lambda loss: None) for number in range(1, config.recipe.epochs + 1)]
+    model = trainer.model
+    trained_with = getattr(trainer.defense, "positions", "own")
+    positions = trained_with if trained_with in position_treatments(model) else position_treatments(model)[-1]
+    found = measure(model, trainer.data.test, gammas, seed=config.seed, device=trainer.device, positions=(positions,))
+    steps = sum(line["steps"] for line in history)
+    shared = {
+        "training": training_id(config),
+        **asked(config),
+        "train_loss": history[-1]["train_loss"],
+        "test_loss": history[-1]["test_loss"],
+        "steps": steps,
+        "images_seen": steps * config.recipe.batch_size,
+        "train_seconds": sum(line["train_seconds"] for line in history),
+        "parameters": sum(p.numel() for p in model.module.parameters()),
+        "weights": f"trained from {model.provenance.removesuffix(', NOT TRAINED')}",
+        "provenance": trainer.data.provenance,
+        **provenance.columns(trainer.device),
+    }
+    return [shared | line for line in summarise(found).to_dict("records")]

@@ -1,0 +1,101 @@
+"""Which attacks run on an update: the suite `auto`, `all`, or attacks by name.
+
+`auto` has no parameters to tune, as AutoAttack's suite has none (Croce and Hein 2020). It takes every registered attack
+that the threat model grants and that has something to add on the update, the fastest first, as long as the sum of their
+estimated times stays below a budget. What is left out is listed with its reason, because a verdict is only as good as
+the attacks behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attacks import ATTACKS, Attack, Observation, ThreatModel, UsageError
+from fedmjp.budgets import ALL, AUTO, build_attack
+
+DEFAULT_BUDGET = 10.0  # seconds of one CPU core for each update
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The attacks on one update.
+
+    Attributes:
+        chosen: name -> attack, in the order in which they run.
+        left_out: name of every other registered attack -> why it does not run.
+    """
+
+    chosen: Mapping[str, Attack]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def select_attacks(
+    names: Sequence[str],
+    observations: Sequence[Observation],
+    threat_model: ThreatModel,
+    *,
+    budget: float = DEFAULT_BUDGET,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Suite:
+    """The attacks to run on the last of a client's updates.
+
+    Args:
+        names: `AUTO`, `ALL`, or names of attacks; they may be mixed (`auto` and a slow attack by name).
+        observations: the client's updates, oldest first.
+        threat_model: what the adversary is granted.
+        budget: seconds of one CPU core that `auto` may plan for the update.
+        settings: attack -> its settings (`build_attack`).
+
+    Raises:
+        UsageError: an attack asked for by name needs more than the threat model grants, or a setting that does not fit.
+    """
+    settings = settings or {}
+    named = [name for name in names if name not in (AUTO, ALL)]
+    chosen = {name: build_attack(name, settings.get(name)) for name in named}
+    for name, attack in chosen.items():
+        attack.require(threat_model, name)
+    left_out: dict[str, str] = {}
+    candidates: dict[str, Attack] = {}
+    for name in ATTACKS:
+        if name in chosen:
+            continue
+        try:
+            attack = build_attack(name, settings.get(name))
+            attack.require(threat_model, name)
+        except UsageError as error:  # a capability that is not granted, or a package that is not installed
+            left_out[name] = str(error)
+            continue
+        candidates[name] = attack
+    if ALL in names:
+        chosen |= candidates
+    elif AUTO in names:
+        chosen |= _within_budget(candidates, observations, budget, left_out)
+    else:
+        left_out |= dict.fromkeys(candidates, "not among --attacks")
+    return Suite(chosen, {name: left_out[name] for name in ATTACKS if name in left_out})
+
+
+def _within_budget(
+    candidates: Mapping[str, Attack], observations: Sequence[Observation], budget: float, left_out: dict[str, str]
+) -> dict[str, Attack]:
+    """The candidates that `auto` runs, fastest first; the reasons of the others go to `left_out`."""
+    seconds: dict[str, float] = {}
+    for name, attack in candidates.items():
+        reason = attack.obstacle(observations)
+        if not attack.in_suite:
+            reason = "repeats another attack with another package; run it by name or with --attacks all"
+        if reason:
+            left_out[name] = reason
+        else:
+            seconds[name] = attack.estimated_seconds(observations)
+    chosen, spent = {}, 0.0
+    for name in sorted(seconds, key=seconds.__getitem__):
+        if spent + seconds[name] > budget:
+            left_out[name] = (
+                f"takes about {seconds[name]:.0f} s, beyond the budget of {budget:g} s an update (--budget)"
+            )
+        else:
+            chosen[name], spent = candidates[name], spent + seconds[name]
+    return chosen
