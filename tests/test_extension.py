@@ -151,14 +151,7 @@ def help_of_table(site: Path, command: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        pytest.param(
-            *case,
-            marks=pytest.mark.xfail(case[1] == "--defense", strict=True, reason="the command offers no --defense yet"),
-        )
-        for case in ((command, option) for command, options in TABLES.items() for option in options)
-    ],
+    ("command", "option"), [(command, option) for command, options in TABLES.items() for option in options]
 )
 def test_tables_offer_both(site, command: str, option: str) -> None:
     helps = re.findall(rf" {option} .*?(?= --[a-z])", help_of_table(site, command))
