@@ -112,7 +112,7 @@ from fedmjp.flower_app import configuration
 section = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 asked = parse_config_args(['''{asked}'''])
 run = configuration(fuse_dicts(flatten_dict(section), asked), clients=4)
-toy, settings = run.defence("toy"), run.attack("toy").parameters()
+toy, settings = run.defence("toy"), build_attack("toy", run.attack_settings()["toy"]).parameters()
 print(json.dumps([run.federation.clients, run.defense, toy.gamma, toy.rescale, run.options.mjp.gamma, settings]))
 """
 
