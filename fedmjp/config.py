@@ -42,9 +42,10 @@ DEFENSE_HELP = (
     f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}; one of "
     "them may be given several times with settings of its own, as NAME:option=value (mjp:gamma=0.1 mjp:gamma=0.9)."
 )
+ATTACK_NAMES_HELP = f"Attacks to run. Choose from: {', '.join(ATTACKS)}."
 ATTACKS_HELP = (
     "Attacks on each audited update. auto: all that the threat model grants and that have something to add, the "
-    f"fastest first within --budget; all: every one; or names: {', '.join(ATTACKS)}."
+    f"fastest first, within the budget; all: every one; or names. Choose from: auto, all, {', '.join(ATTACKS)}."
 )
 
 

@@ -74,7 +74,9 @@ def test_attack_options_by_attack() -> None:
 
 def test_steps_are_short_for_a_setting() -> None:
     config = from_flat({"attacks": "dlg,gradvit", "steps": "20", "attack_options": "dlg.steps=3,gradvit.tv=0.5"})
-    assert (config.attack("dlg").steps, config.attack("gradvit").steps, config.attack("gradvit").tv) == (3, 20, 0.5)
+    settings = config.attack_settings()
+    dlg, gradvit = (build_attack(name, settings[name]) for name in ("dlg", "gradvit"))
+    assert (dlg.steps, gradvit.steps, gradvit.tv) == (3, 20, 0.5)
 
 
 def test_names_of_instances() -> None:
@@ -98,8 +100,9 @@ def test_a_budget_is_spread_evenly() -> None:
 
 def test_options_survive_the_way_of_flwr_run() -> None:
     config = from_flat({"steps": "20,dlg=3", "at_most": 2, "rounds": 9, "audit_rounds": "1,9"})
-    assert config.attack("dlg").steps == 3
-    assert config.attack("gradvit").steps == 20
+    settings = config.attack_settings()
+    assert settings["dlg"]["steps"] == 3
+    assert settings["gradvit"]["steps"] == 20
     assert len(config.attacked("april")) == 2
     assert len(config.attacked("mean_image")) == 8
 

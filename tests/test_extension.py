@@ -62,7 +62,7 @@ def test_help_shows_the_options_of_both(site, command: str) -> None:
     assert re.search(r" --gamma FLOAT Share of patches", text)
     assert re.search(r"Choose from: none, [a-z_, ]*\btoy\b", text)
     if command == "simulate":
-        assert re.search(r"Choose from: april_optimisation, [a-z_, ]*\btoy\b", text)
+        assert re.search(r"Choose from: (auto, all, )?april_optimisation, [a-z_, ]*\btoy\b", text)
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +107,12 @@ CONFIGURE = """
 import json, tomllib
 from pathlib import Path
 from flwr.common.config import flatten_dict, fuse_dicts, parse_config_args
+from fedmjp.budgets import build_attack
 from fedmjp.flower_app import configuration
 section = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 asked = parse_config_args(['''{asked}'''])
 run = configuration(fuse_dicts(flatten_dict(section), asked), clients=4)
-toy, settings = run.defence("toy"), run.attack("toy").parameters()
+toy, settings = run.defence("toy"), build_attack("toy", run.attack_settings()["toy"]).parameters()
 print(json.dumps([run.federation.clients, run.defense, toy.gamma, toy.rescale, run.options.mjp.gamma, settings]))
 """
 
@@ -199,7 +200,7 @@ def test_a_broken_package_is_an_error_only_when_it_is_asked_for(tmp_path, kind: 
 
 def test_a_name_that_two_packages_claim_is_refused_with_both(tmp_path) -> None:
     site = plant(tmp_path / "site", "april", "fedmjp.attacks", "class Thing:\n    pass\n")
-    done = python(site, "-m", "fedmjp.simulate", "--out", str(tmp_path / "run"))
+    done = python(site, "-m", "fedmjp.simulate", "--attacks", "april", "--out", str(tmp_path / "run"))
     assert done.returncode == 2
     claims = "attack 'april' is claimed by attacks.closed_form.april:April and broken:Thing of package broken"
     assert claims in done.stderr

@@ -22,9 +22,10 @@ SMALL += ["--audit-clients", "0", "1", "--test-limit", "8"]
 
 
 def run(out, *options: str) -> int:
-    """Exit code of the command line, in this process."""
+    """Exit code of the command line, in this process; with two attacks unless others are asked for."""
+    attacks = [] if "--attacks" in options else ["--attacks", "patch_embedding", "april"]
     try:
-        return simulate.main([*SMALL, "--out", str(out), *options])
+        return simulate.main([*SMALL, *attacks, "--out", str(out), *options])
     except SystemExit as stop:  # the parser of the command line leaves this way
         return int(stop.code)
 
@@ -142,7 +143,7 @@ def test_an_attack_that_raises_is_a_diagnosis_in_its_rows(tmp_path, monkeypatch)
 
 MISTAKES = [
     (["--defense", "mjq"], "did you mean 'mjp'"),
-    (["--defense", "none", "none"], "--defense takes different names"),
+    (["--defense", "none", "none"], "--defense takes different entries"),
     (["--attacks", "aprill"], "did you mean 'april'"),
     (["--attack-options", "april.x=1"], "attack 'april' has no setting 'x'"),
     (["--attack-options", "dlg.steps=1"], "dlg does not run; choose from: patch_embedding, april"),

@@ -178,7 +178,7 @@ def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str]) -> None:
 
 
 def style(index: int) -> dict[str, Any]:
-    """Look of the line or the points number `index`.
+    """Colour, marker and dash pattern of the line or the points number `index`.
 
     Colours and markers run out together after eight; the dash pattern tells the next eight apart.
     """

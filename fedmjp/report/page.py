@@ -188,8 +188,8 @@ def _table(summary: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _diagnoses(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    told = rows[rows["diagnosis"].fillna("") != ""]
-    counts = told.groupby(["defense", "attack", "diagnosis"], sort=False).size()
+    diagnosed = rows[rows["diagnosis"].fillna("") != ""]
+    counts = diagnosed.groupby(["defense", "attack", "diagnosis"], sort=False).size()
     totals = rows.groupby(["defense", "attack"]).size()
     return [
         {"defense": d, "attack": a, "diagnosis": text, "count": f"{n} of {totals[d, a]}"}

@@ -70,6 +70,7 @@ def test_table_and_figure(tmp_path) -> None:
     options = ["--data", "photos", "--num-images", "6", "--photographs", "2", "--out", str(tmp_path / "out")]
     assert command.main(["--model", *models, *options]) == 0
     assert (tmp_path / "out" / "attention.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "run.json").exists()
     table = pd.read_csv(tmp_path / "out" / "table.csv")
     assert table["model"].tolist() == ["vit_mini_64", "vit_mini_32"] * 2
     assert table["images"].tolist() == [6] * 4
@@ -85,7 +86,7 @@ def test_table_and_figure(tmp_path) -> None:
         (["--model", "vit_x"], "unknown model"),
         (["--model", "vit_b"], "no trained weights of vit_b"),
         (["--model", "FILE", "--reference", "vit_b"], "--reference vit_b is none of the models: vit_mini_64"),
-        (["--model", "FILE", "--data", "photos"], "tell 5 classes apart"),
+        (["--model", "FILE", "--data", "photos"], "are for 5 classes"),
         (["--model", "FILE", "--photographs", "9"], "--photographs takes numbers from 1 to 8"),
     ],
 )

@@ -89,6 +89,7 @@ def test_table_and_figure(tmp_path) -> None:
     options = ["--data", "photos", "--num-images", "6", "--gammas", "0", "0.5", "--out", str(out)]
     assert command.main(["--model", entry, *options]) == 0
     assert (out / "consistency.png").exists()
+    assert (out / "run.json").exists()
     found = pd.read_csv(out / "table.csv")
     ours = found[found["source"] == "measured"]
     assert ours["positions"].tolist() == ["unknown", "own"] * 2
@@ -108,7 +109,7 @@ def test_table_and_figure(tmp_path) -> None:
         (["--model", "vit_b"], "no trained weights of vit_b"),
         (["--model", "vit_mini_64=random"], "no trained weights"),
         (["--gammas", "1.5"], "gamma must lie in"),
-        (["--model", "vit_mini_64=FILE", "--data", "photos"], "tell 5 classes apart"),
+        (["--model", "vit_mini_64=FILE", "--data", "photos"], "are for 5 classes"),
     ],
 )
 def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:

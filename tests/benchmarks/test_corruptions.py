@@ -171,7 +171,7 @@ def test_a_missing_package_ends_in_one_line(call, tmp_path, monkeypatch, capsys)
         (["--corruptions", "rain"], "--corruptions rain: choose from: gaussian_noise"),
         (["--severities", "6"], "numbers from 1 to 5"),
         (["--model", "vit_mini_64", "vit_ti=x.safetensors"], "run them apart"),
-        (["--model", "vit_mini_64", "--data", "photos"], "tell 200 classes apart, photos has 8"),
+        (["--model", "vit_mini_64", "--data", "photos"], "are for 200 classes, photos has 8"),
     ],
 )
 def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:

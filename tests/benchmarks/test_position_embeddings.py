@@ -120,6 +120,7 @@ def test_tables_and_figures(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--projections", "pca", "--shuffles", "3", "--out", str(out)]
     assert command.main(["--model", f"vit_mini_64={checkpoint}", *options]) == 0
+    assert (out / "run.json").exists()
     assert {p.name for p in out.iterdir()} >= {"eigenvalues.png", "projections.png"}
     variance = pd.read_csv(out / "explained_variance.csv")
     grid = variance[variance["weights"] == "grid.safetensors"].set_index("dimension")["explained_variance"]

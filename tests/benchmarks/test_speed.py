@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import mjp_overhead
 import pandas as pd
 import pytest
+import round_overhead
 import speed as command
 from experiments.speed import matching_speed, speed
 from experiments.speed.options import SpeedOptions
@@ -90,3 +92,14 @@ def test_searches_that_are_timed_walk_the_same_way() -> None:
 def test_nonsense_is_refused(tmp_path, capsys) -> None:
     assert command.main(["--images", "0", "--out", str(tmp_path)]) == 2
     assert "--images must be at least 1" in capsys.readouterr().err
+
+
+def test_overheads_write_their_tables(tmp_path) -> None:
+    step = ["--model", "vit_mini_64", "--batch-size", "2", "--steps", "1", "--gammas", "0.5"]
+    assert mjp_overhead.main([*step, "--out", str(tmp_path / "step")]) == 0
+    assert pd.read_csv(tmp_path / "step" / "overhead.csv")["step_ratio"].gt(0).all()
+    whole = ["--models", "vit_mini_64", "--clients", "2", "--batch-sizes", "1", "--repeats", "1"]
+    assert round_overhead.main([*whole, "--out", str(tmp_path / "round")]) == 0
+    assert pd.read_csv(tmp_path / "round" / "overhead.csv")["ratio"].gt(0).all()
+    for name in ("step", "round"):
+        assert json.loads((tmp_path / name / "run.json").read_text())["devices"]

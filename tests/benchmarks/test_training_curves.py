@@ -32,6 +32,7 @@ def test_table_and_curves(folder, tmp_path) -> None:
     history = pd.read_csv(folder / "history.csv")
     assert line["accuracy"] == pytest.approx(100 * history["test_accuracy"].iloc[-1])
     assert (tmp_path / "out" / "curves_photos.png").exists()
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["commits"] == [line["commit"]]
 
 
 def test_folders_without_a_finished_training(folder, tmp_path, capsys) -> None:

@@ -105,24 +105,22 @@ def test_commands_exist(module: bool, target: str) -> None:
     assert importlib.util.find_spec(target) if module else (ROOT / target).is_file()
 
 
-PENDING_TARGET = pytest.mark.xfail(strict=True, reason="`make tables` comes with benchmarks/render.py")
 TARGETS = sorted(
     {name for page in PAGES for name in re.findall(r"(?:`|^    )make ([\w-]+)", text_of(page), re.MULTILINE)}
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(t, marks=PENDING_TARGET if t == "tables" else ()) for t in TARGETS])
+@pytest.mark.parametrize("name", TARGETS)
 def test_make_targets_exist(name: str) -> None:
     assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-PENDING_OPTION = pytest.mark.xfail(strict=True, reason="--attack-options comes with the settings of attacks")
 MODULE_OPTIONS = sorted({(target, option) for _, module, target, options in commands() if module for option in options})
 
 
 @pytest.mark.parametrize(
     ("module", "option"),
-    [pytest.param(*pair, marks=PENDING_OPTION if pair[1] == "--attack-options" else ()) for pair in MODULE_OPTIONS],
+    MODULE_OPTIONS,
 )
 def test_options_of_modules_exist(module: str, option: str) -> None:
     assert option in module_options(module)
@@ -208,11 +206,8 @@ def test_readme_audit_runs(capsys) -> None:
     assert "patch_embedding" in capsys.readouterr().out
 
 
-PENDING_INSTANCES = pytest.mark.xfail(strict=True, reason="instances come with the settings of attacks")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=PENDING_INSTANCES)])
+@pytest.mark.parametrize("blocks", [1, 2])
 def test_audit_page_runs(blocks: int, capsys) -> None:
     """The first examples of docs/audit.md, one after the other."""
     exec("\n".join(PYTHON.findall(text_of(ROOT / "docs" / "audit.md"))[:blocks]), {})

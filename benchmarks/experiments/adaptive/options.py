@@ -10,7 +10,7 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel
 from experiments.scaffold import DefendedOptions, check_names, check_positive
-from fedmjp.config import ATTACKS_HELP
+from fedmjp.config import ATTACK_NAMES_HELP
 
 # Updates after which the server attacks, by masking ratio: the larger the mask, the more updates it takes.
 UPDATES = {0.1: (1, 2, 3, 4, 6), 0.3: (1, 2, 4, 6, 9), 0.5: (1, 4, 8, 16, 24), 0.9: (1, 20, 40, 80)}
@@ -49,7 +49,7 @@ class Options(DefendedOptions):
     """Most images."""
     gammas: tuple[float, ...] = (0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
     """Masking ratios of the first experiment (defences with the option gamma)."""
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=f"{ATTACKS_HELP} april runs on APRIL's block.")] = (
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=f"{ATTACK_NAMES_HELP} april runs on APRIL's block.")] = (
         "april",
         "patch_embedding",
         "mjp_subspace",

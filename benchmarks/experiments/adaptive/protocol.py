@@ -179,7 +179,7 @@ class Run:
             advance()
 
     def case(self, victims: Victims, case: Case, number: int, attack: str) -> dict[str, Any]:
-        """What tells rows apart (`records.rows.CASE`)."""
+        """The values that identify a row (`records.rows.CASE`)."""
         parameters = ATTACKS.get(attack)().parameters()
         return victims.case(
             self.subjects[case.block], self.options.defense, case.schedule, attack, parameters, round=number

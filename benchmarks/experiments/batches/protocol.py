@@ -117,7 +117,7 @@ class Run:
             advance()
 
     def case(self, size: int, attack: str) -> dict[str, Any]:
-        """What tells rows apart (`records.rows.CASE`)."""
+        """The values that identify a row (`records.rows.CASE`)."""
         parameters = self.attacks[attack].parameters()
         case = self.victims.case(self.subject, "none", PLAIN.name, attack, parameters, round=size + 1)
         return case | {"batch_size": size}

@@ -10,7 +10,7 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
 from experiments.scaffold import RESULTS, DefendedOptions, check_names, check_positive
-from fedmjp.config import ATTACKS_HELP, AuditConfig
+from fedmjp.config import ATTACK_NAMES_HELP, AuditConfig
 
 PAPER_MODELS = ("vit_s", "deit_s", "deit_s_nope", "deit_s_mjp")
 
@@ -47,7 +47,7 @@ class Options(DefendedOptions):
     or a checkpoint's path."""
     block: tuple[Literal["april", "standard"], ...] = ("april", "standard")
     """First block: the paper's (april) or the one people train (standard)."""
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = ("april", "patch_embedding")
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACK_NAMES_HELP)] = ("april", "patch_embedding")
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name (its test images)."""
     data_path: Path | None = None

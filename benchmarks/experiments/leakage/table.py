@@ -1,7 +1,7 @@
 """The leakage table in the layout of the MJP paper's Table 5: models by setting, one table a block and attack.
 
 Rows of several seeds are first averaged image by image, so that the interval is over images. The paper's own figures
-stand beside those of the attack and block that it used.
+are given with the attack and block that it used.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
 from experiments.scaffold import DefendedOptions, check_names, check_positive
-from fedmjp.config import ATTACKS_HELP
+from fedmjp.config import ATTACK_NAMES_HELP
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Options(DefendedOptions):
     """Images in a client's batch."""
     gammas: tuple[float, ...] = (0.5,)
     """Masking ratios of the defence, beside no defence (none given: no defence alone)."""
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = (
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACK_NAMES_HELP)] = (
         "patch_embedding",
         "mjp_subspace",
         "idlg",

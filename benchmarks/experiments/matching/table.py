@@ -30,7 +30,7 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
     Returns:
         The columns `BY`, `images`, for psnr, ssim, lpips and label_accuracy the mean with `_low` and `_high` (95 %
         bootstrap interval), `gain` with `gain_low` and `gain_high` (dB over the mean image on the same images, where
-        the answer is held against the original), `verdict` on it, median `seconds` an update, `flags` and `diagnosis`.
+        the answer is compared with the original), `verdict` on it, median `seconds` an update, `flags` and `diagnosis`.
     """
     rows = rows.assign(
         gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],

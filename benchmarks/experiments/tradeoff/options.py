@@ -10,7 +10,7 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
 from experiments.scaffold import DEFENSE_NAMES, AttackOptions, check_names, check_positive, sweep
-from fedmjp.config import ATTACKS_HELP, AuditConfig, DefenseOptions
+from fedmjp.config import ATTACK_NAMES_HELP, AuditConfig, DefenseOptions
 from fedmjp.defenses import DEFENSES
 
 NOPE = "nope"  # a federation of the model without position embeddings, beside the registered defences
@@ -79,7 +79,7 @@ class Options(AttackOptions):
     noise_multipliers: tuple[float, ...] = (1e-4, 1e-3)
     """Standard deviations of the noise on an update, in units of --clip-norm, of defences with that option."""
     options: DefenseOptions = field(default_factory=_strong_clipping)  # type: ignore[valid-type]
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = tuple(ATTACKS)
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACK_NAMES_HELP)] = tuple(ATTACKS)
     steps: tuple[str, ...] = ("15", "breaching_dlg=2")
     """Steps of the attacks that search, as NUMBER for all or ATTACK=NUMBER."""
     at_most: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.render import TRADEOFF
 from experiments.tradeoff.table import point_of
 from fedmjp.audited_federation import check_before_start, run_experiment
+from fedmjp.budgets import searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import Defense
 from fedmjp.federation import ClientFailure
@@ -121,7 +122,7 @@ def _base(o: Options, partition: str, seed: int) -> RunConfig:
             audit_clients=tuple(range(min(o.audit_clients, o.clients))),
             audit_rounds=tuple(audited),
             at_most=o.limits(),
-            steps=o.steps,
+            steps=o.steps if any(searches(name) for name in o.runnable()) else (),
             grants=o.grants,
             lpips_net=o.lpips_net,
             lpips_weights=o.lpips_weights,

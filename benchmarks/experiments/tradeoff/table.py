@@ -20,7 +20,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from attacks import ATTACKS
 from experiments.rendering import MEAN, interval, markdown_table
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import bootstrap_mean
@@ -55,12 +54,12 @@ _MARKERS, _DASHES = ("o", "s", "^", "D"), ("-", "--", ":", "-.")  # a partition 
 
 
 def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[str, str]) -> pd.DataFrame:
-    """One line a partition, defence and attack, every registered one; guesses without a gradient first.
+    """One line a partition, defence and attack; guesses without a gradient first.
 
     Args:
         rows: as `load_rows` gives them, with `partition` and `point`.
         rounds: columns partition, point, seed, round, accuracy (in [0, 1]) and test_images.
-        reasons: why attacks were not run, where there is more to say than that.
+        reasons: why attacks were not run; they, and attacks that ran in another federation only, have lines too.
 
     Returns:
         The columns `BY`; `strongest` (bool); those of `summarise`; `steps` (of a search, else NaN); `gain` with
@@ -68,7 +67,7 @@ def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[st
         not to trust it); and the federation's `accuracy` with `accuracy_low` and `accuracy_high` (95 % bootstrap
         interval over test images), `test_images`, `rounds` and `seeds`.
     """
-    lines = []
+    lines, names = [], dict.fromkeys([*rows["attack"], *reasons])
     for place, own in rows.groupby(list(PLACE), sort=False):
         measured = summarise(own, ("attack",)).to_dict("records")
         guesses = own[own["attack"] == GUESS].set_index(_UPDATE)["psnr"]
@@ -79,7 +78,7 @@ def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[st
             line |= {"strongest": line["attack"] == best, "steps": _steps(attacked), "note": _note(line, attacked)}
             lines.append(_placed(place, line | _gain(attacked, guesses) | final))
         known = {line["attack"] for line in measured}
-        for name in (name for name in ATTACKS if name not in known):
+        for name in (name for name in names if name not in known):
             absent = {"attack": name, "note": reasons.get(name, "not run in this federation")}
             lines.append(_placed(place, absent | {"count": 0, "failed": 0, "strongest": False} | final))
     table = pd.DataFrame(lines)

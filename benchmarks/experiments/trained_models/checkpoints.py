@@ -23,7 +23,7 @@ def load_trained(name: str, source: str, bundle: DataBundle) -> BuiltModel:
     """
     if classes_of(name, source) != len(bundle.classes):
         raise UsageError(
-            f"the weights of {name} tell {classes_of(name, source)} classes apart, {bundle.name} has "
+            f"the weights of {name} are for {classes_of(name, source)} classes, {bundle.name} has "
             f"{len(bundle.classes)}; choose --data or --model to match"
         )
     built = build_model(name, num_classes=len(bundle.classes), weights=source, dal="none")

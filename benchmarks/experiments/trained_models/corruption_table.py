@@ -20,7 +20,7 @@ from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
 
 MEASURES = ("error", "difference", "ce", "rise", "rise_difference")
 TEN = "table 9"  # the ten corruptions of the paper's Table 9
-# What was asked, and so what tells rows apart; `subset` and `state` name the images and the weights by their content.
+# What was asked identifies a row; `subset` and `state` name the images and the weights by their content.
 CASE = ("dataset", "subset", "images", "model", "state", "package", "size", "seed", "corruption", "severity")
 ROWS = Schema(
     (*CASE, "weights", "run_id", "commit", "version", "torch_version", "device", "error", "wrong"), identity=CASE

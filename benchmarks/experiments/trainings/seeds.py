@@ -1,12 +1,12 @@
-"""Tables of trainings repeated over seeds: means, paired differences, and what they say of a paper's figures.
+"""Tables of trainings repeated over seeds: means, paired differences, and their agreement with a paper's figures.
 
-Two uncertainties stand apart. `low` and `high` are Student's 95 % interval over seeds: what another training, on other
+Two uncertainties are given. `low` and `high` are Student's 95 % interval over seeds: what another training, on other
 images, would give. `images` is half the width of the bootstrap interval over the test images of one training, averaged
 over seeds: what other test images would give of the very same weights. Differences are taken seed by seed between
 variants that share weights at the start, order of images and test images, so that what a seed does to both cancels.
 
 A verdict compares the sign of a difference with the paper's: "agrees" or "contradicts" where the interval over seeds
-excludes 0, "cannot tell" where it holds 0 or stands on fewer than three seeds. A paper's difference of 0 can only be
+excludes 0, "cannot tell" where it contains 0 or there are fewer than three seeds. A paper's difference of 0 can only be
 contradicted. Verdicts are not corrected for their number: of twenty true zeros one is expected to be excluded.
 """
 
