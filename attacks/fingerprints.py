@@ -59,12 +59,14 @@ class Finding:
     Attributes:
         name: in short: adaptive_steps, second_moments, weight_decay, noise, precision, sparsification, clipping.
         sentence: what was seen, what it means for the attacks and what to do.
-        fixed: it was undone, or does not stand in the way of the attacks.
+        fixed: it was undone, or does not matter to the attacks.
+        hinders: the attacks' equations do not hold on such an update, so that no answer is to be trusted.
     """
 
     name: str
     sentence: str
     fixed: bool = False
+    hinders: bool = False
 
 
 def recognise(observation: Observation) -> list[Finding]:
@@ -101,7 +103,7 @@ def _findings(observation: Observation) -> Iterator[Finding | None]:
         return
     decay = find_weight_decay(observation)
     if decay is not None:
-        yield Finding("weight_decay", f"the update contains the weights times {decay:.2g} (weight decay)")
+        yield Finding("weight_decay", f"the update contains the weights times {decay:.2g} (weight decay)", hinders=True)
     if precision is None:
         sparse = _sparsification(observation, values)
         yield sparse
@@ -133,6 +135,7 @@ def _adaptive_steps(values: Mapping[str, Tensor]) -> Finding | None:
             "second_moments",
             "no entry is negative: these are squares, such as the second moments of Adam, and no gradient; the signs "
             f"are lost ({advice})",
+            hinders=True,
         )
     equal = float(((sizes / sizes.median() - 1).abs() < EQUAL).float().mean())
     if equal > MOST:
@@ -140,6 +143,7 @@ def _adaptive_steps(values: Mapping[str, Tensor]) -> Finding | None:
             "adaptive_steps",
             f"{equal:.0%} of the entries have the same magnitude: this is the first step of Adam, AdamW or a sign "
             f"optimiser, which keeps the signs of the gradient only ({advice})",
+            hinders=True,
         )
     rms = torch.stack([g.float().square().mean().sqrt() for g in values.values() if g.numel() >= 64] or [sizes.mean()])
     peak = max(float(g.abs().max()) for g in values.values()) / float(sampled.square().mean().sqrt())
@@ -149,6 +153,7 @@ def _adaptive_steps(values: Mapping[str, Tensor]) -> Finding | None:
             "adaptive_steps",
             f"the largest entry is {peak:.1f} times the rms and all parameters have the same rms: these are steps of "
             f"an adaptive optimiser (Adam, RMSprop, Adagrad), and no gradient ({advice})",
+            hinders=True,
         )
     return None
 
@@ -206,6 +211,7 @@ def _sparsification(observation: Observation, values: Mapping[str, Tensor]) -> F
         "sparsification",
         f"{zeros / entries:.0%} of the entries are zero, scattered over rows and columns: only the largest were sent "
         "(top-k sparsification); closed forms need all entries of the first layers",
+        hinders=True,
     )
 
 

@@ -116,13 +116,16 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, list[Finding]]:
     return model, [Finding("wrapped_model", said, fixed=True)] if wrappers else []
 
 
-def check_gradients(model: nn.Module, gradients: Any) -> tuple[dict[str, Tensor], list[Finding]]:
+def check_gradients(
+    model: nn.Module, gradients: Any, what: str = "gradient"
+) -> tuple[dict[str, Tensor], list[Finding]]:
     """Gradients by the model's own parameter names, on its device, and what was changed to get there.
 
     Args:
         model: see `unwrap`.
         gradients: by name; tensors or numpy arrays, None for a parameter without gradient. Names may have the prefixes
-            of wrappers.
+            of wrappers; the names of the model's buffers are left out.
+        what: the word for one of them in messages.
 
     Raises:
         UsageError: no mapping, no name of a parameter, a gradient of another shape, or NaN and infinity.
@@ -131,12 +134,13 @@ def check_gradients(model: nn.Module, gradients: Any) -> tuple[dict[str, Tensor]
         raise UsageError(f"gradients must be a dictionary by parameter name, not {type(gradients).__name__}")
     parameters = dict(model.named_parameters())
     canonical = {_stripped(name): name for name in parameters}
+    buffers = {_stripped(name) for name, _ in model.named_buffers()}
     found: dict[str, Tensor] = {}
     unknown, prefixed, converted = [], [], []
     for given, value in gradients.items():
         name = canonical.get(_stripped(str(given)))
         if name is None:
-            unknown.append(str(given))
+            unknown += [str(given)] if _stripped(str(given)) not in buffers else []
             continue
         if name != given:
             prefixed.append(str(given))
@@ -144,7 +148,7 @@ def check_gradients(model: nn.Module, gradients: Any) -> tuple[dict[str, Tensor]
             continue
         if not isinstance(value, Tensor):
             converted.append(name)
-        found[name] = _tensor(name, value, parameters[name])
+        found[name] = _tensor(f"the {what} of {name}", value, parameters[name])
     if not found:
         raise UsageError(_nothing_matches(model, gradients, unknown))
     return found, _said_of_names(model, found, unknown, prefixed, converted)
@@ -158,7 +162,7 @@ def _stripped(name: str) -> str:
     return name
 
 
-def _tensor(name: str, value: Any, parameter: nn.Parameter) -> Tensor:
+def _tensor(label: str, value: Any, parameter: nn.Parameter) -> Tensor:
     """A gradient as a tensor of the parameter's shape, on its device.
 
     Raises:
@@ -167,15 +171,13 @@ def _tensor(name: str, value: Any, parameter: nn.Parameter) -> Tensor:
     try:
         gradient = torch.as_tensor(np.asarray(value) if not isinstance(value, Tensor) else value.detach())
     except (TypeError, ValueError):
-        raise UsageError(f"the gradient of {name} is no array of numbers: {type(value).__name__}") from None
+        raise UsageError(f"{label} is no array of numbers: {type(value).__name__}") from None
     if gradient.shape != parameter.shape:
-        raise UsageError(
-            f"the gradient of {name} has the shape {tuple(gradient.shape)}, the parameter {tuple(parameter.shape)}"
-        )
+        raise UsageError(f"{label} has the shape {tuple(gradient.shape)}, the parameter {tuple(parameter.shape)}")
     if gradient.is_complex() or gradient.dtype == torch.bool:
-        raise UsageError(f"the gradient of {name} is of type {gradient.dtype}; pass real numbers")
+        raise UsageError(f"{label} is of type {gradient.dtype}; pass real numbers")
     if not gradient.isfinite().all():
-        raise UsageError(f"the gradient of {name} holds NaN or infinity")
+        raise UsageError(f"{label} holds NaN or infinity")
     return gradient.to(parameter.device)
 
 
@@ -237,9 +239,7 @@ def check_reproduced(observation: Observation, images: Tensor, found: Sequence[F
         images: (B, C, H, W) in [0, 1], the client's batch.
         found: what was recognised about the update; what was done to it afterwards explains a difference.
     """
-    if any(
-        isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training for m in observation.model.modules()
-    ):
+    if any(_is_random(module) for module in observation.model.modules()):
         return [
             Finding(
                 "not_reproduced",
@@ -259,6 +259,7 @@ def check_reproduced(observation: Observation, images: Tensor, found: Sequence[F
                         f"mean {_numbers(observation.mean)} and std {_numbers(observation.std)} do not reproduce the "
                         f"gradient (difference {residual:.0%}), but mean {_numbers(mean)} and std {_numbers(std)} do: "
                         "pass those",
+                        hinders=True,
                     )
                 ]
     if any(not finding.fixed for finding in found):
@@ -268,8 +269,15 @@ def check_reproduced(observation: Observation, images: Tensor, found: Sequence[F
             "not_reproduced",
             f"the gradient of the cross-entropy at these images, mean, std and weights differs from the one given by "
             f"{residual:.0%}: check mean and std, that the weights are those before the step, and the client's loss",
+            hinders=True,
         )
     ]
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether it drops units (dropout) or branches (stochastic depth) at random."""
+    rate = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "drop_prob", 0.0)
+    return module.training and isinstance(rate, float) and rate > 0
 
 
 def _scaled(factor: float, found: Sequence[Finding]) -> list[Finding]:
