@@ -45,9 +45,11 @@ class Defense:
 
     Attributes:
         random: whether the same client would send something else next time.
+        known_by: registered attacks that take the defence into account. A verdict without one of them says so.
     """
 
     random: ClassVar[bool] = False
+    known_by: ClassVar[tuple[str, ...]] = ()
 
     def model_name(self, name: str) -> str:
         """The variant of model `name` that the clients train under this defence."""

@@ -37,6 +37,7 @@ class MaskedJigsawPuzzle(Defense):
     """Options of --defense mjp."""
 
     random: ClassVar[bool] = True
+    known_by: ClassVar[tuple[str, ...]] = ("mjp_subspace", "mjp_rounds", "unmix", "unmix_rounds")
 
     gamma: float = 0.9
     """Share of patches that are masked and shuffled, in [0, 1]. The paper attacks at 0.9 and trains best at 0.1."""
