@@ -26,7 +26,8 @@ class ClientInput:
     Attributes:
         images: (B, C, H, W) in [0, 1], after the defence.
         position_mask: (B, N) bool, positions hidden behind the unknown embedding, or None.
-        origins: (B, N) int64, where each patch stood before the jigsaw, for models that take it as an input (IDX), or None.
+        origins: (B, N) int64, where each patch stood before the jigsaw, for models that take it as an input (IDX), or
+            None.
     """
 
     images: Tensor
