@@ -129,7 +129,7 @@ class Attack(ABC):
         """
         target = observations[-1]
         channels, height, width = target.image_shape
-        return SECONDS_OF_A_SOLVE * len(observations) * channels * height * width / PIXELS_OF_A_SOLVE
+        return SECONDS_OF_A_SOLVE * channels * height * width / PIXELS_OF_A_SOLVE
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """Weight matrices, by name, whose gradients the attack reads beside those of the layers that make the tokens.

@@ -1,4 +1,4 @@
-"""What attacks must know of a ViT's parameters: patch projection, position embedding, and what MJP adds to them.
+"""The parameters of a ViT that attacks use, by name: patch projection, position embedding, and what MJP adds to them.
 
 Works on timm, torchvision and Hugging Face ViTs by looking for the structure, not for a class: a convolution whose
 stride is its kernel, and a parameter of positions with one row a patch (plus prefix rows) and as many columns as the

@@ -39,6 +39,10 @@ class MJPRounds(Attack):
             return "only one update of this client was seen: mjp_subspace gives the same answer"
         return nothing_masked(observations[-1:])
 
+    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
+        """See `Attack.estimated_seconds`: every update is solved."""
+        return super().estimated_seconds(observations) * len(observations)
+
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` adds updates used, patches never seen, open directions and misfit."""
         target, joined = observations[-1], join_updates(observations)

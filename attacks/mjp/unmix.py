@@ -68,7 +68,8 @@ class Unmix(Attack):
         except UsageError:
             return super().estimated_seconds(observations)
         unseen = int(torch.stack([r.masked for r in rows if r.masked.shape == rows[-1].masked.shape]).all(dim=0).sum())
-        return super().estimated_seconds(observations) + SECONDS_OF_A_PAIR * unseen**2 * rows[-1].tokenizer.width
+        solves = super().estimated_seconds(observations) * len(rows)
+        return solves + SECONDS_OF_A_PAIR * unseen**2 * rows[-1].tokenizer.width
 
     def updates(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """Those of a client's updates that the attack uses: the last one."""

@@ -1,13 +1,15 @@
 """Frozen position embedding: the client neither trains nor sends it.
 
-The closed forms live on the gradient of the position embedding; this defence withholds just that, at no cost in
-computation.
+The closed forms of this project solve with the gradient of the position embedding, and this defence withholds it. That
+they do not run is no evidence that the update hides the image: the server knows the position embedding that it sent,
+and the gradients of the first block's projections still span the tokens. Attacks that search for matching gradients
+run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fedmjp.defenses.base import Defense
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FrozenPositions(Defense):
     """Drop the position embedding (MJP's unknown one and IDX's too) from the update: the server sees zeros."""
+
+    known_by: ClassVar[tuple[str, ...]] = ("inverting_gradients", "gradvit", "see_through_gradients", "idlg", "dlg")
 
     def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Zero the entries of every table that is added to tokens."""

@@ -23,6 +23,8 @@ class ClippedNoise(Defense):
     """Options of --defense noise."""
 
     random: ClassVar[bool] = True
+    # It weighs every equation by the noise that the update itself shows.
+    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding",)
 
     clip_norm: float = 1.0
     """Largest Euclidean norm of an update."""

@@ -27,6 +27,8 @@ class ShuffledPatchesAndPixels(Defense):
     """Options of --defense spp."""
 
     random: ClassVar[bool] = True
+    # It inverts shuffled and unshuffled steps alike; no attack here undoes the order of the shuffled ones.
+    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding",)
 
     spp_probability: float = 0.5
     """Probability that a step's images are shuffled at all."""

@@ -1,0 +1,117 @@
+"""The suite `auto`: chosen from what the update exposes and the threat model grants, the fastest first, in a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attacks import ATTACKS, Observation, ThreatModel, UsageError
+from fedmjp.audit.suite import select_attacks
+from fedmjp.defenses import DEFENSES
+from fedmjp.models import build_model
+from tests.attacks.mjp.test_mjp_subspace import jigsawed
+from tests.conftest import observe, photographs
+
+CLOSED = {"patch_embedding"}
+MASKED = {"mjp_subspace", "unmix"}
+OVER_ROUNDS = {"mjp_rounds", "unmix_rounds"}
+SEARCHES = {"april_optimisation", "dlg", "gradvit", "idlg", "inverting_gradients", "see_through_gradients"}
+PEERS = {name for name in ATTACKS if name.startswith("breaching_")}
+
+
+def masked(number: int = 1, size: int = 64) -> list[Observation]:
+    model = build_model(f"vit_mini_{size}_mjp", num_classes=8, weights="random")
+    return [jigsawed(model, photographs(size, 1), 0.2, seed=seed) for seed in range(number)]
+
+
+def plain(**changes) -> list[Observation]:
+    model = build_model("vit_mini_64", num_classes=8, weights="random", block=changes.pop("block", "standard"))
+    return [observe(model, photographs(64, changes.pop("images", 1)), **changes)]
+
+
+def chosen(observations, grants=ThreatModel(), budget: float = 1e9) -> set[str]:  # noqa: B008
+    return set(select_attacks(["auto"], observations, grants, budget=budget).chosen)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (plain, CLOSED | SEARCHES),
+        (lambda: plain(block="april"), CLOSED | SEARCHES | {"april"}),
+        (lambda: plain(images=3), CLOSED | SEARCHES),
+        (lambda: plain(images=3) * 2, CLOSED | SEARCHES | {"batch_rounds"}),
+        (masked, CLOSED | MASKED | SEARCHES),
+        (lambda: masked(3), CLOSED | MASKED | OVER_ROUNDS | SEARCHES),
+    ],
+)
+def test_what_the_update_exposes_decides(make, expected: set[str]) -> None:
+    assert chosen(make()) == expected
+
+
+def test_what_is_granted_decides() -> None:
+    weights = {"april_optimisation", "unmix", "unmix_rounds"} | SEARCHES
+    assert chosen(masked(3), ThreatModel.parse(["position_gradient"])) == {"patch_embedding", "mjp_subspace"}
+    without_rounds = ThreatModel.parse(["position_gradient", "model_weights"])
+    assert chosen(masked(3), without_rounds) == CLOSED | MASKED | SEARCHES
+    assert chosen(masked(3), ThreatModel.parse(["position_gradient", "several_rounds"])).isdisjoint(weights)
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.0, 5.0, 60.0])
+def test_the_fastest_come_first_within_the_budget(budget: float) -> None:
+    views = masked(3)
+    suite = select_attacks(["auto"], views, ThreatModel(), budget=budget)
+    seconds = [attack.estimated_seconds(views) for attack in suite.chosen.values()]
+    assert seconds == sorted(seconds)
+    assert sum(seconds) <= budget
+    beyond = {n for n, reason in suite.left_out.items() if "beyond the budget" in reason}
+    assert set(suite.chosen) | beyond == chosen(views)
+    if beyond:
+        least = min(ATTACKS.get(name)().estimated_seconds(views) for name in beyond)
+        assert sum(seconds) + least > budget
+
+
+def test_every_other_attack_is_named_with_a_reason() -> None:
+    for names in (["auto"], ["all"], ["april"], ["auto", "breaching_dlg"]):
+        suite = select_attacks(names, plain(), ThreatModel(), budget=5.0)
+        assert set(suite.chosen) | set(suite.left_out) == set(ATTACKS)
+        assert set(suite.chosen).isdisjoint(suite.left_out)
+        assert all(suite.left_out.values())
+    assert select_attacks(["all"], plain(), ThreatModel()).chosen.keys() >= PEERS
+    auto = select_attacks(["auto"], plain(), ThreatModel()).left_out
+    assert all("another package" in auto[name] for name in PEERS)
+    assert "APRIL's equation does not hold" in auto["april"]
+
+
+def test_named_attacks_are_refused_what_is_not_granted() -> None:
+    with pytest.raises(UsageError, match="mjp_rounds.*several_rounds"):
+        select_attacks(["mjp_rounds"], masked(2), ThreatModel.parse(["position_gradient"]))
+
+
+def test_settings_reach_the_attacks() -> None:
+    suite = select_attacks(["dlg"], plain(), ThreatModel(), settings={"dlg": {"steps": 7}})
+    assert suite.chosen["dlg"].steps == 7
+
+
+@pytest.mark.parametrize("defense", list(DEFENSES))
+def test_the_suite_takes_every_defence_into_account(defense: str) -> None:
+    """Attacks that a defence names exist, and one of them is in the suite on an update under that defence."""
+    kind = DEFENSES.get(defense)
+    assert all(name in ATTACKS for name in kind.known_by)
+    model = build_model(kind().model_name("vit_mini_64"), num_classes=8, weights="random")
+    generator = torch.Generator().manual_seed(0)
+    seen = kind().on_input(photographs(64, 1), model, generator, 1)
+    view = observe(model, seen.images, mask=seen.position_mask)
+    sent = dict(kind().on_update(dict(view.gradients), generator))
+    known = kind.known_by or ("patch_embedding",)
+    assert chosen([dataclasses.replace(view, gradients=sent)]) & set(known)
+
+
+def test_estimates_are_of_the_right_size() -> None:
+    """Closed forms take less than a second, a search of 300 steps on a small model seconds to minutes."""
+    views = masked(2)
+    assert ATTACKS.get("mjp_rounds")().estimated_seconds(views) < 1
+    assert 3 < ATTACKS.get("idlg")().estimated_seconds(views) < 300
+    large = [observe(build_model("deit_s", num_classes=8, weights="random"), photographs(224, 1))]
+    assert ATTACKS.get("idlg")().estimated_seconds(large) > 300
