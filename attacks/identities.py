@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attacks.observation import Observation
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer
+from attacks.tokenizer import Tokenizer, find_tokenizer
 
 # Units of round-off above which an identity counts as broken.
 BROKEN = 30.0
