@@ -179,11 +179,9 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     if attacked["psnr"].isna().all() and attacked["known"].notna().any():
         return _without_originals(attacked, shared, nothing)
     gains, psnr = gains_over_guesses(rows), _by_image(rows, "psnr")
-    psnr = psnr.loc[gains.index, gains.columns].dropna(axis=1, how="all")
-    gains = gains[psnr.columns]  # an attack that never returned an image is not compared
     if gains.empty:
         return Verdict(nothing, **shared)
-    above = (psnr > RECOGNISABLE) & (gains > 0)
+    above = (psnr.loc[gains.index, gains.columns] > RECOGNISABLE) & (gains > 0)
     counts = above.sum().sort_values(ascending=False, kind="stable")
     shared |= {"recovered": int(above.any(axis=1).sum()), "by_attack": counts[counts > 0].to_dict()}
     attack, reported, split = strongest(gains)
@@ -210,10 +208,10 @@ def gains_over_guesses(rows: pd.DataFrame, metric: str = "psnr", index: list[str
         index: columns that tell images apart.
 
     Returns:
-        images x attacks, in the metric's unit (dB for psnr); 0 where an attack returned no image, NaN where it was not
-        run. Where no guess was scored, the values themselves.
+        images x attacks that returned an image at least once, in the metric's unit (dB for psnr); 0 where one returned
+        none, NaN where it was not run. Where no guess was scored, the values themselves.
     """
-    values = _by_image(rows, metric, index)
+    values = _by_image(rows, metric, index).dropna(axis=1, how="all")
     guesses = [name for name in BASELINES if name in values]
     attacks = [name for name in values if name not in BASELINES]
     floor = values[guesses].max(axis=1) if guesses else pd.Series(0.0, index=values.index)
