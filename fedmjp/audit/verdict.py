@@ -5,15 +5,17 @@ gradient (mean image or another image, whichever is nearer to the original), ima
 the adversary is left with that guess, so its gain there is 0.
 
 1. *leaks*: at least one attack brought at least one image above `RECOGNISABLE` dB, nearer to the original than any
-   guess. A diagnosis does not count against it. Where there is no original to compare with, an image leaks if its
-   reconstruction is certified (`attacks.certificate`).
+   guess. A diagnosis does not count against it.
 2. *partly*: no whole image, but an attack brought more patches above that PSNR than the best guess did, or the
    strongest attack is better than the best guess, each by an interval that excludes 0 (one image has no interval; there
    the share of patches decides by its value); or an answer is certified although it is far from the original, because
-   only the places of its patches are wrong. Without originals: an attack vouches for pixels.
+   only the places of its patches are wrong.
 3. *no leak shown*: attacks whose assumptions held were run and none of this was found. That is a statement on those
    attacks under those grants, not on the defence; attacks that did not run are listed with their reasons.
 4. *not tested*: no attack's assumptions held on any update.
+
+Where the originals are not known (a running app of somebody else), nothing can be scored: then *leaks* means that an
+answer is certified (it reproduces the update, `attacks.certificate`), *partly* that an attack vouches for pixels.
 
 Which attack is the strongest: `ranked`. It is chosen on one half of the updates and reported on the other, so that its
 figure is not the maximum of several noisy ones (with fewer than `LEAST_TO_SPLIT` updates one half does both, and the
@@ -65,9 +67,8 @@ class Verdict:
         psnr: median of the attack on the reported images, dB.
         gain: dB of the attack over the best guess, on the reported images; NaN where no guess was scored.
         patches: share of patches in [0, 1] that the attack brought above `RECOGNISABLE` dB, on the reported images.
-        vouched: share of pixels in [0, 1] that the attack vouches for, on the reported images.
         split: the attack was chosen on other updates than those that the figures are of.
-        scored: there were originals to compare with.
+        scored: the originals were known; if not, `recovered` counts the images for which an attack vouches.
         held: attacks whose assumptions held on at least one update.
         failed: attacks that ran and whose assumptions failed on every update -> their most common diagnosis.
         not_run: registered attacks that did not run -> reason.
@@ -84,7 +85,6 @@ class Verdict:
     psnr: float = float("nan")
     gain: Interval = NONE
     patches: Interval = NONE
-    vouched: float = float("nan")
     split: bool = False
     scored: bool = True
     held: tuple[str, ...] = ()
@@ -100,12 +100,17 @@ class Verdict:
         """The headline without the answer."""
         bar = f"{RECOGNISABLE:.0f} dB"
         if self.answer is Answer.LEAKS and not self.scored:
-            return f"{self.certified} of {_images(self.images)} certified; no originals to compare with"
+            number = f"{self.certified} of {_images(self.images)}"
+            return f"{number} certified, they reproduce the update ({self.attack}); the originals are not known"
         if self.answer is Answer.LEAKS:
             sure = f", {self.certified} certified" if self.certified else ""
             return f"{self.recovered} of {_images(self.images)} above {bar}{sure} ({self._figures()})"
         if self.answer is Answer.PARTLY and not self.scored:
-            return f"{self.attack} vouches for {self.vouched:.0%} of pixels; no originals to compare with"
+            number = f"{self.recovered} of {_images(self.images)}"
+            return (
+                f"{self.attack} vouches for pixels of {number}, but no answer is certified, and the originals are not "
+                "known"
+            )
         if self.answer is Answer.PARTLY and self.patches.mean > 0:
             share = _interval(self.patches, 100, "{:.0f}")
             return f"no whole image above {bar}, but {share} % of patches ({self._figures()})"
@@ -122,6 +127,10 @@ class Verdict:
         return f"the assumptions of {_count(self.failed, 'attack')} ({', '.join(self.failed)}) failed on every update"
 
     def details(self) -> list[str]:
+        """What stands behind the headline and what was not tested, one sentence a line."""
+        return [*self.summary(), *self.gaps()]
+
+    def summary(self) -> list[str]:
         """What stands behind the headline, one sentence a line."""
         lines = []
         if self.attack and self.scored:
@@ -133,7 +142,7 @@ class Verdict:
             lines.append("Guesses without a gradient were not scored, so there is nothing to compare with.")
         if self.grants:
             lines.append(f"Granted to the adversary: {', '.join(self.grants)}.")
-        return [*lines, *self.gaps()]
+        return lines
 
     def gaps(self) -> list[str]:
         """What was not tested: attacks whose assumptions failed and attacks that did not run, one sentence a reason."""
@@ -176,7 +185,7 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         "grants": tuple(dict.fromkeys(grant for granted in attacked["threat_model"] for grant in granted)),
     }
     nothing = Answer.NOT_SHOWN if names else Answer.NOT_TESTED
-    if attacked["psnr"].isna().all() and attacked["known"].notna().any():
+    if len(attacked) == len(rows) and rows["psnr"].isna().all() and rows["known"].notna().any():
         return _without_originals(attacked, shared, nothing)
     gains, psnr = gains_over_guesses(rows), _by_image(rows, "psnr")
     if gains.empty:
@@ -302,16 +311,16 @@ def _figures_of(rows: pd.DataFrame, gains: pd.DataFrame, attack: str, reported: 
         "psnr": float(own["psnr"].median()),
         "gain": bootstrap_mean(gains.loc[reported, attack].to_numpy()) if guessed else NONE,
         "patches": bootstrap_mean(own["patch_recovery"].fillna(0.0).to_numpy()),
-        "vouched": float(own["known"].astype(float).mean()),
     }
 
 
 def _without_originals(attacked: pd.DataFrame, shared: Mapping[str, Any], nothing: Answer) -> Verdict:
     """The verdict on updates of which only the adversary's own evidence is known."""
-    vouched = attacked.assign(known=attacked["known"].astype(float)).groupby("attack", sort=False)["known"].mean()
-    best = str(vouched.idxmax())
-    answer = Answer.LEAKS if shared["certified"] else Answer.PARTLY if vouched[best] > 0 else nothing
-    return Verdict(answer, **shared, scored=False, attack=best, vouched=float(vouched[best]))
+    vouched = attacked[(attacked["diagnosis"] == "") & (attacked["known"].astype(float) > 0)]
+    answer = Answer.LEAKS if shared["certified"] else Answer.PARTLY if len(vouched) else nothing
+    best = (attacked[attacked["certified"].eq(True)] if shared["certified"] else vouched)["attack"]
+    name = best.mode().iloc[0] if len(best) else ""
+    return Verdict(answer, **shared, scored=False, attack=name, recovered=len(_images_of(vouched)))
 
 
 def _by_image(rows: pd.DataFrame, metric: str, index: list[str] = IMAGE) -> pd.DataFrame:

@@ -22,7 +22,7 @@ MEANING = {
     "labels_given": "labels were given, not inferred",
     "batch_statistics_assumed": "the model has batch norms: the statistics of the victim's batch were assumed",
     "randomised_defence_once": "the defence draws at random and was seen once for each image",
-    "weak_beats_strong": "a weaker answer is better on average",
+    "weak_beats_strong": "worse on average than the best guess without a gradient, or than fewer steps",
 }
 # What rows of one experiment share; an image is then seen under several draws of seed and round.
 _EXPERIMENT = [key for key in CASE if key not in ("seed", "round", "client")]

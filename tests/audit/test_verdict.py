@@ -134,8 +134,14 @@ def test_assumptions_that_held_on_some_updates_only() -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"known": 0.9, "certified": True}, "leaks: 2 of 2 images certified; no originals to compare with"),
-        ({"known": 0.25, "certified": False}, "partly: best vouches for 25% of pixels; no originals to compare with"),
+        (
+            {"known": 0.9, "certified": True},
+            "leaks: 2 of 2 images certified, they reproduce the update (best); the originals are not",
+        ),
+        (
+            {"known": 0.25, "certified": False},
+            "partly: best vouches for pixels of 2 of 2 images, but no answer is certified",
+        ),
         ({"known": 0.0, "certified": False}, "no leak shown by 1 attack (best) on 2 images"),
         ({"known": 0.0, "certified": False} | FAILED, "not tested: the assumptions of 1 attack (best) failed"),
     ],
