@@ -1,10 +1,11 @@
-"""Audit one step in which a Hugging Face ViT is fine-tuned: python examples/huggingface_finetuning.py [--weights FOLDER]
+"""Audit one step of fine-tuning a Hugging Face ViT: python examples/huggingface_finetuning.py [--weights FOLDER]
 
-FOLDER is what `save_pretrained` wrote, or a snapshot of a published model. Without it a small ViT with random weights is
-built, so that nothing has to be downloaded.
+FOLDER is what `save_pretrained` wrote, or a snapshot of a published model. Without it a small ViT with random weights
+is built, so that nothing has to be downloaded.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", type=Path, help="folder of a pretrained model (none: random weights)")
     parser.add_argument("--freeze", action="store_true", help="train the classifier only, and send nothing else")
-    parser.add_argument("--out", type=Path, default=Path("leaks/huggingface"), help="folder of the page")
+    parser.add_argument("--out", type=Path, help="new folder for the page (none: a temporary one)")
     given = parser.parse_args()
     if given.weights is not None and not (given.weights / "config.json").is_file():
         parser.error(f"--weights {given.weights} holds no config.json; give the folder that save_pretrained wrote")
@@ -46,7 +47,7 @@ def main() -> None:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     audit = audit_gradient(model, images, gradients, mean=MEAN, std=STD)
     print(audit)
-    print("page:", audit.save(given.out))
+    print("page:", audit.save(given.out or tempfile.mkdtemp(prefix="audit-")))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Audit one training step of your own timm model: python examples/own_model.py"""
 
+import tempfile
+
 import timm
 import torch
 
@@ -7,7 +9,6 @@ from fedmjp.audit import audit_gradient
 from fedmjp.data import load_data
 
 MEAN = STD = (0.5, 0.5, 0.5)
-
 torch.manual_seed(0)
 train = load_data("photos", size=64).train  # your data: images in [0, 1] and labels
 images, labels = train.images([1]), torch.tensor([train.labels[1]])
@@ -17,4 +18,4 @@ names, parameters = zip(*model.named_parameters(), strict=True)
 gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))  # what your client would send
 audit = audit_gradient(model, images, gradients, mean=MEAN, std=STD)
 print(audit)
-print("page:", audit.save("leaks/own_model"))
+print("page:", audit.save(tempfile.mkdtemp(prefix="audit-")))

@@ -76,13 +76,28 @@ def of_audit(result: Any) -> Answer:
     return Answer(str(result.verdict.answer), _joined([result.verdict.headline(), *noticed, *_reasons(result.verdict)]))
 
 
+def of_watcher(watcher: Any) -> Answer:
+    """The answer of a `Watcher` after the app's training, of this version or of one without a verdict."""
+    if not hasattr(watcher, "verdict"):
+        said = dict.fromkeys(f"`{name}`: {result.diagnosis or 'recovered'}" for _, name, result in watcher.found)
+        return Answer(TABLE, _joined(list(said)))
+    watcher.finish()
+    noticed = [*watcher.findings.values(), *watcher.assumptions, *watcher.problems]
+    if not watcher.found:
+        return Answer(TABLE, _joined(noticed))
+    verdict = watcher.verdict()
+    return Answer(str(verdict.answer), _joined([verdict.headline(), *noticed, *_reasons(verdict)]))
+
+
 def _reasons(verdict: Any) -> list[str]:
     """Why attacks failed whose assumptions did not hold, where none recovered an image."""
-    return [] if verdict.recovered else [f"{name}: {reason}" for name, reason in verdict.failed.items()]
+    return [] if verdict.recovered else [f"`{name}`: {reason}" for name, reason in verdict.failed.items()]
 
 
 def _joined(sentences: Sequence[str]) -> str:
-    return " ".join(f"{s[:1].upper()}{s[1:].rstrip('.')}." for s in dict.fromkeys(sentences))
+    """Sentences in a row, each once; a first word that is a name in the code keeps its case."""
+    named = ((s if "_" in s.split()[0] else s[:1].upper() + s[1:]) for s in dict.fromkeys(sentences))
+    return " ".join(f"{s.rstrip('.')}." for s in named)
 
 
 def _of_table(table: Any) -> str:
@@ -91,8 +106,8 @@ def _of_table(table: Any) -> str:
     for name, lines in table.groupby("attack", sort=False):
         psnr = lines["psnr"].mean()
         figure = "no image" if psnr != psnr else f"{psnr:.1f} dB"
-        said.append(f"{name} {figure}, diagnosis: {lines['diagnosis'].iloc[0] or '(none)'}")
-    return "; ".join(said)
+        said.append(f"`{name}` {figure}, diagnosis: {lines['diagnosis'].iloc[0] or 'none'}")
+    return _joined(said)
 
 
 def _of_run(out: Path) -> Answer:
@@ -107,7 +122,7 @@ def _of_run(out: Path) -> Answer:
     verdicts = {name: judge(own) for name, own in rows.groupby("defense", sort=False)}
     kinds = list(dict.fromkeys(str(verdict.answer) for verdict in verdicts.values()))
     words = [
-        _joined([f"{name}: {v.headline()}" if len(verdicts) > 1 else v.headline(), *_reasons(v)])
+        _joined([f"`{name}`: {v.headline()}" if len(verdicts) > 1 else v.headline(), *_reasons(v)])
         for name, v in verdicts.items()
     ]
     return Answer(" / ".join(kinds), " ".join(words))
