@@ -177,6 +177,11 @@ def _refusal(observations: Sequence[Observation]) -> str:
         raise ValueError("an attack needs at least one observation")
     target = observations[-1]
     for name, gradient in target.gradients.items():
+        if not gradient.is_floating_point():
+            return (
+                f"the gradient of {name} is of type {str(gradient.dtype).removeprefix('torch.')}: multiply quantised "
+                "values by their scale and pass floating-point numbers"
+            )
         if not torch.isfinite(gradient).all():
             raise ValueError(f"the gradient of {name} (client {target.client}, round {target.round}) is not finite")
     try:

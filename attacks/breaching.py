@@ -29,7 +29,7 @@ from attacks.gradient_matching.simulation import build_simulation
 from attacks.gradient_matching.unrolled import math_attention
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
-from attacks.tokenizer import find_tokenizer
+from attacks.tokenizer import find_tokenizer, logits_of
 
 # The order in which AprilAttacker expects a model's parameters.
 APRIL_ORDER = (
@@ -58,7 +58,8 @@ class ForBreaching(nn.Module):
 
     def forward(self, inputs: Tensor, **_) -> Tensor:
         """Logits (B, K) of normalised images (B, C, H, W)."""
-        return self.model(inputs, **{name: mask.expand(len(inputs), -1) for name, mask in self.forward_kwargs.items()})
+        masks = {name: mask.expand(len(inputs), -1) for name, mask in self.forward_kwargs.items()}
+        return logits_of(self.model(inputs, **masks))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters shown to the package."""
@@ -143,7 +144,7 @@ def prepare_attack(observation: Observation, config: str, overrides: Sequence[st
         warnings.simplefilter("ignore")  # hydra warns about its own next version
         settings = package.get_attack_config(config, overrides=list(overrides))
     names = APRIL_ORDER if settings.attack_type == "april-analytic" else simulation.names
-    hidden = {} if update.mask is None else {simulation.mask_argument: update.mask[None]}
+    hidden = {} if update.mask is None else simulation.mask_kwargs(update.mask[None])
     model = ForBreaching(simulation.model.requires_grad_(True), names, hidden)
     metadata = Metadata(
         shape=list(observation.image_shape),

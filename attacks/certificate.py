@@ -14,7 +14,7 @@ comparison, because a localisation loss may have been added to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import permutations
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn import functional
 from attacks.linear.position_rows import masked_rows, position_gradient
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer, find_tokenizer
+from attacks.tokenizer import Tokenizer, find_tokenizer, logits_of
 
 # Largest relative residual of a certified answer, and the same in units of the round-off of the gradients' type.
 TOLERANCE, ROUND_OFF_UNITS = 1e-3, 4.0
@@ -46,13 +46,7 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
     if found.images is None or not _reproducible(observation, len(found.images)):
         return False, float("nan")
     tokenizer = _tokenizer(observation)
-    tables = () if tokenizer is None else (tokenizer.positions, tokenizer.shared_position)
-    localisation = f"{tokenizer.localisation}." if tokenizer is not None and tokenizer.localisation else None
-    compared = {
-        name: gradient
-        for name, gradient in observation.gradients.items()
-        if name not in tables and not (localisation and name.startswith(localisation))
-    }
+    compared = _compared(observation, tokenizer)
     size = _norm(compared)
     if not size > 0:
         return False, float("nan")
@@ -66,9 +60,51 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
     return min(residuals) <= max(TOLERANCE, ROUND_OFF_UNITS * precision), min(residuals)
 
 
+def reproduce(observation: Observation, images: Tensor) -> tuple[float, float]:
+    """Compare the gradient of the client's own batch with the one received, to find out whether inputs fit together.
+
+    Args:
+        observation: one update; labels that it holds are those of `images`, in their order. Without labels they are
+            inferred, as far as `certify` does.
+        images: (B, C, H, W) in [0, 1].
+
+    Returns:
+        The relative residual as `certify` measures it, and the factor by which the recomputed gradient has to be
+        multiplied to come nearest to the one received, applied before the residual is taken; (NaN, NaN) where the step
+        cannot be repeated.
+    """
+    if not _one_step(observation, len(images)) or (observation.labels is None and len(images) > LARGEST_BATCH):
+        return float("nan"), float("nan")
+    tokenizer = _tokenizer(observation)
+    compared = _compared(observation, tokenizer)
+    size, found = _norm(compared), []
+    orders = None if observation.labels is None else [tuple(observation.labels.tolist())]
+    for gradients in _gradients(observation, images, compared, tokenizer, None, orders) if size > 0 else ():
+        square = _norm(gradients) ** 2
+        product = sum(float((g.double() * compared[n].double()).sum()) for n, g in gradients.items())
+        factor = product / square if square > 0 else float("nan")
+        found.append((_norm({n: factor * g - compared[n] for n, g in gradients.items()}) / size, factor))
+    return min(found, default=(float("nan"), float("nan")))
+
+
+def _compared(observation: Observation, tokenizer: Tokenizer | None) -> dict[str, Tensor]:
+    """The gradients that only the classification loss reaches."""
+    tables = () if tokenizer is None else (tokenizer.positions, tokenizer.shared_position)
+    localisation = f"{tokenizer.localisation}." if tokenizer is not None and tokenizer.localisation else None
+    return {
+        name: gradient
+        for name, gradient in observation.gradients.items()
+        if name not in tables and not (localisation and name.startswith(localisation))
+    }
+
+
 def _reproducible(observation: Observation, count: int) -> bool:
-    """Whether one forward and backward pass on `count` images is what the client did."""
-    one_step = observation.local_steps == 1 and count == observation.num_examples <= LARGEST_BATCH
+    """Whether one forward and backward pass on `count` images, in some order, is what the client did."""
+    return count <= LARGEST_BATCH and _one_step(observation, count)
+
+
+def _one_step(observation: Observation, count: int) -> bool:
+    one_step = observation.local_steps == 1 and count == observation.num_examples
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in observation.model.modules())
     return one_step and not norms
 
@@ -86,8 +122,9 @@ def _gradients(
     compared: Mapping[str, Tensor],
     tokenizer: Tokenizer | None,
     inferred: Tensor | None,
+    orders: Iterable[tuple[int, ...]] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """The client's gradient on the reconstruction, for every order of the labels."""
+    """The client's gradient on the reconstruction, for the given orders of the labels or for every one."""
     parameters = {n: p for n, p in observation.model.named_parameters() if n in compared}
     like = next(iter(parameters.values()))
     shape = (1, -1, 1, 1)
@@ -100,11 +137,12 @@ def _gradients(
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         with torch.enable_grad():
-            output = observation.model(inputs, **_mask(observation, tokenizer, len(images)))
-            logits = getattr(output, "logits", output)
-            labels = observation.labels if observation.labels is not None else inferred
-            labels = _labels(compared, logits) if labels is None else labels
-            for order in set(permutations(labels.tolist())) if labels is not None else ():
+            logits = logits_of(observation.model(inputs, **_mask(observation, tokenizer, len(images))))
+            if orders is None:
+                labels = observation.labels if observation.labels is not None else inferred
+                labels = _labels(compared, logits) if labels is None else labels
+                orders = set(permutations(labels.tolist())) if labels is not None else ()
+            for order in orders:
                 loss = functional.cross_entropy(logits, torch.tensor(order, device=logits.device))
                 found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
                 pairs = zip(parameters.items(), found, strict=True)
@@ -122,7 +160,7 @@ def _mask(observation: Observation, tokenizer: Tokenizer | None, count: int) -> 
     if rows is None:
         return {}
     masked = masked_rows(rows[tokenizer.prefix :])
-    return {tokenizer.mask_argument: masked.expand(count, -1)} if masked.any() else {}
+    return tokenizer.mask_kwargs(masked.expand(count, -1)) if masked.any() else {}
 
 
 def _labels(compared: Mapping[str, Tensor], logits: Tensor) -> Tensor | None:

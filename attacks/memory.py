@@ -30,11 +30,12 @@ def remember(observation: Observation) -> Observation:
 
 
 def front(model: nn.Module, tokenizer: Tokenizer) -> nn.Module:
-    """The model with its own parameters, and of its submodules only those of patch projection and localisation loss.
+    """The model with its own parameters, and of its submodules only those of tokenizer and localisation loss.
 
     It cannot be run; parameters keep their names. Tensors are shared with `model`.
     """
     twin = copy.copy(model)
-    kept = (tokenizer.weight.split(".")[0], tokenizer.localisation)
+    parameters = (tokenizer.weight, tokenizer.positions, tokenizer.shared_position)
+    kept = {tokenizer.localisation, *(name.split(".")[0] for name in parameters if name)}
     twin._modules = {n: m for n, m in model._modules.items() if n in kept}
     return twin

@@ -83,6 +83,18 @@ class Observation:
     client: int = 0
     labels: Tensor | None = None
 
+    def gradient_of(self, name: str) -> Tensor:
+        """The gradient of the parameter called `name`.
+
+        Raises:
+            UsageError: it is not in the update.
+        """
+        if name not in self.gradients:
+            raise UsageError(
+                f"the update holds no gradient of {name} (frozen or withheld), so there is nothing to solve with"
+            )
+        return self.gradients[name]
+
     def gradient_norm(self) -> float:
         """Euclidean norm of the whole update."""
         import torch

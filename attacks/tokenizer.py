@@ -1,26 +1,38 @@
-"""What attacks must know of a ViT's parameters: patch projection, position embedding, and what MJP adds to them.
+"""The parameters of a ViT that attacks use, by name: patch projection, position embedding, and what MJP adds to them.
 
 Works on timm, torchvision and Hugging Face ViTs by looking for the structure, not for a class: a convolution whose
 stride is its kernel, and a parameter of positions with one row a patch (plus prefix rows) and as many columns as the
 projection has channels. `check_tokenizer` proves on made-up input that z = E x + b + e holds, which names alone cannot
 show.
+
+Two layouts of MJP are known. Ours has the shared embedding of masked positions as a parameter of its own, and its
+`forward` takes a mask (B, N). The authors' released code (github.com/yhlleo/MJP, models/vit_timm.py) has one
+`nn.Embedding` of N + 2 rows: class token, patches, shared embedding, whose row number is the model's attribute
+`unk_embed_index`; its `forward` takes an integer mask (B, 1 + N) that covers the class token.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from attacks.registry import UsageError
 
 MAX_PREFIX_TOKENS = 8
-# Names of what has no structure to be found by: timm's class and register tokens, and the parts of an MJP model.
-PREFIX_TOKENS = ("cls_token", "reg_token")
-LOCALISATION = "dal"
-MASK_ARGUMENT = "position_mask"
+# Names of what has no structure to be found by: timm's prefix tokens, and the parts of an MJP model.
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
+LOCALISATION, RELEASED_LOCALISATION = "dal", "dlocr"
+PATCH_MASK, TOKEN_MASK = "position_mask", "unk_mask"
+SHARED_ROW = "unk_embed_index"
+# Where models that return an object keep their logits: Hugging Face, MJP's released code.
+LOGITS = ("logits", "sup")
 
 
 class SecondTable(UsageError):
@@ -41,8 +53,10 @@ class Tokenizer:
         width: D, channels of a token.
         prefix_tokens: names of the parameters that are tokens themselves (class and register tokens), in their order.
         shared_position: name of the embedding that all masked positions share under MJP, (1, 1, D), or None.
-        localisation: name of the submodule of MJP's localisation loss, called with (positions, grid, mask), or None.
-        mask_argument: name of the keyword argument of `forward` that takes the mask of positions (B, N), or None.
+        shared_row: number of the row of `positions` that all masked positions share, in the released layout, or None.
+        localisation: name of the submodule of MJP's localisation loss, or None (`LOCALISATION` is called with the
+            patches' positions, the grid and the mask, `RELEASED_LOCALISATION` with all positions and the visible ones).
+        mask_argument: name of the keyword argument of `forward` that takes the mask of positions, or None.
     """
 
     weight: str
@@ -55,6 +69,7 @@ class Tokenizer:
     width: int
     prefix_tokens: tuple[str, ...] = ()
     shared_position: str | None = None
+    shared_row: int | None = None
     localisation: str | None = None
     mask_argument: str | None = None
 
@@ -67,6 +82,39 @@ class Tokenizer:
     def patch_dim(self) -> int:
         """P = C p^2."""
         return self.channels * self.patch_size**2
+
+    def position_rows(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Rows of the position embedding, prefix first, (prefix + N, D); None where `tensors` does not hold it.
+
+        Args:
+            tensors: parameters or their gradients, by name.
+        """
+        table = tensors.get(self.positions) if self.positions else None
+        if table is None:
+            return None
+        rows = table.reshape(-1, self.width)
+        return rows if self.shared_row is None else torch.cat([rows[: self.shared_row], rows[self.shared_row + 1 :]])
+
+    def shared_embedding(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """The embedding that all masked positions share, (D,), or None; arguments as for `position_rows`."""
+        if self.shared_row is not None:
+            table = tensors.get(self.positions)
+            return None if table is None else table.reshape(-1, self.width)[self.shared_row]
+        shared = tensors.get(self.shared_position) if self.shared_position else None
+        return None if shared is None else shared.reshape(self.width)
+
+    def replace_patch_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+        """`table`, the position embedding or its gradient, with the patches' rows (N, D) in place of its own."""
+        changed = table.reshape(-1, self.width).clone()
+        places = [i for i in range(len(changed)) if i != self.shared_row][self.prefix :]
+        changed[places] = rows.to(changed)
+        return changed.reshape(table.shape)
+
+    def mask_kwargs(self, masked: Tensor) -> dict[str, Tensor]:
+        """Keyword arguments of `forward` that mask positions (B, N) bool; the model must have a `mask_argument`."""
+        if self.mask_argument == TOKEN_MASK:
+            return {TOKEN_MASK: functional.pad(masked.long(), (self.prefix, 0))}
+        return {self.mask_argument: masked}
 
     def patchify(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, C p p), each patch flattened in the projection's order (channel, row, column).
@@ -120,19 +168,22 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
         )
     bias = f"{name}.bias" if conv.bias is not None else None
     shared = _find_shared_position(model, conv.out_channels)
+    row = getattr(model, SHARED_ROW, None) if positions else None
+    hides = shared is not None or row is not None
     return Tokenizer(
         f"{name}.weight",
         bias,
         positions,
-        prefix,
+        prefix - (row is not None),
         p,
         grid,
         channels,
         conv.out_channels,
-        prefix_tokens=tuple(n for n, _ in model.named_parameters() if n in PREFIX_TOKENS),
+        prefix_tokens=tuple(n for n in PREFIX_TOKENS if isinstance(getattr(model, n, None), nn.Parameter)),
         shared_position=shared,
-        localisation=LOCALISATION if isinstance(getattr(model, LOCALISATION, None), nn.Module) else None,
-        mask_argument=MASK_ARGUMENT if shared and _takes(model, MASK_ARGUMENT) else None,
+        shared_row=row,
+        localisation=_first(n for n in (LOCALISATION, RELEASED_LOCALISATION) if _has_module(model, n)),
+        mask_argument=_first(n for n in (PATCH_MASK, TOKEN_MASK) if hides and _takes(model, n)),
     )
 
 
@@ -156,6 +207,14 @@ def _find_shared_position(model: nn.Module, width: int) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
+def _first(names: Iterator[str]) -> str | None:
+    return next(names, None)
+
+
+def _has_module(model: nn.Module, name: str) -> bool:
+    return isinstance(getattr(model, name, None), nn.Module)
+
+
 def _takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
@@ -172,35 +231,86 @@ def _find_table(model: nn.Module, word: str, num_patches: int, width: int) -> tu
     return None, 0
 
 
+def logits_of(output: Any) -> Tensor:
+    """The logits (B, K) in what a classifier's `forward` returns: a tensor, a tuple, or an object of a library."""
+    if isinstance(output, (tuple, list)):
+        return output[0]
+    return next((getattr(output, name) for name in LOGITS if hasattr(output, name)), output)
+
+
 def check_tokenizer(model: nn.Module, tokenizer: Tokenizer, image_shape: tuple[int, int, int]) -> float:
     """Prove on made-up input that dL/dE = G^T X holds, so that the closed forms apply to this model.
 
-    One forward and backward pass in the model's current mode; the model's own gradients are left as they were.
+    One forward and backward pass in the model's current mode, from a random projection of the last layer whose output
+    is tokens: a classifier initialised with zeros would hide whatever comes before it. The model's own gradients and
+    the parameters that it trains are left as they were.
 
     Returns:
         The relative error of the identity (about 1e-6 in float32 where it holds, near 1 where it does not).
 
     Raises:
-        UsageError: the model has no position embedding, or something stands between projection and position
-            embedding (a normalisation, say), so that the identity does not hold.
+        UsageError: the model cannot be run on images of this shape, has no position embedding, lets nothing through to
+            its tokens, or something stands between projection and position embedding (a normalisation, say), so that
+            the identity does not hold.
     """
+    name = type(model).__name__
     if tokenizer.positions is None:
-        raise UsageError(f"{type(model).__name__} has no learnable position embedding with one row a patch")
+        raise UsageError(f"{name} has no learnable position embedding with one row a patch")
     parameters = dict(model.named_parameters())
-    weight, positions = parameters[tokenizer.weight], parameters[tokenizer.positions]
+    wanted = [parameters[tokenizer.weight], parameters[tokenizer.positions]]
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(1, *image_shape, generator=generator).to(weight)
-    with torch.enable_grad():
-        output = model(images)
-        output = getattr(output, "logits", output)
-        output = getattr(output, "last_hidden_state", output)
-        grad_weight, rows = torch.autograd.grad(output.square().sum(), [weight, positions])
-    rows = rows.reshape(-1, tokenizer.width)[tokenizer.prefix :]  # (N, D)
-    expected = grad_weight.flatten(1)  # (D, P)
+    images = torch.randn(1, *image_shape, generator=generator).to(wanted[0])
+    with torch.enable_grad(), _trained(wanted):
+        tokens = _last_tokens(model, images, tokenizer)
+        weights = torch.randn(tokens.shape, generator=generator).to(tokens)
+        gradients = torch.autograd.grad((tokens * weights).sum(), wanted, allow_unused=True)
+    if any(gradient is None or not gradient.any() for gradient in gradients):
+        raise UsageError(f"{name}: its output does not depend on patch projection and position embedding")
+    expected = gradients[0].flatten(1)  # (D, P)
+    rows = tokenizer.position_rows({tokenizer.positions: gradients[1]})[tokenizer.prefix :]  # (N, D)
     error = float((rows.T @ tokenizer.patchify(images)[0] - expected).norm() / expected.norm())
     if not error < 1e-3:
         raise UsageError(
-            f"{type(model).__name__}: tokens are not projection + position (dL/dE differs from G^T X by {error:.0%}); "
+            f"{name}: tokens are not projection + position (dL/dE differs from G^T X by {error:.0%}); "
             "the closed forms do not apply to this model"
         )
     return error
+
+
+@contextmanager
+def _trained(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Parameters that require gradients inside the block, frozen ones too."""
+    before = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter, required in zip(parameters, before, strict=True):
+            parameter.requires_grad_(required)
+
+
+def _last_tokens(model: nn.Module, images: Tensor, tokenizer: Tokenizer) -> Tensor:
+    """The last output of a layer that holds at least one row of D channels a patch; the logits where there is none.
+
+    Raises:
+        UsageError: `forward` fails.
+    """
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        """Remember an output that is tokens."""
+        shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+        if len(shape) == 3 and shape[2] == tokenizer.width and shape[0] * shape[1] >= tokenizer.num_patches:
+            found[:] = [output]
+
+    hooks = [module.register_forward_hook(keep) for module in model.modules()]
+    try:
+        logits = logits_of(model(images))
+    except Exception as error:  # a model may be anybody's code
+        shape, what = tuple(images.shape[1:]), f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UsageError(f"{type(model).__name__} cannot be run on images of shape {shape} ({what})") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else logits

@@ -201,7 +201,7 @@ class FederationAudit:
         self.progress.attack_done(scored.attack, [r["psnr"] for r in scored.records])
 
     def _case(self, attack: str, parameters: Mapping[str, Any], round: int, client: int) -> dict[str, Any]:
-        """What tells this batch's rows from all others, as `report.rows.CASE` lists it."""
+        """The columns that identify this batch's rows, `records.rows.CASE`."""
         config = self.config
         return {
             "dataset": self.task.data.name,

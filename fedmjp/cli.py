@@ -53,7 +53,7 @@ def parse(options: type[T], program: str, description: str | None, arguments: Se
                 )
             finally:
                 sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads the help has seen enough
+    except BrokenPipeError:  # the reader of the pipe closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except SystemExit as stop:

@@ -95,15 +95,15 @@ def _as_toml(value: Any) -> Any:
 def _run(grid: Any, run_config: Mapping[str, Any]) -> None:
     from fedmjp.audited_federation import check_before_start, run_on_grid
     from fedmjp.progress import RunProgress
-    from fedmjp.records.run_folder import Workspace
+    from fedmjp.records.run_folder import RunFolder
     from fedmjp.simulate import report
 
     config = configuration(run_config, len(list(grid.get_node_ids())))
     check_before_start(config)
-    workspace, console = Workspace(config), terminal()
-    run_on_grid(grid, config, workspace, RunProgress(console))
-    workspace.finish()
-    console.print(f"report: {report(workspace, console)}")
+    folder, console = RunFolder(config), terminal()
+    run_on_grid(grid, config, folder, RunProgress(console))
+    folder.finish()
+    console.print(f"report: {report(folder, console)}")
 
 
 app = server_app_for(_run)

@@ -56,7 +56,7 @@ class April(ClosedForm):
         projection = weights[tokenizer.weight].flatten(1)  # E, (D, P)
         # pinv(E)^T by the symmetric problem: a tenth of the time, and float64 has digits to spare.
         inverse = torch.linalg.pinv(projection @ projection.T, hermitian=True) @ projection  # (D, P)
-        offset = weights[tokenizer.positions].reshape(-1, tokenizer.width)[tokenizer.prefix :]
+        offset = tokenizer.position_rows(weights)[tokenizer.prefix :]
         if tokenizer.bias:
             offset = offset + weights[tokenizer.bias]  # (N, D)
         caveat = (
@@ -65,7 +65,7 @@ class April(ClosedForm):
         )
         return Equation(
             first=0,
-            products=lambda gradients: _products(weights, gradients, attention),
+            products=lambda observation: _products(weights, observation, attention),
             patches=lambda rows: (rows[tokenizer.prefix :] - offset) @ inverse,
             rcond=torch.finfo(torch.float64).eps * max(tokenizer.num_patches + tokenizer.prefix, tokenizer.width),
             caveats=(caveat,) if attention.norm else (),
@@ -76,6 +76,6 @@ def _read_by(attention: FirstAttention, tokenizer: Tokenizer) -> set[str | None]
     return {*attention.weights, tokenizer.weight, tokenizer.bias, tokenizer.positions}
 
 
-def _products(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], attention: FirstAttention) -> Tensor:
+def _products(weights: Mapping[str, Tensor], observation: Observation, attention: FirstAttention) -> Tensor:
     """Sum of W^T dW over query, key and value, (D, D) float64."""
-    return sum(weights[n].T @ gradients[n].double() for n in attention.weights)
+    return sum(weights[n].T @ observation.gradient_of(n).double() for n in attention.weights)

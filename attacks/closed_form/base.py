@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -18,7 +19,13 @@ from torch import Tensor, nn
 
 from attacks.base import Attack
 from attacks.linear.least_squares import RowSolution, solve_rows
-from attacks.linear.position_rows import missing_positions, position_gradient, unmet_assumptions
+from attacks.linear.position_rows import (
+    missing_positions,
+    position_gradient,
+    remove_localisation,
+    unbalanced,
+    unmet_assumptions,
+)
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -30,17 +37,37 @@ class Equation:
 
     Attributes:
         first: first row of the position gradient that takes part (0, or the first patch).
-        products: gradients by name -> S, (D, P).
+        products: update -> S, (D, P); raises UsageError where the update lacks a gradient.
         patches: rows X, (R, P) float64 -> normalised patches, (N, P) float64.
         rcond: cut-off of small singular values; None weighs them by the update's own noise.
         caveats: why the equation does not hold on this model, in words; empty where it does.
     """
 
     first: int
-    products: Callable[[Mapping[str, Tensor]], Tensor]
+    products: Callable[[Observation], Tensor]
     patches: Callable[[Tensor], Tensor]
     rcond: float | None = None
     caveats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _System:
+    """One update's linear system.
+
+    Attributes:
+        factors, products: (R, D) float64 and (D, P), see `solve_rows`.
+        sent: type of the gradients.
+        masked: (N,) bool, position rows that are exactly zero.
+        reasons: why the system does not hold, in words; empty where it does.
+    """
+
+    tokenizer: Tokenizer
+    equation: Equation
+    factors: Tensor
+    products: Tensor
+    sent: torch.dtype
+    masked: Tensor
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,37 +109,57 @@ class ClosedForm(Attack):
         return [found[i] for i in range(len(cases))]
 
     def _of_one_model(self, observations: list[Observation]) -> list[Reconstruction]:
-        try:
-            tokenizer = find_tokenizer(observations[0].model, observations[0].image_shape)
-            gradients = [position_gradient(o, tokenizer) for o in observations]
-            usable = [i for i, rows in enumerate(gradients) if rows is not None]
-            found = [Reconstruction(images=None, diagnosis=missing_positions(tokenizer))] * len(observations)
-            if not usable:
-                return found
-            equation = self.equation(observations[0].model, tokenizer)
-        except UsageError as error:
-            return [Reconstruction(images=None, diagnosis=str(error))] * len(observations)
-        factors = torch.stack([gradients[i][equation.first :] for i in usable])  # (B, R, D)
-        products = torch.stack([equation.products(observations[i].gradients) for i in usable])  # (B, D, P)
-        for i, solution in zip(usable, solve_rows(factors, products, rcond=equation.rcond), strict=True):
-            masked = gradients[i][tokenizer.prefix :].abs().amax(dim=1) == 0  # (N,)
-            found[i] = self._finish(observations[i], tokenizer, equation, solution, masked)
-        return found
+        found: dict[int, Reconstruction] = {}
+        systems: dict[int, _System] = {}
+        equation = cache(self.equation)
+        for i, observation in enumerate(observations):
+            try:
+                systems[i] = self._system(observation, equation)
+            except UsageError as error:
+                found[i] = Reconstruction(images=None, diagnosis=str(error))
+        if systems:
+            factors = torch.stack([system.factors for system in systems.values()])  # (B, R, D)
+            products = torch.stack([system.products for system in systems.values()])  # (B, D, P)
+            first = next(iter(systems.values()))
+            solutions = solve_rows(factors, products, rcond=first.equation.rcond, sent=first.sent)
+            for (i, system), solution in zip(systems.items(), solutions, strict=True):
+                found[i] = self._finish(observations[i], system, solution)
+        return [found[i] for i in range(len(observations))]
 
-    def _finish(
-        self, observation: Observation, tokenizer: Tokenizer, equation: Equation, solution: RowSolution, masked: Tensor
-    ) -> Reconstruction:
+    def _system(self, observation: Observation, equation_of: Callable[[nn.Module, Tokenizer], Equation]) -> _System:
+        """The linear system of one update.
+
+        Args:
+            equation_of: `equation`, computed once a model.
+
+        Raises:
+            UsageError: model or update lack what the equation needs.
+        """
+        tokenizer = find_tokenizer(observation.model, observation.image_shape)
+        rows = position_gradient(observation, tokenizer)  # (prefix + N, D)
+        if rows is None:
+            raise UsageError(missing_positions(observation, tokenizer))
+        sent, masked = rows.dtype, rows[tokenizer.prefix :].abs().amax(dim=1) == 0  # (N,)
         reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
         if masked.any():
             reasons.append(
                 f"{int(masked.sum())} of {len(masked)} position rows are exactly zero: those patches hide behind a "
                 "shared position embedding (MJP) and spoil the solve of the others"
             )
-        reasons += equation.caveats
-        patches = equation.patches(self.settle(solution, tokenizer, observation, reasons))
+        elif tokenizer.localisation is not None:
+            clean, _, _, imbalance = remove_localisation(observation, tokenizer, rows[tokenizer.prefix :])
+            rows = torch.cat([rows[: tokenizer.prefix].to(clean), clean])
+            reasons += unbalanced(imbalance)
+        equation = equation_of(observation.model, tokenizer)
+        factors, products = rows[equation.first :].double(), equation.products(observation)
+        return _System(tokenizer, equation, factors, products, sent, masked, (*reasons, *equation.caveats))
+
+    def _finish(self, observation: Observation, system: _System, solution: RowSolution) -> Reconstruction:
+        tokenizer, reasons = system.tokenizer, list(system.reasons)
+        patches = system.equation.patches(self.settle(solution, tokenizer, observation, reasons))
         images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
         known = torch.full_like(images[:, :1], not reasons, dtype=torch.bool)
-        hidden = int(masked.sum())
+        hidden = int(system.masked.sum())
         details = {
             "rank": solution.rank,
             "condition": solution.condition,

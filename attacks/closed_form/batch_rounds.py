@@ -97,7 +97,7 @@ def read_step(observation: Observation) -> Step:
     rows = products.new_zeros(patches, tokenizer.patch_dim)
     rows[visible] = solution.rows
     basis = functional.normalize(solution.unknown, dim=1)  # (n, P)
-    shared = observation.gradients.get(tokenizer.shared_position)
+    shared = tokenizer.shared_embedding(observation.gradients)
     own_masks = count > 1 and shared is not None and bool(shared.any())
     return Step(rows - (rows @ basis.T) @ basis, basis, count, masked, own_masks)
 

@@ -37,6 +37,6 @@ class AprilOptimisation(GradientMatching):
         """See `GradientMatching.recipe`."""
         tokenizer = find_tokenizer(observation.model, observation.image_shape)
         if position_gradient(observation, tokenizer) is None:
-            raise UsageError(missing_positions(tokenizer))
+            raise UsageError(missing_positions(observation, tokenizer))
         distance = Sum((SquaredL2(relative=True), PositionCosine(tokenizer.positions, self.alpha)))
         return Recipe(distance, Adam(self.rate, StepDecay()))

@@ -43,7 +43,7 @@ class FiniteDifferences(Simulation):
 
     def __init__(self, exact: Simulation) -> None:
         self.model, self.weights = exact.model, exact.weights
-        self.masks, self.mask_argument = exact.masks, exact.mask_argument
+        self.masks, self.mask_kwargs = exact.masks, exact.mask_kwargs
         self.batch, self.steps, self.rate, self.images = exact.batch, exact.steps, exact.rate, exact.images
         self.names, self.head = exact.names, exact.head
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from attacks.linear.position_rows import IMBALANCE, position_gradient, remove_localisation
@@ -54,9 +53,7 @@ def extract_matched_update(observation: Observation) -> MatchedUpdate:
     if tokenizer.localisation is not None and imbalance > IMBALANCE:
         del gradients[tokenizer.positions]
     elif weight:
-        sent = gradients[tokenizer.positions]
-        rows = torch.cat([rows[: tokenizer.prefix], clean.to(rows)])
-        gradients[tokenizer.positions] = rows.reshape(sent.shape)
+        gradients[tokenizer.positions] = tokenizer.replace_patch_rows(gradients[tokenizer.positions], clean)
     if tokenizer.mask_argument is None:
         hidden = (rows[tokenizer.prefix :] == 0).all(dim=1).any()
         return MatchedUpdate(gradients, None, (*flags, "zero_rows_ignored") if hidden else tuple(flags))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attacks.observation import Observation
-from attacks.tokenizer import find_tokenizer
+from attacks.tokenizer import find_tokenizer, logits_of
 
 
 @contextmanager
@@ -47,7 +47,7 @@ class Simulation(ABC):
         self.model = copy.deepcopy(observation.model).eval().requires_grad_(False)
         self.weights = dict(self.model.named_parameters())
         self.masks = masks
-        self.mask_argument = _mask_argument(observation) if masks is not None else ""
+        self.mask_kwargs = _mask_kwargs(observation) if masks is not None else None
         self.batch, self.steps, self.rate = observation.num_examples, observation.local_steps, observation.learning_rate
         self.images = self.batch * self.steps
         self.names: tuple[str, ...] = ()
@@ -67,14 +67,13 @@ class Simulation(ABC):
 
     def logits(self, weights: Mapping[str, Tensor], images: Tensor, masks: Tensor | None) -> Tensor:
         """(B, K) of normalised images (B, C, H, W) with masks (B, N) or None."""
-        extra = {} if masks is None else {self.mask_argument: masks}
-        output = functional_call(self.model, dict(weights), (images,), extra)
-        return getattr(output, "logits", output)
+        extra = {} if masks is None else self.mask_kwargs(masks)
+        return logits_of(functional_call(self.model, dict(weights), (images,), extra))
 
 
-def _mask_argument(observation: Observation) -> str:
-    """Name of the keyword argument through which the model takes a mask of positions."""
-    return find_tokenizer(observation.model, observation.image_shape).mask_argument
+def _mask_kwargs(observation: Observation) -> Callable[[Tensor], dict[str, Tensor]]:
+    """From a mask of positions (B, N) to the keyword arguments through which the model takes it."""
+    return find_tokenizer(observation.model, observation.image_shape).mask_kwargs
 
 
 class Unrolled(Simulation):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attacks.observation import Observation
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer, find_tokenizer
+from attacks.tokenizer import RELEASED_LOCALISATION, Tokenizer, find_tokenizer
 
 # A share of the rows' sum that round-off explains; below it there is no DAL term to remove.
 ROUND_OFF = 2e-6
@@ -70,13 +70,7 @@ class PositionRows:
 
     def unmet_assumptions(self) -> list[str]:
         """Why equations of one image and one step do not fit this update, in words; empty where they do."""
-        reasons = unmet_assumptions(self.num_examples, self.local_steps)
-        if self.imbalance > IMBALANCE:
-            reasons.append(
-                f"the position rows miss the projection bias' gradient by {self.imbalance:.2%}: something else than "
-                "tokens contributes to them (noise, or an unknown loss on the position embedding)"
-            )
-        return reasons
+        return unmet_assumptions(self.num_examples, self.local_steps) + unbalanced(self.imbalance)
 
 
 def read_position_rows(observation: Observation) -> PositionRows:
@@ -89,7 +83,7 @@ def read_position_rows(observation: Observation) -> PositionRows:
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     sent = position_gradient(observation, tokenizer)
     if sent is None:
-        raise UsageError(missing_positions(tokenizer))
+        raise UsageError(missing_positions(observation, tokenizer))
     rows, masked, weight, imbalance = remove_localisation(observation, tokenizer, sent[tokenizer.prefix :])
     return PositionRows(
         tokenizer,
@@ -107,24 +101,50 @@ def read_position_rows(observation: Observation) -> PositionRows:
 def position_gradient(observation: Observation, tokenizer: Tokenizer) -> Tensor | None:
     """Position gradient as sent, with its prefix rows, (prefix + N, D); None where the update holds none, or only
     zeros."""
-    gradient = observation.gradients.get(tokenizer.positions) if tokenizer.positions else None
-    return None if gradient is None or not gradient.any() else gradient.reshape(-1, tokenizer.width)
+    rows = tokenizer.position_rows(observation.gradients)
+    return None if rows is None or not rows.any() else rows
 
 
-def missing_positions(tokenizer: Tokenizer) -> str:
+def missing_positions(observation: Observation, tokenizer: Tokenizer) -> str:
     """Why there are no position rows, in words."""
     if tokenizer.positions is None:
         return "the model has no learnable position embedding, so the update holds no gradient per token to solve with"
+    if tokenizer.positions in observation.gradients:
+        return (
+            f"the gradient of {tokenizer.positions} is zero everywhere (frozen or withheld, or a classifier that "
+            "starts at zero lets nothing through to the tokens), so there is nothing to solve with"
+        )
     return (
         f"the update holds no gradient of {tokenizer.positions} (frozen or withheld), so there is nothing to solve with"
     )
 
 
 def projection_products(observation: Observation, tokenizer: Tokenizer) -> Tensor:
-    """S, (D, P + 1) float64: dL/dE and, where there is one, dL/db as the column of the constant pixel."""
-    weight = observation.gradients[tokenizer.weight].flatten(1).to(torch.float64)
+    """S, (D, P + 1) float64: dL/dE and, where there is one, dL/db as the column of the constant pixel.
+
+    Raises:
+        UsageError: see `projection_gradient`.
+    """
+    weight, bias = projection_gradient(observation, tokenizer), _bias_gradient(observation, tokenizer)
+    return weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
+
+
+def projection_gradient(observation: Observation, tokenizer: Tokenizer) -> Tensor:
+    """dL/dE, (D, P) float64.
+
+    Raises:
+        UsageError: the update does not hold it, or holds only zeros.
+    """
+    weight = observation.gradient_of(tokenizer.weight).flatten(1).to(torch.float64)
+    if not weight.any():
+        raise UsageError(f"the gradient of {tokenizer.weight} is zero everywhere, so there is nothing to solve with")
+    return weight
+
+
+def _bias_gradient(observation: Observation, tokenizer: Tokenizer) -> Tensor | None:
+    """dL/db, (D,) float64; None where the projection has no bias, or a frozen one."""
     bias = observation.gradients.get(tokenizer.bias) if tokenizer.bias else None
-    return weight if bias is None else torch.cat([weight, bias.to(torch.float64)[:, None]], dim=1)
+    return None if bias is None or not bias.any() else bias.to(torch.float64)
 
 
 def unmet_assumptions(num_examples: int, local_steps: int) -> list[str]:
@@ -137,6 +157,16 @@ def unmet_assumptions(num_examples: int, local_steps: int) -> list[str]:
             f"the update sums {local_steps} local steps: several batches and changing weights are mixed in it"
         )
     return reasons
+
+
+def unbalanced(imbalance: float) -> list[str]:
+    """What it means, in words, that the rows and the bias of the projection disagree; empty where they agree."""
+    if not imbalance > IMBALANCE:
+        return []
+    return [
+        f"the position rows miss the projection bias' gradient by {imbalance:.2%}: something else than tokens "
+        "contributes to them (noise, or an unknown loss on the position embedding)"
+    ]
 
 
 def masked_rows(rows: Tensor) -> Tensor:
@@ -167,7 +197,7 @@ def remove_localisation(
     excess = _excess(observation, tokenizer, rows, masked)
     if excess is None:
         return rows, masked, 0.0, float("nan")
-    scale = observation.gradients[tokenizer.bias].double().norm()
+    scale = _bias_gradient(observation, tokenizer).norm()
     weight = 0.0
     if excess.norm() > ROUND_OFF * scale and tokenizer.localisation is not None:
         term = localisation_gradient(observation, tokenizer, masked)  # (N, D)
@@ -180,22 +210,25 @@ def remove_localisation(
 
 def localisation_gradient(observation: Observation, tokenizer: Tokenizer, masked: Tensor) -> Tensor:
     """d, (N, D) float64: gradient of the sent model's localisation loss with respect to the patches' positions."""
-    parameter = dict(observation.model.named_parameters())[tokenizer.positions]
+    table = tokenizer.position_rows(dict(observation.model.named_parameters())).detach()
     head = observation.model.get_submodule(tokenizer.localisation)
     with torch.enable_grad():
-        positions = parameter.detach().reshape(-1, tokenizer.width)[tokenizer.prefix :].clone().requires_grad_(True)
-        loss = head(positions, tokenizer.grid, masked[None])
+        positions = table[tokenizer.prefix :].clone().requires_grad_(True)
+        if tokenizer.localisation == RELEASED_LOCALISATION:
+            tokens = torch.cat([table[: tokenizer.prefix], positions])[None]
+            places, predicted = head(tokens, (~masked)[None].long())
+            loss = (places - predicted).abs().mean()
+        else:
+            loss = head(positions, tokenizer.grid, masked[None])
         return torch.autograd.grad(loss, positions)[0].to(torch.float64)
 
 
 def _excess(observation: Observation, tokenizer: Tokenizer, rows: Tensor, masked: Tensor) -> Tensor | None:
     """sum of rows + shared row - dL/db, (D,), or None where the update lacks one of them."""
-    gradients = observation.gradients
-    if tokenizer.bias is None or tokenizer.bias not in gradients:
+    bias = _bias_gradient(observation, tokenizer)
+    if bias is None:
         return None
     if not masked.any():
-        return rows.sum(dim=0) - gradients[tokenizer.bias].double()
-    if tokenizer.shared_position not in gradients:
-        return None
-    shared = gradients[tokenizer.shared_position].flatten().double()
-    return rows.sum(dim=0) + shared - gradients[tokenizer.bias].double()
+        return rows.sum(dim=0) - bias
+    shared = tokenizer.shared_embedding(observation.gradients)
+    return None if shared is None else rows.sum(dim=0) + shared.double() - bias

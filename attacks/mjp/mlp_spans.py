@@ -16,6 +16,7 @@ GELU, and only that separates tokens from their affine combinations.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,9 +61,10 @@ class FirstBlock:
         attention, norm = self.module.attn, self.module.norm1
         query = self._heads(norm(tokens))[0]
         _, key, value = self._heads(norm(context))  # (heads, N', D / heads)
-        weights = (attention.q_norm(query) * attention.scale @ attention.k_norm(key).transpose(1, 2)).softmax(dim=-1)
+        query, key = _optional(attention, "q_norm")(query), _optional(attention, "k_norm")(key)
+        weights = (query * attention.scale @ key.transpose(1, 2)).softmax(dim=-1)
         mixed = (weights @ value).transpose(0, 1).reshape(len(tokens), -1)  # (S, D)
-        return self.module.ls1(attention.proj(mixed))
+        return _optional(self.module, "ls1")(attention.proj(mixed))
 
     def _heads(self, normed: Tensor) -> Tensor:
         """Queries, keys and values, (3, heads, S, D / heads)."""
@@ -96,6 +98,11 @@ class FirstBlock:
         return matrix, gradient
 
 
+def _optional(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
+    """The submodule called `name`; the identity where the version of timm has none."""
+    return getattr(module, name, nn.Identity())
+
+
 def outside(inputs: Tensor, span: Tensor) -> Tensor:
     """[inputs, 1] (I - V^T V), (S, n + 1), for inputs (S, n) and V (N', n + 1)."""
     extended = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
@@ -117,27 +124,27 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer) -> FirstBlo
         )
     parameters = {n: p.detach().to(torch.float64) for n, p in observation.model.named_parameters()}
     extra = [parameters[n].reshape(-1, tokenizer.width) for n in tokenizer.prefix_tokens]
-    prefix = torch.cat(extra) if extra else parameters[tokenizer.positions].reshape(-1, tokenizer.width)[:0]
+    position = tokenizer.position_rows(parameters)  # (prefix + N, D)
+    prefix = torch.cat(extra) if extra else position[:0]
     tokens = tokenizer.num_patches + len(prefix)
     if tokens >= tokenizer.width:
         raise UsageError(
             f"{tokens} tokens in {tokenizer.width} channels: the gradients of the first block do not single out a span "
             "(needs tokens < channels)"
         )
-    position = parameters[tokenizer.positions].reshape(-1, tokenizer.width)  # (prefix + N, D)
     bias = parameters[tokenizer.bias] if tokenizer.bias else position.new_zeros(tokenizer.width)
-    shared = parameters[tokenizer.shared_position] if tokenizer.shared_position else None
+    shared = tokenizer.shared_embedding(parameters)
     return FirstBlock(
         module=copy.deepcopy(blocks[0]).to(torch.float64).eval().requires_grad_(False),
         spans=tuple(_span(observation, f"blocks.0.{layer}", tokens) for layer in LAYERS),
         prefix=prefix + position[: tokenizer.prefix] if tokenizer.prefix else prefix,  # as many rows, or none
         constant=position[tokenizer.prefix :] + bias,
-        unknown=None if shared is None else shared.reshape(-1) + bias,
+        unknown=None if shared is None else shared + bias,
         projection=parameters[tokenizer.weight].flatten(1),
     )
 
 
 def _span(observation: Observation, layer: str, tokens: int) -> Tensor:
     """Leading right singular vectors of [dL/dW, dL/db] of a layer, (tokens, inputs + 1)."""
-    weight, bias = (observation.gradients[f"{layer}.{kind}"].to(torch.float64) for kind in ("weight", "bias"))
+    weight, bias = (observation.gradient_of(f"{layer}.{kind}").to(torch.float64) for kind in ("weight", "bias"))
     return torch.linalg.svd(torch.cat([weight, bias[:, None]], dim=1), full_matrices=False)[2][:tokens]

@@ -148,7 +148,7 @@ def command(name: str, options: type[T], protocol: str) -> Callable[[Sequence[st
 
     Args:
         options: a dataclass; its docstring is the help. Its `validate`, where it has one, is called before the protocol
-            is imported, and its `resume_hint` tells what an interrupt leaves.
+            is imported, and its `resume_hint` describes how to go on after an interrupt.
         protocol: a module with `run(options, console)`, imported once the options are valid.
 
     Returns:

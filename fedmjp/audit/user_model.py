@@ -5,14 +5,34 @@ For a running Flower app, where only updates are seen: `fedmjp.audit.watcher.Wat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
+import torch
 from torch import Tensor, nn
 
-from attacks import Attack, Observation, check_tokenizer, find_tokenizer
-from fedmjp.audit.harness import run_attack, scorer
-from fedmjp.budgets import named_attacks
+from attacks import Attack, Capability, Observation, ThreatModel, Tokenizer, UsageError, check_tokenizer, find_tokenizer
+from attacks.fingerprints import Finding, repair
+from fedmjp.audit.answer import Audit
+from fedmjp.audit.folder import Subject
+from fedmjp.audit.guesses import ORIGIN, embedded_guesses
+from fedmjp.audit.harness import Scored, ScoreImages, audit_update, scorer
+from fedmjp.audit.inputs import (
+    check_gradients,
+    check_images,
+    check_labels,
+    check_normalisation,
+    check_reproduced,
+    repeated_images,
+    unwrap,
+)
+from fedmjp.audit.suite import DEFAULT_BUDGET, Suite, select_attacks
+from fedmjp.audit.verdict import RECOGNISABLE, judge
+from fedmjp.budgets import AUTO, named_attacks
+from fedmjp.metrics import load_lpips
+from fedmjp.records.rows import METRICS, ROW_KEYS
 
 
 def audit_gradient(
@@ -20,33 +40,141 @@ def audit_gradient(
     images: Tensor,
     gradients: Mapping[str, Tensor],
     *,
-    mean: Sequence[float] = (0.0, 0.0, 0.0),
-    std: Sequence[float] = (1.0, 1.0, 1.0),
-    attacks: Sequence[str | Attack] = ("patch_embedding", "april"),
-) -> pd.DataFrame:
-    """Attack one step's gradient and score the answer against the images it was made from.
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    attacks: str | Sequence[str | Attack] = AUTO,
+    labels: Tensor | None = None,
+    threat_model: ThreatModel | None = None,
+    budget: float = DEFAULT_BUDGET,
+    lpips_net: str = "squeeze",
+    lpips_weights: str | Path | None = None,
+) -> Audit:
+    """Attack one step's gradient and score the answers against the images it was made from.
 
     Args:
         model: timm, torchvision or Hugging Face ViT, with the weights at which the gradient was taken.
-        images: (B, C, H, W) originals in [0, 1].
-        gradients: by parameter name, of the loss on the normalised images.
-        mean, std: the normalisation.
-        attacks: names, or instances with settings of their own (`MJPSubspace(prior=VectorialVariation(strength=20))`).
-
-    Returns:
-        One line an attack and image: attack, image, the metrics, diagnosis, attack_parameters (the attack's settings).
+        images: (B, C, H, W) originals in [0, 1], before normalisation.
+        gradients: by parameter name, of the loss on the normalised images: tensors or arrays, None where there is none.
+        mean, std: the client's normalisation, one number a channel; by default 0 and 1.
+        attacks: "auto" (all that have something to add, within the budget), "all", or names and instances
+            (`MJPSubspace(prior=VectorialVariation(strength=20))`).
+        labels: (B,) of the images, to check that the inputs belong together. The adversary gets them only if
+            `threat_model` grants labels.
+        threat_model: what the adversary is granted; by default that of `python -m fedmjp.simulate`.
+        budget: seconds of one CPU core that "auto" may plan.
+        lpips_net, lpips_weights: of the LPIPS metric, see `fedmjp.metrics.load_lpips`.
 
     Raises:
-        UsageError: the model has no tokenizer that the attacks know, or an unknown attack.
+        UsageError: an input that cannot be audited (`fedmjp.audit.inputs`), a model without a patch projection or whose
+            tokens are not projection + position, or an unknown attack.
     """
+    threat_model = threat_model or ThreatModel()
+    images = check_images(images)
     shape = tuple(images.shape[1:])
+    mean, std = check_normalisation(mean or [0.0] * shape[0], std or [1.0] * shape[0], shape[0])
+    labels = None if labels is None else check_labels(labels, len(images))
+    model, findings = unwrap(model)
+    tokenizer = readable_tokenizer(model, shape)
+    gradients, renamed = check_gradients(model, gradients)
+    given = Observation(gradients, model, len(images), shape, mean, std, round=1, labels=labels)
+    images = images.to(next(iter(gradients.values())))
+    observation, recognised = repair(given)
+    findings += [*renamed, *recognised, *repeated_images(images)]
+    findings += check_reproduced(observation, images, recognised)
+    if Capability.LABELS not in threat_model.grants:
+        observation = replace(observation, labels=None)
+    suite = choose_attacks(attacks, [observation], threat_model, budget)
+    guesses = embedded_guesses(images)
+    findings += [Finding("guesses", ORIGIN, fixed=True)] if guesses else []
+    score_images = scorer(tokenizer.patch_size, load_lpips(lpips_net, lpips_weights, images.device))
+    subject = Subject(type(model).__name__, "own images", "scored against the original", threat_model)
+    scored = list(_attack(observation, images, suite, guesses, score_images, findings))
+    rows = [row for one in scored for row in subject.rows(observation, one, [f"image {i}" for i in range(len(images))])]
+    table = pd.DataFrame(rows, columns=list(ROW_KEYS)).astype(dict.fromkeys((*METRICS, "seconds"), "float64"))
+    return Audit(
+        images={one.attack: one.images for one in scored},
+        verdict=judge(table, suite.left_out),
+        diagnoses={one.attack: one.diagnosis for one in scored if one.diagnosis},
+        not_run=dict(suite.left_out),
+        findings=tuple(findings),
+        rows=table,
+        originals=images,
+        subject=subject,
+        options={"mean": mean, "std": std, "attacks": list(suite.chosen), "budget": budget},
+    )
+
+
+def readable_tokenizer(model: nn.Module, shape: tuple[int, int, int]) -> Tokenizer:
+    """The model's tokenizer, proved where it has learnable positions.
+
+    Raises:
+        UsageError: see `find_tokenizer` and `check_tokenizer`.
+    """
     tokenizer = find_tokenizer(model, shape)
-    check_tokenizer(model, tokenizer, shape)
-    observation = Observation(dict(gradients), model, len(images), shape, tuple(mean), tuple(std))
-    score_images = scorer(tokenizer.patch_size, None)
-    lines = []
-    for name, attack in named_attacks(attacks):
-        scored = run_attack(attack, name, [observation], images, score_images)
-        said = {"diagnosis": scored.diagnosis, "attack_parameters": scored.parameters}
-        lines += [{"attack": name, "image": index, **record, **said} for index, record in enumerate(scored.records)]
-    return pd.DataFrame(lines)
+    if tokenizer.positions is not None:
+        check_tokenizer(model, tokenizer, shape)
+    return tokenizer
+
+
+def choose_attacks(
+    attacks: str | Sequence[str | Attack],
+    observations: Sequence[Observation],
+    threat_model: ThreatModel,
+    budget: float,
+) -> Suite:
+    """The attacks to run: names through `select_attacks`, instances as they are, under different names.
+
+    Args:
+        observations: one client's updates, oldest first; with none, names and instances are only checked.
+
+    Raises:
+        UsageError: an unknown attack, one that needs more than is granted, or none at all.
+    """
+    entries = [attacks] if isinstance(attacks, (str, Attack)) else list(attacks)
+    if not entries:
+        raise UsageError("attacks is empty; pass 'auto', 'all', or names and instances of attacks")
+    names = [e for e in entries if isinstance(e, str) and (observations or e != AUTO)]
+    suite = select_attacks(names, observations, threat_model, budget=budget)
+    chosen = {}
+    for name, attack in named_attacks([e for e in entries if isinstance(e, Attack)]):
+        attack.require(threat_model, name)
+        copies = sum(type(other) is type(attack) for other in chosen.values())
+        chosen[f"{name}_{copies + 1}" if copies else name] = attack
+    left_out = {name: reason for name, reason in suite.left_out.items() if name not in chosen}
+    return Suite({**chosen, **{n: a for n, a in suite.chosen.items() if n not in chosen}}, left_out)
+
+
+def _attack(
+    observation: Observation,
+    images: Tensor,
+    suite: Suite,
+    guesses: Mapping[str, Tensor],
+    score_images: ScoreImages,
+    findings: Sequence[Finding],
+) -> Iterator[Scored]:
+    """The scored guesses and attacks, with what hinders them added to their diagnoses."""
+    for scored in audit_update(
+        [observation],
+        images,
+        attacks=suite.chosen,
+        baselines=guesses,
+        score_images=score_images,
+        weights_granted=True,
+    ):
+        yield scored if scored.attack in guesses else explained(scored, findings)
+
+
+def explained(scored: Scored, findings: Sequence[Finding]) -> Scored:
+    """An attack's answer on an update about which something was noticed.
+
+    What hinders the attacks becomes part of the diagnosis, and nothing is vouched for, unless an image was recovered
+    all the same. What else is unusual is added to a diagnosis that the attack has anyway: it may be the reason.
+    """
+    recovered = any(record["psnr"] > RECOGNISABLE for record in scored.records)
+    hindrances = [finding.sentence for finding in findings if finding.hinders and not recovered]
+    others = [f.sentence for f in findings if not (f.fixed or f.hinders) and scored.diagnosis]
+    diagnosis = "; ".join(text for text in (scored.diagnosis, *hindrances, *others) if text)
+    found = scored.reconstruction
+    if hindrances and found is not None and found.known is not None:
+        found = replace(found, known=torch.zeros_like(found.known))
+    return replace(scored, diagnosis=diagnosis, reconstruction=found)

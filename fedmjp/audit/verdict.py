@@ -12,6 +12,9 @@ the adversary is left with that guess, so its gain there is 0.
    attacks under those grants, not on the defence; attacks that did not run are listed with their reasons.
 4. *not tested*: no attack's assumptions held on any update.
 
+Where the originals are not known (a running app of somebody else), nothing can be scored: then *leaks* means that an
+answer is certified (it reproduces the update), *partly* that an attack vouches for pixels.
+
 The strongest attack is chosen by its mean gain on one half of the updates that all compared attacks were run on, and
 reported on the other half, so that its figure is not the maximum of several noisy ones (with fewer than
 `LEAST_TO_SPLIT` such updates one half does both, and the verdict says so). Intervals are 95 % bootstrap intervals over
@@ -62,6 +65,7 @@ class Verdict:
         failed: attacks that ran and whose assumptions failed on every update -> their diagnosis.
         not_run: registered attacks that did not run -> reason.
         grants: what the adversary was granted.
+        scored: the originals were known; if not, `recovered` counts the images for which an attack vouches.
     """
 
     answer: Answer
@@ -77,9 +81,20 @@ class Verdict:
     failed: Mapping[str, str] = field(default_factory=dict)
     not_run: Mapping[str, str] = field(default_factory=dict)
     grants: tuple[str, ...] = ()
+    scored: bool = True
 
     def headline(self) -> str:
         """The answer with its figures, one line."""
+        if not self.scored and self.answer is Answer.LEAKS:
+            return (
+                f"leaks: {self.certified} of {_images(self.images)} certified, they reproduce the update "
+                f"({self.attack}); the originals are not known"
+            )
+        if not self.scored and self.answer is Answer.PARTLY:
+            return (
+                f"partly: {self.attack} vouches for pixels of {self.recovered} of {_images(self.images)}, but no "
+                "answer is certified, and the originals are not known"
+            )
         if self.answer is Answer.LEAKS:
             sure = f", {self.certified} certified" if self.certified else ""
             return (
@@ -96,7 +111,7 @@ class Verdict:
     def details(self) -> list[str]:
         """What stands behind the headline, one sentence a line."""
         lines = []
-        if self.attack:
+        if self.attack and self.scored:
             chosen = (
                 "chosen on one half of the updates and reported on the other"
                 if self.split
@@ -124,6 +139,8 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         not_run: registered attacks that did not run -> reason.
     """
     attacked = rows[~rows["attack"].isin(BASELINES)]
+    if len(attacked) == len(rows) and rows["psnr"].isna().all() and rows["known"].notna().any():
+        return _judge_unscored(rows, not_run or {})
     ran = list(dict.fromkeys(attacked["attack"]))
     grants = tuple(dict.fromkeys(g for granted in attacked["threat_model"] for g in granted))
     held = tuple(n for n in ran if _held(attacked[attacked["attack"] == n]).any())
@@ -151,6 +168,33 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     else:
         answer = Answer.NOT_SHOWN if held else Answer.NOT_TESTED
     return Verdict(answer, **shared, **figures)
+
+
+def _judge_unscored(rows: pd.DataFrame, not_run: Mapping[str, str]) -> Verdict:
+    """The verdict on attacks whose answers could not be compared with originals; see the module."""
+    trusted = rows["known"].notna() & (rows["diagnosis"] == "")
+    certified, vouched = rows[rows["certified"].eq(True)], rows[trusted & (rows["known"] > 0)]
+    held = tuple(dict.fromkeys(rows.loc[trusted, "attack"]))
+    others = rows[~rows["attack"].isin(held)].groupby("attack", sort=False)["diagnosis"]
+    if len(certified):
+        answer = Answer.LEAKS
+    elif len(vouched):
+        answer = Answer.PARTLY
+    else:
+        answer = Answer.NOT_SHOWN if held else Answer.NOT_TESTED
+    best = (certified if len(certified) else vouched)["attack"]
+    return Verdict(
+        answer,
+        attack=best.mode().iloc[0] if len(best) else "",
+        images=len(rows.drop_duplicates(IMAGE)),
+        recovered=len(vouched.drop_duplicates(IMAGE)),
+        certified=len(certified.drop_duplicates(IMAGE)),
+        held=held,
+        failed={name: diagnoses.mode().iloc[0] for name, diagnoses in others},
+        not_run=dict(not_run),
+        grants=tuple(dict.fromkeys(g for granted in rows["threat_model"] for g in granted)),
+        scored=False,
+    )
 
 
 def strongest(gains: pd.DataFrame) -> tuple[str, list, bool]:

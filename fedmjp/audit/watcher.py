@@ -1,43 +1,81 @@
-"""Audit a running Flower app that is not ours: only updates are seen, and the answer is pictures and diagnoses.
+"""Audit a running Flower app that is not ours: only updates are seen, and the answer is pictures, diagnoses and a page.
 
-    watcher = Watcher(model, image_shape=(3, 224, 224), mean=mean, std=std, learning_rate=0.01, out="leaks")
+    watcher = Watcher(model, image_shape=(3, 224, 224), mean=mean, std=std, learning_rate=0.01)
     FedAvg().start(TapGrid(grid, watcher), initial_arrays, num_rounds=1)
 
-For a training step in plain PyTorch, where the originals are at hand: `fedmjp.audit.user_model.audit_gradient`.
+Nobody but the client has the originals, so nothing is scored: an answer counts where it is certified, that is, where it
+reproduces the update (`attacks.certificate`). For a training step in plain PyTorch, where the originals are at hand:
+`fedmjp.audit.user_model.audit_gradient`.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from attacks import Attack, Observation, Reconstruction, UsageError, check_tokenizer, find_tokenizer
+from attacks import Attack, Observation, Reconstruction, ThreatModel, UsageError
+from attacks.certificate import certify
+from attacks.fingerprints import Finding, repair
+from attacks.memory import remember
+from fedmjp.audit.folder import AuditFolder, Subject, holds_results
+from fedmjp.audit.harness import Scored
+from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
 from fedmjp.audit.observe import model_as_sent
-from fedmjp.budgets import named_attacks
+from fedmjp.audit.suite import DEFAULT_BUDGET
+from fedmjp.audit.user_model import choose_attacks, explained, readable_tokenizer
+from fedmjp.audit.verdict import Verdict, judge
+from fedmjp.budgets import AUTO
+from fedmjp.metrics import METRIC_DIRECTIONS
+from fedmjp.records.rows import load_rows
+from fedmjp.records.run_folder import save_image
+
+SENDS = ("weights", "gradient")
+SGD = "sgd"
+MOST_PANELS = 8  # updates in the page's figure
+LOG = logging.getLogger(__name__)
 
 
 class Watcher:
     """Observer for `TapGrid`: attacks each training reply of any Flower app that answers with the model's arrays.
 
     Replies with gradients and replies with weights (FedAvg) are both understood; arrays are matched to parameters by
-    name, which is what `ArrayRecord(model.state_dict())` gives.
+    name, which is what `ArrayRecord(model.state_dict())` gives. A reply that cannot be read is a line in `problems`;
+    the app's training goes on in any case. What is not given about the clients' training is assumed and written down
+    in `assumptions`.
 
     Args:
         model: the architecture that the app trains.
         image_shape: (C, H, W) of an input.
         mean, std: the clients' normalisation.
         sends: "weights" or "gradient".
+        optimiser: of the clients; anything but "sgd" cannot be turned back into a gradient.
         learning_rate: of the clients' SGD, to turn weights back into a gradient.
+        weight_decay: of the clients' SGD; it is subtracted.
+        momentum: of the clients' SGD; matters from the second local step on.
         batch_size, local_steps: as the clients train; they decide what the closed forms can promise.
-        attacks: names, or instances with settings of their own (`MJPSubspace(prior=VectorialVariation(strength=20))`).
-        out: folder for the reconstructions, as PNG files.
+        attacks: "auto", "all", or names and instances (`MJPSubspace(prior=VectorialVariation(strength=20))`).
+        threat_model: what the adversary is granted.
+        budget: seconds of one CPU core that "auto" may plan for each update.
+        out: folder for pictures, rows and page; with a number added where it holds results already.
+
+    Attributes:
+        found: (node, attack, reconstruction) of every answer, in order.
+        problems: what could not be read or attacked, one sentence each, with round and node.
+        assumptions: what was not told about the clients' training.
+        findings: what was recognised about the updates: name -> sentence of the first one.
 
     Raises:
-        UsageError: the model has no tokenizer that the attacks know, or an unknown attack.
+        UsageError: the model has no tokenizer that the attacks know, an argument that is none, or an unknown attack.
     """
 
     def __init__(
@@ -48,28 +86,101 @@ class Watcher:
         mean: Sequence[float],
         std: Sequence[float],
         sends: str = "weights",
-        learning_rate: float = 1.0,
-        batch_size: int = 1,
-        local_steps: int = 1,
-        attacks: Sequence[str | Attack] = ("patch_embedding", "april"),
+        optimiser: str | None = None,
+        learning_rate: float | None = None,
+        weight_decay: float | None = None,
+        momentum: float | None = None,
+        batch_size: int | None = None,
+        local_steps: int | None = None,
+        attacks: str | Sequence[str | Attack] = AUTO,
+        threat_model: ThreatModel | None = None,
+        budget: float = DEFAULT_BUDGET,
         out: str | Path = "leaks",
     ) -> None:
-        check_tokenizer(model, find_tokenizer(model, image_shape), image_shape)
-        self.model, self.shape, self.mean, self.std = model, image_shape, tuple(mean), tuple(std)
-        self.sends, self.learning_rate = sends, learning_rate
-        self.batch_size, self.local_steps = batch_size, local_steps
-        self.attacks, self.out = named_attacks(attacks), Path(out)
+        self.model = unwrap(model)[0]
+        readable_tokenizer(self.model, tuple(image_shape))
+        self.mean, self.std = check_normalisation(mean, std, image_shape[0])
+        if sends not in SENDS:
+            raise UsageError(f"sends must be 'weights' or 'gradient', not {sends!r}")
+        for name, value in (("learning_rate", learning_rate), ("batch_size", batch_size), ("local_steps", local_steps)):
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} must be positive, not {value}")
+        choose_attacks(attacks, [], ThreatModel() if threat_model is None else threat_model, budget)
+        self.assumptions = _assumed(sends, optimiser, learning_rate, weight_decay, momentum, batch_size, local_steps)
+        self.shape, self.sends = tuple(image_shape), sends
+        self.learning_rate, self.weight_decay = learning_rate or 1.0, weight_decay or 0.0
+        self.batch_size, self.local_steps = batch_size or 1, local_steps or 1
+        self.attacks, self.budget, self.threat_model = attacks, budget, threat_model or ThreatModel()
+        self.out = _free(Path(out))
         self.found: list[tuple[int, str, Reconstruction]] = []
+        self.problems: list[str] = []
+        self.findings: dict[str, str] = {}
+        self.not_run: dict[str, str] = {}
+        self._subject = Subject(
+            type(self.model).__name__, "the app's own", "no originals: nothing is scored", self.threat_model
+        )
+        self._folder: AuditFolder | None = None
+        self._earlier: dict[int, list[Observation]] = defaultdict(list)
+        self._pictures: dict[tuple[int, int, int], dict[str, tuple[Tensor | None, str]]] = {}
 
     def __call__(self, sent: Mapping, received: Mapping, node: int) -> None:
-        """Attack one reply; `found` gains (node, attack, reconstruction) and `out` a picture for each attack."""
-        names = [n for n, _ in self.model.named_parameters()]
-        before, after = (_arrays(record, names) for record in (sent, received))
-        if set(after) != set(names):
-            raise UsageError(f"node {node}'s reply holds {len(after)} of the model's {len(names)} parameters by name")
-        gradients = after
+        """Attack one reply; `found` gains a line for each attack and `out` a picture for each image.
+
+        Never raises but for an interrupt: what goes wrong is a line in `problems`.
+        """
+        number = 0
+        try:
+            number = self._round(sent, node)
+            self._attack(sent, received, node, number)
+        except Exception as error:  # the app's training must go on
+            self.problems.append(f"round {number}, node {node}: {error}".splitlines()[0])
+            LOG.warning("not audited: %s", self.problems[-1])
+
+    def _round(self, sent: Mapping, node: int) -> int:
+        """Number of the round, as Flower's strategies send it; else the number of the node's reply."""
+        for record in sent.values():
+            number = record.get("server-round") if isinstance(record, Mapping) else None
+            if isinstance(number, int):
+                return number
+        return len(self._earlier[node]) + 1
+
+    def _attack(self, sent: Mapping, received: Mapping, node: int, number: int) -> None:
+        observation, findings = self._observe(sent, received, node, number)
+        self.findings.update({f.name: f.sentence for f in findings if f.name not in self.findings})
+        observations = [*self._earlier[node], observation]
+        suite = choose_attacks(self.attacks, observations, self.threat_model, self.budget)
+        self.not_run |= suite.left_out
+        if self._folder is None:
+            self._folder = AuditFolder(self.out, self._subject)
+            atexit.register(self.finish)
+        for name, attack in suite.chosen.items():
+            found = attack(observations)
+            certified, residual = certify(observation, found)
+            found = replace(found, certified=certified, residual=residual)
+            self._keep(observation, name, attack, found, findings)
+        self._earlier[node].append(remember(observation))
+
+    def _observe(self, sent: Mapping, received: Mapping, node: int, number: int) -> tuple[Observation, list[Finding]]:
+        """The update without weight decay, and what was noticed about it.
+
+        Raises:
+            UsageError: the messages do not hold the model's arrays by name, or not finite ones.
+        """
+        names = [name for name, _ in self.model.named_parameters()]
+        before, after = _arrays(sent), _arrays(received)
+        before, _ = check_gradients(self.model, before, "sent weight")
+        lacking = [name for name in names if name not in before]
+        if lacking:
+            raise UsageError(f"the message to the client lacks {lacking[0]}: send ArrayRecord(model.state_dict())")
+        gradients, findings = check_gradients(self.model, after, "gradient" if self.sends == "gradient" else "weight")
+        for finding in findings:
+            if not finding.fixed:
+                self.problems.append(f"round {number}, node {node}: {finding.sentence}")
+        gradients = {n: g.to(before[n].dtype) for n, g in gradients.items()}
         if self.sends == "weights":
-            gradients = {n: (before[n] - after[n]) / self.learning_rate for n in names}
+            gradients = {n: (before[n] - g) / self.learning_rate for n, g in gradients.items()}
+        if self.weight_decay:
+            gradients = {n: g - self.weight_decay * before[n] for n, g in gradients.items()}
         observation = Observation(
             gradients,
             model_as_sent(self.model, before),
@@ -80,25 +191,137 @@ class Watcher:
             kind="weights" if self.sends == "weights" else "gradient",
             local_steps=self.local_steps,
             learning_rate=self.learning_rate,
+            round=number,
             client=node,
         )
-        for name, attack in self.attacks:
-            result = attack([observation])
-            self.found.append((node, name, result))
-            if result.images is not None:
-                self._save(result.images[0], f"{len(self.found):04d}_{name}.png")
+        observation, recognised = repair(observation)
+        return observation, recognised
 
-    def _save(self, image: Tensor, name: str) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        pixels = (image * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-        Image.fromarray(pixels).save(self.out / name)
+    def _keep(
+        self, observation: Observation, name: str, attack: Attack, found: Reconstruction, findings: Sequence[Finding]
+    ) -> None:
+        """Write one attack's rows and pictures."""
+        images = None if found.images is None else found.images.float()
+        size = observation.num_examples
+        unscored = [dict.fromkeys(METRIC_DIRECTIONS, float("nan"))] * size
+        scored = Scored(name, attack.parameters(), images, unscored, found.seconds, found.diagnosis, found)
+        scored = scored if found.certified else explained(scored, findings)
+        place = observation.round, observation.client
+        self.found.append((observation.client, name, replace(scored.reconstruction, diagnosis=scored.diagnosis)))
+        for row in self._subject.rows(observation, scored, [f"image {i}" for i in range(size)]):
+            self._folder.log.append(row)
+        for index in range(size):
+            image = None if images is None else images[index].cpu()
+            if image is not None:
+                file = f"round{place[0]:03d}_node{place[1]}_image{index}_{name}.png"
+                save_image(image, self.out / "images" / file)
+            if (*place, index) in self._pictures or len(self._pictures) < MOST_PANELS:
+                self._pictures.setdefault((*place, index), {})[name] = image, scored.diagnosis
+
+    def verdict(self) -> Verdict:
+        """What all answers so far amount to.
+
+        Raises:
+            UsageError: no update was attacked yet.
+        """
+        if self._folder is None:
+            raise UsageError(f"no update was attacked ({'; '.join(self.problems[:1]) or 'no reply was seen'})")
+        ran = {name for _, name, _ in self.found}
+        return judge(
+            load_rows(self.out / "rows.jsonl"), {n: reason for n, reason in self.not_run.items() if n not in ran}
+        )
+
+    def save(self) -> Path | None:
+        """Write run.json and the page of what was seen so far; its path, or None where no update was attacked."""
+        if self._folder is None:
+            return None
+        from fedmjp.report import Panel, Reconstructed
+
+        verdict = self.verdict()
+        panels = [
+            Panel(
+                f"round {number}, node {node}, image {index}",
+                None,
+                None,
+                {name: Reconstructed(image, None, diagnosis) for name, (image, diagnosis) in own.items()},
+            )
+            for (number, node, index), own in self._pictures.items()
+        ]
+        options = {"sends": self.sends, "learning_rate": self.learning_rate, "batch_size": self.batch_size}
+        return self._folder.finish(
+            panels,
+            options=options | {"local_steps": self.local_steps, "mean": self.mean, "std": self.std},
+            ran=list(dict.fromkeys(name for _, name, _ in self.found)),
+            not_run=verdict.not_run,
+            notes=[verdict.headline(), *self.assumptions, *self.findings.values(), *self.problems],
+        )
+
+    def finish(self) -> Path | None:
+        """`save`, once and for all; called at the interpreter's exit if not before. Never raises."""
+        atexit.unregister(self.finish)
+        try:
+            page = self.save()
+        except Exception as error:  # at exit, or after the app's training: its result must not be lost
+            self.problems.append(f"the page could not be written: {error}".splitlines()[0])
+            LOG.warning("%s", self.problems[-1])
+            return None
+        if self._folder is not None:
+            self._folder.log.close()
+            LOG.warning("%s; page: %s", self.verdict().headline(), page)
+        elif self.problems:
+            LOG.warning("no update was audited: %s", self.problems[0])
+        return page
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
 
 
-def _arrays(record: Mapping, names: Sequence[str]) -> dict[str, Tensor]:
-    """Arrays of a message that bear parameter names, whatever the records are called."""
-    wanted, found = set(names), {}
+def _assumed(
+    sends: str,
+    optimiser: str | None,
+    learning_rate: float | None,
+    weight_decay: float | None,
+    momentum: float | None,
+    batch_size: int | None,
+    local_steps: int | None,
+) -> list[str]:
+    """What was not told about the clients' training, or cannot be undone, one sentence each."""
+    found = []
+    if batch_size is None:
+        found.append("batch_size was not given: batches of one image are assumed")
+    if local_steps is None:
+        found.append("local_steps was not given: one local step is assumed")
+    if optimiser is not None and optimiser.lower() != SGD:
+        found.append(f"the clients' optimiser {optimiser} cannot be undone: its steps are taken for those of SGD")
+    if sends == "gradient":
+        return found
+    if optimiser is None:
+        found.append("optimiser was not given: plain SGD is assumed")
+    if learning_rate is None:
+        found.append("learning_rate was not given: the update is known up to a factor, and no answer can be certified")
+    if weight_decay is None:
+        found.append("weight_decay was not given: it is removed where it can be recognised")
+    if momentum and (local_steps or 1) > 1:
+        found.append(f"the momentum {momentum:g} of {local_steps} local steps cannot be undone: it is taken for 0")
+    return found
+
+
+def _arrays(record: Mapping) -> dict[str, Any]:
+    """Arrays of a message by name, whatever the records are called."""
+    found = {}
     for part in record.values():
-        for name, array in part.items():
-            if name in wanted and hasattr(array, "numpy"):
+        for name, array in part.items() if isinstance(part, Mapping) else ():
+            if hasattr(array, "numpy"):
                 found[name] = torch.from_numpy(array.numpy().copy())
     return found
+
+
+def _free(out: Path) -> Path:
+    """`out`, or the first of out-2, out-3, ... that holds no results."""
+    candidates = (out if number == 1 else out.with_name(f"{out.name}-{number}") for number in count(1))
+    return next(folder for folder in candidates if not holds_results(folder))

@@ -26,7 +26,8 @@ class ClientInput:
     Attributes:
         images: (B, C, H, W) in [0, 1], after the defence.
         position_mask: (B, N) bool, positions hidden behind the unknown embedding, or None.
-        origins: (B, N) int64, where each patch stood before the jigsaw, for models that are told (IDX), or None.
+        origins: (B, N) int64, where each patch stood before the jigsaw, for models that take it as an input (IDX), or
+            None.
     """
 
     images: Tensor
@@ -41,10 +42,10 @@ class ClientInput:
 
 @dataclass(frozen=True)
 class Defense:
-    """Base class and, as it stands, no defence: every hook hands on what it is given.
+    """Base class, and no defence by itself: every hook returns its input unchanged.
 
     Attributes:
-        random: whether the same client would send something else next time.
+        random: whether the update depends on random numbers of the defence.
         known_by: registered attacks that take the defence into account. A verdict without one of them says so.
     """
 

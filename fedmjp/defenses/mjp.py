@@ -7,7 +7,7 @@ position embeddings their place. On models without position embeddings (Swin, Re
 
 The paper's ablation (its Table 2) is in the options: `positions` own is JP, index JP+IDX, unknown JP+UNK; `dal` is DAL.
 Only unknown hides anything: with own every visible place sends its gradient, and with index the two tables' gradients
-hold the same rows in two orders, so that a batch of one tells the server its permutation.
+hold the same rows in two orders, so that a batch of one shows the server its permutation.
 
 The released code jigsaws each step with probability 0.5, not at all before epoch 20, draws one mask and one permutation
 for the whole batch, and takes the floor of gamma N. The defaults here are the paper's: every step, every image its own.

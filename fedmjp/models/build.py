@@ -20,7 +20,7 @@ from fedmjp.models.weights import load_weights
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model with all that its users must know about it.
+    """A model with its name, input format and the origin of its weights.
 
     Attributes:
         module: takes normalised images and, for ViTs, `position_mask` and `origins`.
@@ -44,12 +44,12 @@ class BuiltModel:
 
     @property
     def hides_positions(self) -> bool:
-        """Whether `position_mask` means anything to the module."""
+        """Whether the module takes `position_mask`."""
         return getattr(self.module, "unk_embed", None) is not None
 
     @property
     def tells_origins(self) -> bool:
-        """Whether `origins` means anything to the module."""
+        """Whether the module takes `origins`."""
         return getattr(self.module, "idx_embed", None) is not None
 
     def normalise(self, images: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class RunFolder:
         return path.exists() and bool(json.loads(path.read_text()).get("finished"))
 
     def _write_description(self) -> None:
-        _replace(self.out / "run.json", json.dumps(self.description, indent=2).encode())
+        write_whole(self.out / "run.json", json.dumps(self.description, indent=2).encode())
 
     def open_rows(self) -> RowLog:
         """The log of rows, to append to."""
@@ -173,10 +173,7 @@ class RunFolder:
     def save_images(self, defense: str, round: int, client: int, what: str, images: Tensor) -> None:
         """Write (B, C, H, W) images in [0, 1] as PNG files."""
         for index, image in enumerate(images):
-            path = image_path(self.out, defense, round, client, index, what)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-            Image.fromarray(pixels).save(path)
+            save_image(image, image_path(self.out, defense, round, client, index, what))
 
 
 def holds_finished(config: RunConfig) -> bool:
@@ -216,6 +213,13 @@ def image_path(out: Path, defense: str, round: int, client: int, image: int, wha
     return out / "images" / defense / f"round{round:03d}_client{client:03d}_image{image}_{what}.png"
 
 
+def save_image(image: Tensor, path: Path) -> None:
+    """Write one image (C, H, W) in [0, 1] as a PNG file; C is 3, or 1 for a grey image."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = (image.clamp(0, 1) * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
+    Image.fromarray(pixels).save(path)
+
+
 def _leaves(config: dict) -> dict:
     found = {}
     for key, value in config.items():
@@ -223,7 +227,7 @@ def _leaves(config: dict) -> dict:
     return found
 
 
-def _replace(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)

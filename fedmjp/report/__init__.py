@@ -46,9 +46,9 @@ ROUND_COLUMNS = ["defense", "round", "loss", "accuracy", "seconds"]
 def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     """Make every report file of a run from what the run left in its output folder.
 
-    Reads rows.jsonl, rounds.csv (may be absent) and run.json; writes summary.csv, summary.tex,
-    leakage_by_round, training and reconstructions as .png and .pdf (each where there is something to draw) and
-    report.html.
+    Reads rows.jsonl, rounds.csv (may be absent) and run.json (whose `notes` are shown on the page); writes
+    summary.csv, summary.tex, leakage_by_round, training and reconstructions as .png and .pdf (each where there is
+    something to draw) and report.html.
 
     Args:
         out: the run's output folder.
@@ -68,14 +68,22 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     figures: dict[str, Path] = {}
     for name, draw, content in (
         ("reconstructions", reconstructions_figure, panels),
-        ("leakage_by_round", leakage_by_round_figure, rows),
+        ("leakage_by_round", leakage_by_round_figure, rows if rows["psnr"].notna().any() else ()),
         ("training", training_figure, rounds),
     ):
         if len(content):
             figures[name] = out / f"{name}.png"
             draw(content, figures[name])
     page = out / "report.html"
-    write_page(page, run=run, summary=summary, rounds=rounds, rows=rows, figures=figures, notes=_notes(rows))
+    write_page(
+        page,
+        run=run,
+        summary=summary,
+        rounds=rounds,
+        rows=rows,
+        figures=figures,
+        notes=[*run.get("notes", []), *_notes(rows)],
+    )
     return page
 
 

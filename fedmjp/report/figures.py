@@ -53,7 +53,7 @@ class Panel:
 
     Attributes:
         title: such as "mjp, round 1, client 0"; broken at its commas.
-        original: float array or tensor (C, H, W) in [0, 1].
+        original: float array or tensor (C, H, W) in [0, 1]; None where it is not known.
         seen: the same, after the defence: what the model computed its gradient on.
         reconstructions: attack name to what it made of the image, in the order to be shown.
     """
@@ -87,7 +87,8 @@ def reconstructions_figure(
     if not 1 <= len(panels) <= MAX_PANELS:
         raise ValueError(f"reconstructions_figure draws 1 to {MAX_PANELS} panels, got {len(panels)}")
     attacks = list(dict.fromkeys(name for panel in panels for name in panel.reconstructions))
-    rows, columns = len(panels), 2 + len(attacks)
+    given = [name for name in ("original", "seen") if getattr(panels[0], name) is not None]
+    rows, columns = len(panels), len(given) + len(attacks)
     cell, gap, caption, label, head = 1.15, 0.08, 0.22, 0.95, 0.42  # inches
     width, height = label + columns * (cell + gap), head + rows * (cell + caption)
     figure = Figure(figsize=(width, height))
@@ -95,13 +96,14 @@ def reconstructions_figure(
         bottom = height - head - row * (cell + caption) - cell
         label_lines = "\n".join(part.strip() for part in panel.title.split(","))
         figure.text(0.04 / width, (bottom + cell / 2) / height, label_lines, fontsize=SMALL, va="center")
-        cells = [Reconstructed(panel.original, None), Reconstructed(panel.seen, None)]
+        cells = [Reconstructed(getattr(panel, name), None) for name in given]
         for column, content in enumerate(cells + [panel.reconstructions.get(name) for name in attacks]):
             left = label + column * (cell + gap)
             axes = figure.add_axes((left / width, bottom / height, cell / width, cell / height))
             _draw_cell(axes, content)
             if row == 0:
-                name = ["original", seen_title, *map(_broken, attacks)][column]
+                heads = {"original": "original", "seen": seen_title}
+                name = [*(heads[name] for name in given), *map(_broken, attacks)][column]
                 axes.set_title(name, fontsize=SMALL, pad=4, linespacing=1.0)
     if title:
         figure.text(0.04 / width, 1 - 0.12 / height, title, fontsize=SMALL, va="top", weight="bold")

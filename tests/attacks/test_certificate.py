@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from attacks import ATTACKS, Reconstruction
-from attacks.certificate import certify
+from attacks.certificate import certify, reproduce
 from fedmjp.metrics import patch_recovery
 from fedmjp.models import build_model
 from tests.attacks.mjp.test_mjp_subspace import jigsawed, with_dal
@@ -88,3 +89,15 @@ def test_certified_means_right() -> None:
                     wrong += float(patch_recovery(found.images, image[None], 8)) < 1
     assert certified >= 10
     assert wrong == 0
+
+
+def test_a_batch_is_reproduced_up_to_a_factor(mini) -> None:
+    images, labels = photographs(64, 5), torch.tensor([3, 1, 1, 0, 7])
+    view = dataclasses.replace(observe(mini, images, labels), labels=labels)
+    scaled = dataclasses.replace(view, gradients={n: 5 * g for n, g in view.gradients.items()})
+    residual, factor = reproduce(scaled, images)
+    assert residual < 1e-4
+    assert factor == pytest.approx(5, rel=1e-4)
+    assert reproduce(scaled, images.flip(0))[0] > 0.1
+    assert math.isnan(reproduce(dataclasses.replace(scaled, labels=None), images)[0])  # too many orders to try
+    assert reproduce(observe(mini, images[:1]), images[:1])[0] < 1e-4  # the label is inferred

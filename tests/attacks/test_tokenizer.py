@@ -8,27 +8,14 @@ import torch
 from torch import nn
 
 from attacks import UsageError, check_tokenizer, find_tokenizer
-
-
-def torchvision_vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    return VisionTransformer(32, 8, 2, 2, 48, 96, num_classes=5)
-
-
-def hugging_face_vit() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=48, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96, image_size=32, patch_size=8
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-def timm_vit(**options) -> nn.Module:
-    return timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2, num_classes=5, **options
-    )
-
+from tests.attacks.models import (
+    FixedPositions,
+    ReleasedMJP,
+    hugging_face_deit,
+    hugging_face_vit,
+    timm_vit,
+    torchvision_vit,
+)
 
 FOUND = [
     (timm_vit, 1),
@@ -37,6 +24,8 @@ FOUND = [
     (lambda: timm_vit(no_embed_class=True), 0),
     (torchvision_vit, 1),
     (hugging_face_vit, 1),
+    (hugging_face_deit, 2),
+    (lambda: ReleasedMJP(width=48), 1),
 ]
 
 
@@ -44,7 +33,6 @@ FOUND = [
 def test_found_and_proved(make, prefix: int) -> None:
     torch.manual_seed(0)
     model = make()
-    nn.init.normal_([p for n, p in model.named_parameters() if n.endswith("weight") and p.dim() == 2][-1])
     tokenizer = find_tokenizer(model, (3, 32, 32))
     assert (tokenizer.prefix, tokenizer.grid, tokenizer.width, tokenizer.patch_dim) == (prefix, (4, 4), 48, 192)
     assert check_tokenizer(model, tokenizer, (3, 32, 32)) < 1e-4
@@ -76,6 +64,7 @@ class NormBetween(nn.Module):
 REFUSED = [
     (lambda: timm.create_model("resnet18"), "no patch projection"),
     (lambda: timm_vit(pos_embed="none"), "no learnable position embedding"),
+    (FixedPositions, "no learnable position embedding"),
     (NormBetween, "not projection [+] position"),
 ]
 
@@ -91,3 +80,31 @@ def test_refused_with_a_reason(make, words: str) -> None:
 def test_image_that_does_not_divide() -> None:
     with pytest.raises(UsageError, match="do not divide"):
         find_tokenizer(timm_vit(), (3, 30, 30))
+
+
+def test_image_that_the_model_cannot_take() -> None:
+    model = timm_vit()
+    with pytest.raises(UsageError, match=r"cannot be run on images of shape \(3, 16, 64\)"):
+        check_tokenizer(model, find_tokenizer(model, (3, 16, 64)), (3, 16, 64))
+
+
+def test_frozen_parts_are_checked_and_stay_frozen() -> None:
+    model = timm_vit()
+    model.patch_embed.requires_grad_(False)
+    assert check_tokenizer(model, find_tokenizer(model, (3, 32, 32)), (3, 32, 32)) < 1e-4
+    assert not model.patch_embed.proj.weight.requires_grad
+
+
+def test_the_released_table_is_split_into_positions_and_shared_embedding() -> None:
+    model = ReleasedMJP()
+    tokenizer, table = find_tokenizer(model, (3, 32, 32)), model.pos_embed.weight
+    parameters = dict(model.named_parameters())
+    assert torch.equal(tokenizer.position_rows(parameters), table[:17])
+    assert torch.equal(tokenizer.shared_embedding(parameters), table[17])
+    replaced = tokenizer.replace_patch_rows(table.detach(), torch.zeros(16, 96))
+    assert torch.equal(replaced[[0, 17]], table[[0, 17]])
+    assert not replaced[1:17].any()
+    mask = torch.arange(16)[None] > 10
+    kwargs = tokenizer.mask_kwargs(mask)
+    torch.testing.assert_close(kwargs["unk_mask"][:, 1:].bool(), mask)
+    assert kwargs["unk_mask"].shape == (1, 17)

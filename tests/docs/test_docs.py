@@ -20,7 +20,7 @@ import yaml
 
 from attacks import ATTACKS, Observation
 from fedmjp.defenses import DEFENSES
-from tests.attacks.test_tokenizer import timm_vit
+from tests.attacks.models import timm_vit
 from tests.conftest import photographs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -207,7 +207,7 @@ def _steps(rows: pd.DataFrame) -> float:
 
 
 def _note(line: Mapping[str, Any], rows: pd.DataFrame) -> str:
-    """What the attack says of itself, without the figures of single updates."""
+    """The attack's most common diagnosis, without the figures of single updates."""
     diagnosed = int((rows["diagnosis"] != "").sum())
     if not diagnosed:
         return ""

@@ -15,9 +15,9 @@ import tyro
 
 from attacks.registry import UsageError
 from experiments.scaffold import DeviceOptions
-from fedmjp.config import DataConfig, DefenseOptions, ModelConfig
+from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.defenses import DEFENSES
-from fedmjp.training.config import Recipe, TrainConfig
+from fedmjp.training.config import DefenseOptions, Recipe, TrainConfig
 
 # One pass over a part of CIFAR-10 on a CPU core: rate and batch were chosen on one seed of a plain ViT of four blocks,
 # among rates of 0.016 to 0.064 and batches of 16 to 64, and are the same for every line.

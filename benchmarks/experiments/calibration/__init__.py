@@ -1,0 +1,1 @@
+"""How well the confidence of attacks agrees with the truth."""

@@ -1,0 +1,99 @@
+"""Rows of the calibration: each attack after each number of updates, with its confidence, certificate and score.
+
+What is compared: `options.Options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pandas as pd
+from rich.console import Console
+
+from attacks import ATTACKS, Observation
+from attacks.memory import remember
+from experiments.calibration.options import Options
+from experiments.calibration.render import CALIBRATION
+from experiments.session import AttackSession
+from fedmjp.audit.harness import run_attack
+from fedmjp.audit.per_image import observe_groups
+from fedmjp.audit.victims import Setting, Subject, Victims, drifted
+from fedmjp.data import load_gallery
+from fedmjp.defenses import DEFENSES
+from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
+from fedmjp.records.rows import RowLog
+
+OVER_UPDATES = ("mjp_rounds", "unmix_rounds")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Clients at one masking ratio: what they are sent, and the defence's name and setting."""
+
+    built: BuiltModel
+    defense: str
+    setting: Setting
+    victims: Victims
+
+
+def run(options: Options, console: Console) -> None:
+    """Attack, then write the table."""
+    session = AttackSession(options, console)
+    with session.rows() as rows, session.bar() as bar:
+        for gamma in options.gammas:
+            case = _case(options, session, gamma)
+            task = bar.add_task(f"gamma {gamma:g}", total=len(case.victims))
+            for client in range(len(case.victims)):
+                _attack_client(options, session, case, client, rows)
+                bar.advance(task)
+            console.print(f"gamma {gamma:g}: done", highlight=False)
+    session.finish("calibration", CALIBRATION)
+    console.print(pd.read_csv(options.out / "table.csv").to_string(index=False), highlight=False)
+
+
+def _case(options: Options, session: AttackSession, gamma: float) -> Case:
+    name = "mjp" if gamma else "none"
+    defense = DEFENSES.get(name)(**({"gamma": gamma} if gamma else {}))
+    model = defense.model_name(options.model)
+    classes = classes_of(model, options.weights) or IMAGENET_CLASSES
+    dal = getattr(defense, "dal", "none")
+    built = build_model(model, num_classes=classes, weights=options.weights, dal=dal, seed=options.seed)
+    built.module.to(session.device).eval()
+    gallery = load_gallery(options.images, size=built.image_size, limit=options.num_images)
+    setting = Setting("original", defended=bool(gamma), hidden=bool(gamma), against="original")
+    return Case(built, name, setting, session.victims(gallery, defense, options.seed))
+
+
+def _attack_client(options: Options, session: AttackSession, case: Case, client: int, rows: RowLog) -> None:
+    """Write the rows of one client that are not there yet."""
+    victims, subject, ids = case.victims, Subject(case.built), case.victims.ids(client)
+    attacks = {name: ATTACKS.get(name)() for name in options.attacks}
+    due = [(n, name) for n in options.updates for name in attacks if n == 1 or name in OVER_UPDATES]
+    lines = {
+        (n, name): victims.case(subject, case.defense, case.setting.name, name, attacks[name].parameters(), round=n)
+        for n, name in due
+    }
+    if all(rows.done(line, ids) for line in lines.values()):
+        return
+    clients, originals = victims.decode([client])
+    score = session.scorer(case.built.patch_size)
+    for number, history in _histories(options, case, clients, originals):
+        for name, attack in attacks.items():
+            line = lines.get((number, name))
+            if line is not None and not rows.done(line, ids):
+                one = run_attack(attack, name, history, originals, score, weights_granted=True)
+                rows.append({**session.columns, **one.row(line, ids[0], history[-1].gradient_norm())})
+
+
+def _histories(options: Options, case: Case, clients: list[int], originals) -> Iterator[tuple[int, list[Observation]]]:
+    """(number of updates, all of them, the last one whole) of one client, one update after the other."""
+    victims, built, history = case.victims, case.built, []
+    for number in range(1, max(options.updates) + 1 if clients else 1):
+        built = drifted(built, options.drift, options.seed, number) if number > 1 else built
+        seen = victims.seen(built, case.setting, clients, originals, update=number - 1)
+        labels = victims.labels(built, clients)
+        history += observe_groups(built, seen, labels, 1, victims.defense.loss_weights())
+        yield number, history
+        history[-1] = remember(history[-1])

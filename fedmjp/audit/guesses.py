@@ -1,0 +1,53 @@
+"""The two guesses that need no gradient, for images whose data set is not at hand.
+
+A run of ours takes the mean image of its training set and another image of its test set. For a user's own batch both
+come from the photographs that are embedded in scikit-image: the mean of the crops' training half, and crops of the
+other half. They know less of the user's data than an adversary might, so that an attack beats them a little too easily.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedmjp.data import load_data
+from fedmjp.metrics import MEAN_IMAGE, OTHER_IMAGE, mean_image
+
+ORIGIN = (
+    "the guesses mean_image and other_image are made of the photographs embedded in scikit-image, because the audited "
+    "images' own data set is not known"
+)
+# Mean squared difference below which an embedded photograph is the image itself.
+IDENTICAL = 1e-4
+
+
+def embedded_guesses(images: Tensor) -> dict[str, Tensor]:
+    """Name of the guess -> (B, C, H, W) in [0, 1], for colour or grey images; none for other numbers of channels.
+
+    Args:
+        images: (B, C, H, W) in [0, 1], of any size; another image is never the image itself.
+    """
+    channels, height, width = images.shape[1:]
+    if channels not in (1, 3):
+        return {}
+    photos = load_data("photos", size=max(height, width))
+
+    def fitted(photographs: Tensor) -> Tensor:
+        """(N, 3, S, S) -> (N, C, H, W), the middle part."""
+        top, left = (photographs.shape[2] - height) // 2, (photographs.shape[3] - width) // 2
+        cut = photographs[:, :, top : top + height, left : left + width]
+        return cut.mean(dim=1, keepdim=True) if channels == 1 else cut
+
+    mean = fitted(mean_image(photos.train.images(list(range(len(photos.train))))))
+    others = fitted(photos.test.images(list(range(min(len(photos.test), 2 * len(images) + 1)))))
+    chosen = [_another(image, others.to(image), index) for index, image in enumerate(images)]
+    return {
+        MEAN_IMAGE: mean.to(images).expand(len(images), -1, -1, -1),
+        OTHER_IMAGE: torch.stack(chosen),
+    }
+
+
+def _another(image: Tensor, others: Tensor, index: int) -> Tensor:
+    """One of `others` that is not `image`, a different one for each index."""
+    different = others[(others - image).square().flatten(1).mean(dim=1) > IDENTICAL]
+    return different[index % len(different)]
