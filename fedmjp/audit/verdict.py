@@ -163,7 +163,7 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     guessed = rows[rows["attack"].isin(BASELINES)]["patch_recovery"].max()
     if recovered.any():
         answer = Answer.LEAKS
-    elif _above(gain, 0.0) or _above(patches, 0.0 if np.isnan(guessed) else guessed):
+    elif _above(gain, 0.0) or _more_patches(patches, 0.0 if np.isnan(guessed) else guessed):
         answer = Answer.PARTLY
     else:
         answer = Answer.NOT_SHOWN if held else Answer.NOT_TESTED
@@ -242,6 +242,11 @@ def _held(rows: pd.DataFrame) -> pd.Series:
 def _above(interval: Interval, level: float) -> bool:
     """Whether the interval excludes everything up to `level`; one value alone has no interval and excludes nothing."""
     return interval.count > 1 and interval.low > level
+
+
+def _more_patches(patches: Interval, guessed: float) -> bool:
+    """Whether more patches are above `RECOGNISABLE` than in the guesses; of one image the share itself is compared."""
+    return _above(patches, guessed) or (patches.count == 1 and patches.mean > guessed)
 
 
 def _interval(interval: Interval, scale: float, shape: str) -> str:
