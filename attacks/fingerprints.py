@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from attacks.base import NEGLIGIBLE_NORM
 from attacks.identities import classifier_sums, position_balance, tokenizer_of
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows, remove_localisation
@@ -70,7 +71,9 @@ class Finding:
 
 
 def recognise(observation: Observation) -> list[Finding]:
-    """What is unusual about an update; empty for the float32 gradient of a cross-entropy."""
+    """What is unusual about an update; empty for the float32 gradient of a cross-entropy, and for one that vanishes."""
+    if observation.gradient_norm() < NEGLIGIBLE_NORM:
+        return []
     return [finding for finding in _findings(observation) if finding is not None]
 
 

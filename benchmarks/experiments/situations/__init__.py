@@ -1,0 +1,1 @@
+"""Ordinary mistakes and situations, and what the audit answers to each."""

@@ -1,0 +1,72 @@
+"""Run the situations under one version of the project, and keep the answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from attacks.registry import UsageError
+from experiments.scaffold import BENCHMARKS
+from experiments.situations.answers import CRASHED, Answer
+from experiments.situations.ask import SECONDS
+from experiments.situations.cases import CASES
+from experiments.situations.options import Options
+from experiments.situations.render import SITUATIONS, read_answers
+from fedmjp.records import provenance
+
+
+def run(options: Options, console: Console) -> None:
+    """Write OUT/COLUMN.json and OUT/run.json."""
+    unknown = [name for name in options.only if name not in CASES]
+    if unknown:
+        raise UsageError(f"--only {unknown[0]} is no situation; choose from: {', '.join(CASES)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{options.column}.json"
+    answers = read_answers(path)
+    for name, answer in asked(options.only or list(CASES), options.tree.resolve()):
+        answers[name] = answer
+        console.print(f"{name}: {answer.kind}. {answer.words}", highlight=False, markup=False, soft_wrap=True)
+        kept = {key: vars(answers[key]) for key in CASES if key in answers}
+        path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _note(options)
+    SITUATIONS.write(options.out)
+
+
+def asked(names: Sequence[str], tree: Path) -> Iterator[tuple[str, Answer]]:
+    """The answers under the version in `tree`; a situation that ends its process gets what is known of the end."""
+    path = os.pathsep.join([str(tree), str(BENCHMARKS)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
+    left = list(names)
+    while left:
+        command = [sys.executable, "-m", "experiments.situations.ask", *left]
+        with subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            for line in process.stdout:
+                name, kind, words = json.loads(line)
+                left.remove(name)
+                yield name, Answer(kind, words)
+            said = process.stderr.read().strip().splitlines()
+        if left:
+            ended = f"still running after {SECONDS} s" if process.returncode == -14 else (said or ["killed"])[-1]
+            yield left.pop(0), Answer(CRASHED, ended)
+
+
+def _note(options: Options) -> None:
+    """Which version answered for which column."""
+    path = options.out / "run.json"
+    run = (
+        json.loads(path.read_text(encoding="utf-8"))
+        if path.is_file()
+        else {"command": "python benchmarks/situations.py"}
+    )
+    git = ["git", "-C", str(options.tree), "rev-parse", "--short=10", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    run[options.column] = {"commit": commit or provenance.commit(), "versions": provenance.versions()}
+    path.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
