@@ -348,11 +348,6 @@ def _diagnosis(rows: pd.DataFrame) -> str:
     return in_one_sentence(texts[patterns == patterns.value_counts().index[0]])
 
 
-def _more_patches(patches: Interval, guessed: float) -> bool:
-    """Whether more patches are above `RECOGNISABLE` than in the guesses; of one image the share itself is compared."""
-    return _above(patches, guessed) or (patches.count == 1 and patches.mean > guessed)
-
-
 def _interval(interval: Interval, scale: float, shape: str) -> str:
     """A mean with its interval; over one image the value alone."""
     mean, low, high = (shape.format(scale * v) for v in interval[:3])
