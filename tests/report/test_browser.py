@@ -43,9 +43,7 @@ def page_file(tmp_path_factory) -> Path:
     rows = make_rows() + [make_row(attack=LONG, defense="mjp:gamma=0.1", client=c, image_id=f"{c}") for c in range(3)]
     rows += [make_row(attack="unsure", defense="mjp", diagnosis="no solution: " + 12 * "the system is singular, ")]
     reasons = {LONG: "takes about 30 s, beyond the budget of 10 s an update (--budget)"}
-    out = write_run(
-        tmp_path_factory.mktemp("run"), rows, not_run={"none": reasons, "mjp": reasons}, command="x" * 300
-    )
+    out = write_run(tmp_path_factory.mktemp("run"), rows, not_run={"none": reasons, "mjp": reasons}, command="x" * 300)
     return render(out, [make_panel(), make_panel("none, round 1, client 0")])
 
 
