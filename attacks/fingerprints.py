@@ -6,15 +6,13 @@ honest float32 gradient does not have:
 *Adaptive steps* (Adam, RMSprop, Adagrad, signs). Dividing by a running norm makes all entries of one size. An honest
 gradient's largest entry is 20 to 500 times its rms, that of eight steps of Adam 2 times (on five ViTs and a ResNet).
 
-*Weight decay* (update = gradient + lambda w). The softmax cross-entropy's gradient with respect to the logits sums to
-zero over the classes, so the columns of dL/dW of the classifier do too, for any batch and any number of steps; with
-weight decay they sum to lambda times the columns of W. That is D equations for lambda. It is subtracted where the fit
-is clean. Position embeddings and biases are often exempt: of the four possibilities the one is taken for which the
-position rows agree best with the bias of the patch projection (`attacks.linear.position_rows`).
+*Weight decay* (update = gradient + lambda w). Sums that vanish for a gradient (`attacks.identities`) are lambda times
+the same sums of the weights: D equations for one number. It is subtracted where the fit is clean. Position embeddings
+and biases are often exempt: of the four possibilities the one is taken for which the position rows agree best with the
+bias of the patch projection (`attacks.linear.position_rows`).
 
-*Added noise* breaks two identities by the same standard deviation: the columns' sums of the classifier, and position
-rows against the bias of the patch projection; where they are not both at hand, the rest of the linear system
-(`attacks.linear.least_squares`).
+*Added noise* breaks both identities by the same standard deviation; where they are not both at hand, the rest of the
+linear system (`attacks.linear.least_squares`) gives a second estimate.
 
 *Precision, sparsification, clipping*: values on a coarser grid than float32's; exact zeros scattered within rows and
 columns that are not zero; a norm that is a round number.
@@ -29,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import NEGLIGIBLE_NORM
+from attacks.identities import classifier_sums, position_balance, tokenizer_of
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows, remove_localisation
 from attacks.observation import Observation
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer, find_tokenizer
 
 # Updates of fewer entries have no statistics, and of each parameter at most SAMPLE entries are looked at.
 LEAST_ENTRIES, SAMPLE = 1000, 65536
@@ -43,8 +41,10 @@ ALMOST_ALL = 0.98
 EQUAL, MOST = 0.02, 0.9
 # Largest entry in units of the rms, and ratio of the parameters' rms, below which steps are adaptive.
 EVEN_PEAK, EVEN_SPREAD = 3.5, 2.0
-# Units of round-off above which an identity counts as broken, and the share of it that a clean fit may leave.
-BROKEN, CLEAN = 30.0, 0.1
+# Share of a broken identity that a clean fit may leave.
+CLEAN = 0.1
+# A row is weight decay alone when nothing beyond this many units of round-off points elsewhere.
+ROUND_OFF_UNITS = 4.0
 # Largest ratio of two estimates of the same noise.
 AGREEING = 1.6
 # Share of scattered zeros from which an update is sparsified.
@@ -229,101 +229,8 @@ def _is_rounded(observation: Observation, values: Mapping[str, Tensor]) -> bool:
     return bool((steps[kept].abs() / weights[kept].abs()).median() < 100 * torch.finfo(torch.float32).eps)
 
 
-@dataclass(frozen=True)
-class _Identity:
-    """Sums of gradients that vanish for the gradient of a cross-entropy.
-
-    Attributes:
-        of_update, of_weights: (n,) float64, the same sums of the update and of the weights.
-        terms: entries of the update in each sum.
-        round_off: expected size of an entry of `of_update` from rounding alone.
-    """
-
-    of_update: Tensor
-    of_weights: Tensor
-    terms: int
-    round_off: float
-
-    def is_broken(self) -> bool:
-        """Whether more than round-off is left."""
-        return float(_rms(self.of_update)) > BROKEN * self.round_off
-
-    def noise(self) -> float:
-        """Standard deviation of noise in each entry of the update that would leave these sums."""
-        return float(_rms(self.of_update)) / self.terms**0.5
-
-
-def _rms(tensor: Tensor) -> Tensor:
-    return tensor.double().square().mean().sqrt()
-
-
-def _classifier(observation: Observation) -> _Identity | None:
-    """Sums over the classes of the classifier's weight gradient; None where the update holds none."""
-    tokenizer = _tokenizer(observation)
-    skipped = f"{tokenizer.localisation}." if tokenizer is not None and tokenizer.localisation else "\0"
-    parameters = {n: p.detach() for n, p in observation.model.named_parameters() if not n.startswith(skipped)}
-    name = next(
-        (
-            n
-            for n, p in reversed(parameters.items())
-            if p.dim() == 2 and n.endswith("weight") and f"{n.removesuffix('weight')}bias" in parameters
-        ),
-        None,
-    )
-    gradient = observation.gradients.get(name)
-    if gradient is None or not gradient.any():
-        return None
-    weight = parameters[name].double()
-    return _identity(observation, [(1.0, gradient.double(), weight)], len(weight))
-
-
-def _position_balance(observation: Observation) -> _Identity | None:
-    """Position rows and shared row, minus the bias of the projection; None where the update lacks one of them."""
-    tokenizer = _tokenizer(observation)
-    if tokenizer is None or tokenizer.bias not in observation.gradients or tokenizer.positions is None:
-        return None
-    parameters = {n: p.detach() for n, p in observation.model.named_parameters()}
-    pairs = []
-    for sign, read in (
-        (1.0, lambda tensors: _patch_rows(tokenizer, tensors)),
-        (1.0, tokenizer.shared_embedding),
-        (-1.0, lambda tensors: tensors[tokenizer.bias]),
-    ):
-        gradient, weight = read(observation.gradients), read(parameters)
-        if (gradient is None) != (weight is None):
-            return None
-        if gradient is not None:
-            width = (-1, tokenizer.width)
-            pairs.append((sign, gradient.double().reshape(width), weight.double().reshape(width)))
-    return _identity(observation, pairs, sum(len(gradient) for _, gradient, _ in pairs))
-
-
-def _patch_rows(tokenizer: Tokenizer, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    rows = tokenizer.position_rows(tensors)
-    return None if rows is None else rows[tokenizer.prefix :]
-
-
-def _identity(observation: Observation, pairs: list[tuple[float, Tensor, Tensor]], terms: int) -> _Identity:
-    """Signed sums over the rows of (sign, gradient, weight) triples."""
-    of_update = sum(sign * gradient.sum(dim=0) for sign, gradient, _ in pairs)
-    of_weights = sum(sign * weight.sum(dim=0) for sign, _, weight in pairs)
-    eps, entries = torch.finfo(torch.float32).eps, torch.cat([gradient for _, gradient, _ in pairs])
-    round_off = eps * float(_rms(entries))
-    if observation.kind == "weights" and observation.learning_rate:
-        weights = torch.cat([weight for _, _, weight in pairs])
-        round_off += eps * float(_rms(weights)) / observation.learning_rate
-    return _Identity(of_update, of_weights, terms, round_off * terms**0.5)
-
-
-def _tokenizer(observation: Observation) -> Tokenizer | None:
-    try:
-        return find_tokenizer(observation.model, observation.image_shape)
-    except UsageError:
-        return None
-
-
 def _noise(observation: Observation) -> Finding | None:
-    identities = (_classifier(observation), _position_balance(observation))
+    identities = (classifier_sums(observation), position_balance(observation))
     levels = [identity.noise() for identity in identities if identity is not None and identity.is_broken()]
     if not levels:
         return None
@@ -356,14 +263,15 @@ def _rest_of_system(observation: Observation) -> float | None:
 
 def find_weight_decay(observation: Observation) -> float | None:
     """lambda, where the update is clearly a gradient plus lambda times the weights; else None."""
-    for identity in (_classifier(observation), _position_balance(observation)):
+    fits = []
+    for identity in (classifier_sums(observation), position_balance(observation)):
         if identity is None or not identity.is_broken() or not identity.of_weights.any():
             continue
         decay = float(identity.of_update @ identity.of_weights / identity.of_weights.square().sum())
-        left = identity.of_update - decay * identity.of_weights
-        if decay > 0 and left.norm() < CLEAN * identity.of_update.norm():
-            return decay
-    return None
+        left = float((identity.of_update - decay * identity.of_weights).norm() / identity.of_update.norm())
+        if decay > 0 and left < CLEAN:
+            fits.append((left, decay))
+    return min(fits)[1] if fits else None
 
 
 def remove_weight_decay(observation: Observation, decay: float) -> Observation:
@@ -374,7 +282,7 @@ def remove_weight_decay(observation: Observation, decay: float) -> Observation:
     choices = [
         _subtracted(observation, decay, tables, vectors) for tables in (False, True) for vectors in (False, True)
     ]
-    tokenizer = _tokenizer(observation)
+    tokenizer = tokenizer_of(observation)
     rows = None if tokenizer is None else tokenizer.position_rows(observation.gradients)
     if rows is None:
         return choices[0]
@@ -390,21 +298,30 @@ def remove_weight_decay(observation: Observation, decay: float) -> Observation:
 
 def _subtracted(observation: Observation, decay: float, tables: bool, vectors: bool) -> Observation:
     """Without decay in matrices and convolutions, with or without that in embeddings of tokens and in vectors."""
-    tokenizer, weights = _tokenizer(observation), dict(observation.model.named_parameters())
+    tokenizer, weights = tokenizer_of(observation), dict(observation.model.named_parameters())
     tokens = set()
     if tokenizer is not None:
         tokens = {tokenizer.positions, tokenizer.shared_position, *tokenizer.prefix_tokens}
+    moved = observation.learning_rate if observation.kind == "weights" else 0.0
     changed = {}
     for name, gradient in observation.gradients.items():
         weight = weights[name].detach()
         decayed = tables if name in tokens else vectors if weight.dim() < 2 else True
-        changed[name] = _minus_weights(gradient, weight, decay) if decayed else gradient
+        changed[name] = _minus_weights(gradient, weight, decay, moved) if decayed else gradient
     return replace(observation, gradients=changed)
 
 
-def _minus_weights(gradient: Tensor, weight: Tensor, decay: float) -> Tensor:
-    """gradient - decay * weight, exactly zero in rows that hold nothing else."""
+def _minus_weights(gradient: Tensor, weight: Tensor, decay: float, moved: float) -> Tensor:
+    """gradient - decay * weight, exactly zero in rows that hold nothing else.
+
+    Args:
+        moved: the learning rate with which weights were turned into a gradient, whose round-off it divides; 0 for none.
+    """
     rows, own = gradient.reshape(-1, gradient.shape[-1]).double(), weight.reshape(-1, weight.shape[-1]).double()
-    alone = (rows - decay * own).norm(dim=1) < EQUAL * decay * own.norm(dim=1)
+    sizes = own.square().sum(dim=1)
+    along = (rows * own).sum(dim=1) / sizes.clamp(min=torch.finfo(torch.float64).tiny)  # each row's own decay
+    aside = (rows - along[:, None] * own).norm(dim=1)
+    unit = (decay + (1 / moved if moved else 0.0)) * torch.finfo(torch.float32).eps * sizes.sqrt()
+    alone = (aside < ROUND_OFF_UNITS * unit) & ((along / decay - 1).abs() < EQUAL)
     left = torch.where(alone[:, None], 0.0, rows - decay * own)
     return left.to(gradient.dtype).reshape(gradient.shape)

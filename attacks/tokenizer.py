@@ -79,6 +79,11 @@ class Tokenizer:
         return self.grid[0] * self.grid[1]
 
     @property
+    def hides_positions(self) -> bool:
+        """Whether the model has an embedding that masked positions share."""
+        return self.shared_position is not None or self.shared_row is not None
+
+    @property
     def patch_dim(self) -> int:
         """P = C p^2."""
         return self.channels * self.patch_size**2

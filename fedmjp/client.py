@@ -99,7 +99,7 @@ class ClientTask:
         defense: name of the defence that this federation trains under.
 
     Raises:
-        UsageError: data, weights or device are not available.
+        UsageError: data, weights or device are not available, or a client has fewer images than a batch holds.
     """
 
     def __init__(self, config: RunConfig, defense: str) -> None:
@@ -113,6 +113,12 @@ class ClientTask:
         self.parts = partition(
             self.data.train.labels, config.federation.clients, config.federation.partition, config.seed
         )
+        smallest = min(range(len(self.parts)), key=lambda client: len(self.parts[client]))
+        if len(self.parts[smallest]) < config.federation.batch_size:
+            raise UsageError(
+                f"--batch-size {config.federation.batch_size} exceeds the {len(self.parts[smallest])} images of client "
+                f"{smallest}: pass a smaller batch, fewer clients or more images"
+            )
         self.model = build_model(
             self.defense.model_name(config.model.model),
             num_classes=len(self.data.classes),

@@ -192,7 +192,8 @@ def remove_localisation(
     Returns:
         rows (N, D) float64, masked (N,) bool, lambda, imbalance: see `PositionRows`.
     """
-    masked = masked_rows(rows)
+    # Without a shared embedding nothing is masked, and rows that are alike are no noise.
+    masked = masked_rows(rows) if tokenizer.hides_positions else (rows == 0).all(dim=1)
     rows = torch.where(masked[:, None], 0.0, rows.to(torch.float64))
     excess = _excess(observation, tokenizer, rows, masked)
     if excess is None:

@@ -5,20 +5,21 @@ gradient (mean image or another image, whichever is nearer to the original), ima
 the adversary is left with that guess, so its gain there is 0.
 
 1. *leaks*: at least one attack brought at least one image above `RECOGNISABLE` dB, nearer to the original than any
-   guess.
-2. *partly*: no whole image, but the strongest attack is better than the guesses by an interval that excludes 0, or
-   single patches are above that PSNR more often than in the guesses.
+   guess. A diagnosis does not count against it.
+2. *partly*: no whole image, but an attack brought more patches above that PSNR than the best guess did, or the
+   strongest attack is better than the best guess, each by an interval that excludes 0 (one image has no interval; there
+   the share of patches decides by its value); or an answer is certified although it is far from the original, because
+   only the places of its patches are wrong.
 3. *no leak shown*: attacks whose assumptions held were run and none of this was found. That is a statement on those
    attacks under those grants, not on the defence; attacks that did not run are listed with their reasons.
 4. *not tested*: no attack's assumptions held on any update.
 
 Where the originals are not known (a running app of somebody else), nothing can be scored: then *leaks* means that an
-answer is certified (it reproduces the update), *partly* that an attack vouches for pixels.
+answer is certified (it reproduces the update, `attacks.certificate`), *partly* that an attack vouches for pixels.
 
-The strongest attack is chosen by its mean gain on one half of the updates that all compared attacks were run on, and
-reported on the other half, so that its figure is not the maximum of several noisy ones (with fewer than
-`LEAST_TO_SPLIT` such updates one half does both, and the verdict says so). Intervals are 95 % bootstrap intervals over
-images; over one image there is none.
+Which attack is the strongest: `ranked`. It is chosen on one half of the updates and reported on the other, so that its
+figure is not the maximum of several noisy ones (with fewer than `LEAST_TO_SPLIT` updates one half does both, and the
+verdict says so). Intervals are 95 % bootstrap intervals over images; over one image there is none.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from fedmjp.metrics import Interval, bootstrap_mean
+from fedmjp.records.reasons import grouped, in_one_sentence, pattern
 from fedmjp.records.rows import BASELINES
 
 RECOGNISABLE = 25.0  # dB
+EXACT_GAIN = 40.0  # dB over the best guess; an attack that gains more is not stronger for it
 LEAST_TO_SPLIT = 8  # updates
 IMAGE = ["seed", "round", "client", "image", "image_id"]  # what tells the images of one line of a table apart
+NONE = Interval(float("nan"), float("nan"), float("nan"), 0)
 
 
 class Answer(StrEnum):
@@ -53,82 +58,110 @@ class Verdict:
 
     Attributes:
         answer: see the module.
-        attack: the strongest attack, which the figures are of; "" where none returned an image.
+        attack: the attack that decides, which the figures are of; "" where none returned an image.
         images: number of images that any attack was run on.
-        recovered: images that at least one attack brought above `RECOGNISABLE` dB.
+        tested: images on which the assumptions of at least one attack held.
+        recovered: images that at least one attack brought above `RECOGNISABLE` dB, nearer than the best guess.
+        by_attack: attack -> such images of its own, most first.
         certified: images whose reconstruction reproduces the update.
-        psnr: median of the strongest attack on the reported half, dB.
-        gain: dB of the strongest attack over the best guess, on the reported half.
-        patches: share of patches above `RECOGNISABLE` dB by the strongest attack, on the reported half.
-        split: the strongest attack was chosen on other images than those that `gain` is of.
+        psnr: median of the attack on the reported images, dB.
+        gain: dB of the attack over the best guess, on the reported images; NaN where no guess was scored.
+        patches: share of patches in [0, 1] that the attack brought above `RECOGNISABLE` dB, on the reported images.
+        split: the attack was chosen on other updates than those that the figures are of.
+        scored: the originals were known; if not, `recovered` counts the images for which an attack vouches.
         held: attacks whose assumptions held on at least one update.
-        failed: attacks that ran and whose assumptions failed on every update -> their diagnosis.
+        failed: attacks that ran and whose assumptions failed on every update -> their most common diagnosis.
         not_run: registered attacks that did not run -> reason.
         grants: what the adversary was granted.
-        scored: the originals were known; if not, `recovered` counts the images for which an attack vouches.
     """
 
     answer: Answer
     attack: str = ""
     images: int = 0
+    tested: int = 0
     recovered: int = 0
+    by_attack: Mapping[str, int] = field(default_factory=dict)
     certified: int = 0
     psnr: float = float("nan")
-    gain: Interval = Interval(float("nan"), float("nan"), float("nan"), 0)
-    patches: Interval = Interval(float("nan"), float("nan"), float("nan"), 0)
+    gain: Interval = NONE
+    patches: Interval = NONE
     split: bool = False
+    scored: bool = True
     held: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
     not_run: Mapping[str, str] = field(default_factory=dict)
     grants: tuple[str, ...] = ()
-    scored: bool = True
 
     def headline(self) -> str:
         """The answer with its figures, one line."""
-        if not self.scored and self.answer is Answer.LEAKS:
-            return (
-                f"leaks: {self.certified} of {_images(self.images)} certified, they reproduce the update "
-                f"({self.attack}); the originals are not known"
-            )
-        if not self.scored and self.answer is Answer.PARTLY:
-            return (
-                f"partly: {self.attack} vouches for pixels of {self.recovered} of {_images(self.images)}, but no "
-                "answer is certified, and the originals are not known"
-            )
+        return f"{self.answer}{' ' if self.answer is Answer.NOT_SHOWN else ': '}{self.reason()}"
+
+    def reason(self) -> str:
+        """The headline without the answer."""
+        bar = f"{RECOGNISABLE:.0f} dB"
+        if self.answer is Answer.LEAKS and not self.scored:
+            number = f"{self.certified} of {_images(self.images)}"
+            return f"{number} certified, they reproduce the update ({self.attack}); the originals are not known"
         if self.answer is Answer.LEAKS:
             sure = f", {self.certified} certified" if self.certified else ""
+            return f"{self.recovered} of {_images(self.images)} above {bar}{sure} ({self._figures()})"
+        if self.answer is Answer.PARTLY and not self.scored:
+            number = f"{self.recovered} of {_images(self.images)}"
             return (
-                f"leaks: {self.recovered} of {_images(self.images)} above {RECOGNISABLE:.0f} dB{sure} ({self._best()})"
+                f"{self.attack} vouches for pixels of {number}, but no answer is certified, and the originals are not "
+                "known"
             )
+        if self.answer is Answer.PARTLY and self.patches.mean > 0:
+            share = _interval(self.patches, 100, "{:.0f}")
+            return f"no whole image above {bar}, but {share} % of patches ({self._figures()})"
+        if self.answer is Answer.PARTLY and self.certified:
+            number = f"{self.certified} of {_images(self.images)}"
+            return f"no whole image above {bar}, but {number} certified: patches are known, not all of their places"
         if self.answer is Answer.PARTLY:
-            share = _interval(self.patches, 100, "{:.0f}") + " %"
-            return f"partly: no image as a whole, but {share} of patches above {RECOGNISABLE:.0f} dB ({self._best()})"
+            return f"no image and no patch above {bar}, but nearer to the originals than guesses ({self._figures()})"
         if self.answer is Answer.NOT_SHOWN:
-            number = f"{len(self.held)} attack{'s' * (len(self.held) != 1)}"
-            return f"no leak shown by {number} ({', '.join(self.held)}) on {_images(self.images)}"
-        return "not tested: no attack's assumptions held on any update"
+            of = f"{self.tested} of " if self.tested < self.images else ""
+            return f"by {_count(self.held, 'attack')} ({', '.join(self.held)}) on {of}{_images(self.images)}"
+        if not self.failed:
+            return "no attack was run"
+        return f"the assumptions of {_count(self.failed, 'attack')} ({', '.join(self.failed)}) failed on every update"
 
     def details(self) -> list[str]:
+        """What stands behind the headline and what was not tested, one sentence a line."""
+        return [*self.summary(), *self.gaps()]
+
+    def summary(self) -> list[str]:
         """What stands behind the headline, one sentence a line."""
         lines = []
         if self.attack and self.scored:
-            chosen = (
-                "chosen on one half of the updates and reported on the other"
-                if self.split
-                else ("chosen on the same images, so its figure is slightly too high" if len(self.held) > 1 else "")
-            )
-            lines.append(f"Strongest attack: {self._best()}" + (f"; {chosen}." if chosen else "."))
+            lines.append(f"Strongest attack: {self._figures()}{self._how_chosen()}.")
+        if len(self.by_attack) > 1:
+            counts = ", ".join(f"{name} {count}" for name, count in self.by_attack.items())
+            lines.append(f"Images above {RECOGNISABLE:.0f} dB by attack: {counts}.")
+        if self.images and self.scored and not self.gain.count:
+            lines.append("Guesses without a gradient were not scored, so there is nothing to compare with.")
         if self.grants:
             lines.append(f"Granted to the adversary: {', '.join(self.grants)}.")
-        for name, diagnosis in self.failed.items():
-            lines.append(f"{name} ran, but its assumptions failed: {diagnosis}.")
-        for name, reason in self.not_run.items():
-            lines.append(f"{name} was not run: {reason}.")
         return lines
 
-    def _best(self) -> str:
-        gain = _interval(self.gain, 1, "{:+.1f}")
-        return f"{self.attack}, median {self.psnr:.1f} dB, {gain} dB against the best guess without a gradient"
+    def gaps(self) -> list[str]:
+        """What was not tested: attacks whose assumptions failed and attacks that did not run, one sentence a reason."""
+        failed = [
+            f"Assumptions failed: {', '.join(names)}: {reason}." for reason, names in grouped(self.failed).items()
+        ]
+        return failed + [f"Not run: {', '.join(names)}: {reason}." for reason, names in grouped(self.not_run).items()]
+
+    def _how_chosen(self) -> str:
+        if self.split:
+            return "; chosen on one half of the updates and reported on the other"
+        others = len(self.held) + len(self.failed) > 1
+        return "; chosen on the same images, so its figure is slightly too high" if others else ""
+
+    def _figures(self) -> str:
+        text = f"{self.attack}, " + (f"median {self.psnr:.1f} dB" if self.psnr == self.psnr else "no image")
+        if not self.gain.count:
+            return text
+        return f"{text}, {_interval(self.gain, 1, '{:+.1f}')} dB over the best guess without a gradient"
 
 
 def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdict:
@@ -139,114 +172,180 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         not_run: registered attacks that did not run -> reason.
     """
     attacked = rows[~rows["attack"].isin(BASELINES)]
-    if len(attacked) == len(rows) and rows["psnr"].isna().all() and rows["known"].notna().any():
-        return _judge_unscored(rows, not_run or {})
     ran = list(dict.fromkeys(attacked["attack"]))
-    grants = tuple(dict.fromkeys(g for granted in attacked["threat_model"] for g in granted))
-    held = tuple(n for n in ran if _held(attacked[attacked["attack"] == n]).any())
-    failed = {n: attacked.loc[attacked["attack"] == n, "diagnosis"].mode().iloc[0] for n in ran if n not in held}
-    shared = {"held": held, "failed": failed, "not_run": dict(not_run or {}), "grants": grants}
-    gains, psnr = _gains(rows)
-    images = len(gains)
-    recovered = ((psnr > RECOGNISABLE) & (gains > 0)).any(axis=1) if images else pd.Series(dtype=bool)
-    certified = (
-        attacked[attacked["certified"].eq(True)].drop_duplicates(IMAGE) if "certified" in attacked else attacked[:0]
-    )
-    shared |= {"images": images, "recovered": int(recovered.sum()), "certified": len(certified)}
+    held = attacked[_held(attacked)]
+    names = tuple(name for name in ran if (held["attack"] == name).any())
+    shared: dict[str, Any] = {
+        "images": len(_images_of(attacked)),
+        "tested": len(_images_of(held)),
+        "certified": len(_images_of(attacked[attacked["certified"].eq(True)])),
+        "held": names,
+        "failed": {name: _diagnosis(attacked[attacked["attack"] == name]) for name in ran if name not in names},
+        "not_run": dict(not_run or {}),
+        "grants": tuple(dict.fromkeys(grant for granted in attacked["threat_model"] for grant in granted)),
+    }
+    nothing = Answer.NOT_SHOWN if names else Answer.NOT_TESTED
+    if len(attacked) == len(rows) and rows["psnr"].isna().all() and rows["known"].notna().any():
+        return _without_originals(attacked, shared, nothing)
+    gains, psnr = gains_over_guesses(rows), _by_image(rows, "psnr")
+    if gains.empty:
+        return Verdict(nothing, **shared)
+    above = (psnr.loc[gains.index, gains.columns] > RECOGNISABLE) & (gains > 0)
+    counts = above.sum().sort_values(ascending=False, kind="stable")
+    shared |= {"recovered": int(above.any(axis=1).sum()), "by_attack": counts[counts > 0].to_dict()}
     attack, reported, split = strongest(gains)
-    if not attack:
-        return Verdict(Answer.NOT_TESTED if not held else Answer.NOT_SHOWN, **shared)
-    own = attacked[attacked["attack"] == attack].set_index(IMAGE).loc[reported]
-    gain = bootstrap_mean(gains.loc[reported, attack].to_numpy())
-    patches = bootstrap_mean(own["patch_recovery"].to_numpy())
-    figures = {"attack": attack, "psnr": float(own["psnr"].median()), "gain": gain, "patches": patches, "split": split}
-    guessed = rows[rows["attack"].isin(BASELINES)]["patch_recovery"].max()
-    if recovered.any():
+    partial = _most_patches(rows)
+    figures = _figures_of(rows, gains, attack, reported) | {"split": split}
+    if above.any(axis=None):
         answer = Answer.LEAKS
-    elif _above(gain, 0.0) or _more_patches(patches, 0.0 if np.isnan(guessed) else guessed):
+    elif partial:
         answer = Answer.PARTLY
+        if not figures["patches"].mean > 0:  # the strongest attack by PSNR is not the one that gives patches away
+            figures = _figures_of(rows, gains, partial, list(gains.index[gains[partial].notna()])) | {"split": False}
     else:
-        answer = Answer.NOT_SHOWN if held else Answer.NOT_TESTED
+        better = figures["gain"].count > 1 and figures["gain"].low > 0
+        answer = Answer.PARTLY if better or shared["certified"] else nothing
     return Verdict(answer, **shared, **figures)
 
 
-def _judge_unscored(rows: pd.DataFrame, not_run: Mapping[str, str]) -> Verdict:
-    """The verdict on attacks whose answers could not be compared with originals; see the module."""
-    trusted = rows["known"].notna() & (rows["diagnosis"] == "")
-    certified, vouched = rows[rows["certified"].eq(True)], rows[trusted & (rows["known"] > 0)]
-    held = tuple(dict.fromkeys(rows.loc[trusted, "attack"]))
-    others = rows[~rows["attack"].isin(held)].groupby("attack", sort=False)["diagnosis"]
-    if len(certified):
-        answer = Answer.LEAKS
-    elif len(vouched):
-        answer = Answer.PARTLY
-    else:
-        answer = Answer.NOT_SHOWN if held else Answer.NOT_TESTED
-    best = (certified if len(certified) else vouched)["attack"]
-    return Verdict(
-        answer,
-        attack=best.mode().iloc[0] if len(best) else "",
-        images=len(rows.drop_duplicates(IMAGE)),
-        recovered=len(vouched.drop_duplicates(IMAGE)),
-        certified=len(certified.drop_duplicates(IMAGE)),
-        held=held,
-        failed={name: diagnoses.mode().iloc[0] for name, diagnoses in others},
-        not_run=dict(not_run),
-        grants=tuple(dict.fromkeys(g for granted in rows["threat_model"] for g in granted)),
-        scored=False,
-    )
+def gains_over_guesses(rows: pd.DataFrame, metric: str = "psnr", index: list[str] = IMAGE) -> pd.DataFrame:
+    """How much better attacks are than the best guess without a gradient, image by image.
+
+    Args:
+        rows: as `load_rows` gives them, attacks and guesses.
+        metric: of which higher is nearer to the original.
+        index: columns that tell images apart.
+
+    Returns:
+        images x attacks that returned an image at least once, in the metric's unit (dB for psnr); 0 where one returned
+        none, NaN where it was not run. Where no guess was scored, the values themselves.
+    """
+    values = _by_image(rows, metric, index).dropna(axis=1, how="all")
+    guesses = [name for name in BASELINES if name in values]
+    attacks = [name for name in values if name not in BASELINES]
+    floor = values[guesses].max(axis=1) if guesses else pd.Series(0.0, index=values.index)
+    gains = values[attacks].sub(floor.fillna(floor.mean()), axis=0)
+    for name in attacks:
+        ran = pd.MultiIndex.from_frame(rows.loc[rows["attack"] == name, index])
+        gains.loc[gains.index.isin(ran) & gains[name].isna(), name] = 0.0
+    return gains[gains.notna().any(axis=1)]
+
+
+def ranked(gains: pd.DataFrame) -> list[str]:
+    """Attacks, the strongest first; any two are compared on the images that both were run on.
+
+    An attack is better than another if its mean gain, of which `EXACT_GAIN` dB count at most, is higher there by an
+    interval that excludes 0 (on one image, if it is higher). The strongest is better than most others; of equals the
+    one that was run on more images comes first, then the one with the higher mean.
+
+    Args:
+        gains: images x attacks, as `gains_over_guesses` gives them.
+    """
+    counted = gains.dropna(axis=1, how="all").clip(upper=EXACT_GAIN)
+    wins = {name: sum(_better(counted[name], counted[other]) for other in counted) for name in counted}
+    key = {name: (wins[name], int(counted[name].count()), float(counted[name].mean())) for name in counted}
+    return sorted(counted, key=key.__getitem__, reverse=True)
 
 
 def strongest(gains: pd.DataFrame) -> tuple[str, list, bool]:
-    """The strongest attack, the images to report it on, and whether those are others than it was chosen on.
+    """The strongest attack, the images to report it on, and whether it was chosen on other updates than those.
 
     Args:
-        gains: images x attacks, dB over the best guess, NaN where an attack was not run on an image.
+        gains: images x attacks, as `gains_over_guesses` gives them; the index has the levels `IMAGE`.
     """
     compared = gains.dropna(axis=1, how="all")
     if compared.empty:
         return "", [], False
-    common = compared.dropna()
-    if common.empty:  # no image that all of them were run on: each is measured on its own
-        best = compared.mean().idxmax()
-        return str(best), list(compared[best].dropna().index), False
-    split = len(common) >= LEAST_TO_SPLIT
-    chosen_on, reported = (common[::2], common[1::2]) if split else (common, common)
-    return str(chosen_on.mean().idxmax()), list(reported.index), split
+    updates = _update_of(compared.index)
+    chosen_on = _first_half(compared, updates)
+    if len(set(updates)) >= LEAST_TO_SPLIT and compared.shape[1] > 1:
+        best = ranked(compared[chosen_on])[0]
+        own = compared[best].notna().to_numpy()
+        if len(set(updates[own])) >= LEAST_TO_SPLIT:
+            return best, list(compared.index[own & ~chosen_on]), True
+    best = ranked(compared)[0]
+    return best, list(compared.index[compared[best].notna()]), False
 
 
-def _gains(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(gains over the best guess, PSNR), images x attacks in dB; NaN in the gains where an attack was not run."""
-    psnr = rows.pivot_table(index=IMAGE, columns="attack", values="psnr", aggfunc="max", dropna=False, sort=False)
-    psnr = psnr.reindex(index=_index(rows), columns=list(dict.fromkeys(rows["attack"])))
-    guesses = [name for name in BASELINES if name in psnr]
-    attacks = [name for name in psnr if name not in BASELINES]
-    floor = psnr[guesses].max(axis=1) if guesses else pd.Series(0.0, index=psnr.index)
-    gains = psnr[attacks].sub(floor, axis=0)
-    for name in attacks:  # run without an image: the adversary is left with the guess
-        ran = pd.MultiIndex.from_frame(rows.loc[rows["attack"] == name, IMAGE])
-        gains.loc[gains.index.isin(ran) & gains[name].isna(), name] = 0.0
-    any_attack = gains.notna().any(axis=1)
-    return gains[any_attack], psnr.loc[any_attack, attacks]
+def _first_half(gains: pd.DataFrame, updates: np.ndarray) -> np.ndarray:
+    """(images,) bool: half of the updates of every attack, as nearly as it can be; attacks with few updates first."""
+    half: dict[Any, bool] = {}
+    for name in gains.count().sort_values(kind="stable").index:
+        own = dict.fromkeys(updates[gains[name].notna().to_numpy()])
+        for update in own:
+            if update not in half:
+                sides = [half[u] for u in own if u in half]
+                half[update] = 2 * sum(sides) <= len(sides)
+    return np.array([half[update] for update in updates])
 
 
-def _index(rows: pd.DataFrame) -> pd.MultiIndex:
-    return pd.MultiIndex.from_frame(rows[IMAGE].drop_duplicates())
+def _update_of(images: pd.MultiIndex) -> np.ndarray:
+    """The update of each image, as text. Campaigns tell clients apart by their image alone."""
+    frame = images.to_frame(index=False)
+    batches = frame.groupby(["seed", "round", "client"])["image"].transform("max") > 0
+    alone = frame["image_id"].mask(batches, "")
+    return frame[["seed", "round", "client"]].assign(alone=alone).astype(str).agg("\x1f".join, axis=1).to_numpy()
+
+
+def _better(one: pd.Series, other: pd.Series) -> bool:
+    both = (one - other).dropna()
+    if both.empty:
+        return bool(one.mean() > other.mean())
+    interval = bootstrap_mean(both.to_numpy())
+    return interval.low > 0 if interval.count > 1 else interval.mean > 0
+
+
+def _most_patches(rows: pd.DataFrame) -> str:
+    """The attack that brought most patches above the bar, if that is more than the best guess did; else ""."""
+    gains = gains_over_guesses(rows, "patch_recovery")
+    found = {name: bootstrap_mean(gains[name].to_numpy()) for name in gains}
+    shown = {name: i for name, i in found.items() if (i.low if i.count > 1 else i.mean) > 0}
+    return max(shown, key=lambda name: shown[name].low, default="")
+
+
+def _figures_of(rows: pd.DataFrame, gains: pd.DataFrame, attack: str, reported: list) -> dict[str, Any]:
+    own = rows[rows["attack"] == attack].set_index(IMAGE).loc[reported]
+    guessed = rows.loc[rows["attack"].isin(BASELINES), "psnr"].notna().any()
+    return {
+        "attack": attack,
+        "psnr": float(own["psnr"].median()),
+        "gain": bootstrap_mean(gains.loc[reported, attack].to_numpy()) if guessed else NONE,
+        "patches": bootstrap_mean(own["patch_recovery"].fillna(0.0).to_numpy()),
+    }
+
+
+def _without_originals(attacked: pd.DataFrame, shared: Mapping[str, Any], nothing: Answer) -> Verdict:
+    """The verdict on updates of which only the adversary's own evidence is known."""
+    vouched = attacked[(attacked["diagnosis"] == "") & (attacked["known"].astype(float) > 0)]
+    answer = Answer.LEAKS if shared["certified"] else Answer.PARTLY if len(vouched) else nothing
+    best = (attacked[attacked["certified"].eq(True)] if shared["certified"] else vouched)["attack"]
+    name = best.mode().iloc[0] if len(best) else ""
+    return Verdict(answer, **shared, scored=False, attack=name, recovered=len(_images_of(vouched)))
+
+
+def _by_image(rows: pd.DataFrame, metric: str, index: list[str] = IMAGE) -> pd.DataFrame:
+    """images x attacks and guesses: the metric, NaN where there is no image."""
+    values = rows.pivot_table(index=index, columns="attack", values=metric, aggfunc="max", dropna=False, sort=False)
+    images = pd.MultiIndex.from_frame(rows[index].drop_duplicates())
+    return values.reindex(index=images, columns=list(dict.fromkeys(rows["attack"]))).astype(float)
+
+
+def _images_of(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[IMAGE].drop_duplicates()
 
 
 def _held(rows: pd.DataFrame) -> pd.Series:
     """Whether the attack returned an image without a diagnosis, a row each."""
-    return rows["psnr"].notna() & (rows["diagnosis"] == "")
+    return (rows["psnr"].notna() | rows["known"].notna()) & (rows["diagnosis"] == "")
 
 
-def _above(interval: Interval, level: float) -> bool:
-    """Whether the interval excludes everything up to `level`; one value alone has no interval and excludes nothing."""
-    return interval.count > 1 and interval.low > level
-
-
-def _more_patches(patches: Interval, guessed: float) -> bool:
-    """Whether more patches are above `RECOGNISABLE` than in the guesses; of one image the share itself is compared."""
-    return _above(patches, guessed) or (patches.count == 1 and patches.mean > guessed)
+def _diagnosis(rows: pd.DataFrame) -> str:
+    """What an attack says most often, in one sentence."""
+    texts = rows.loc[rows["diagnosis"] != "", "diagnosis"]
+    if texts.empty:
+        return "no image was returned"
+    patterns = texts.map(pattern)
+    return in_one_sentence(texts[patterns == patterns.value_counts().index[0]])
 
 
 def _interval(interval: Interval, scale: float, shape: str) -> str:
@@ -257,3 +356,7 @@ def _interval(interval: Interval, scale: float, shape: str) -> str:
 
 def _images(count: int) -> str:
     return f"{count} image{'s' * (count != 1)}"
+
+
+def _count(names: Any, noun: str) -> str:
+    return f"{len(names)} {noun}{'s' * (len(names) != 1)}"

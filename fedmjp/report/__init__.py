@@ -19,16 +19,18 @@ from fedmjp.report.figures import (
     reconstructions_figure,
     training_figure,
 )
-from fedmjp.report.flags import footnotes, with_table_flags
 from fedmjp.report.page import write_page
 from fedmjp.report.panels import read_panels
-from fedmjp.report.tables import as_latex, as_text, summarise
+from fedmjp.report.remarks import as_headlines, as_terminal_lines, notes, verdicts
+from fedmjp.report.tables import as_csv, as_latex, as_text, summarise
 
 __all__ = [
     "MAX_PANELS",
     "Panel",
     "Reconstructed",
+    "as_headlines",
     "as_latex",
+    "as_terminal_lines",
     "as_text",
     "leakage_by_round_figure",
     "read_panels",
@@ -37,6 +39,7 @@ __all__ = [
     "summarise",
     "summary_files",
     "training_figure",
+    "verdicts",
     "write_page",
 ]
 
@@ -46,9 +49,9 @@ ROUND_COLUMNS = ["defense", "round", "loss", "accuracy", "seconds"]
 def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     """Make every report file of a run from what the run left in its output folder.
 
-    Reads rows.jsonl, rounds.csv (may be absent) and run.json (whose `notes` are shown on the page); writes
-    summary.csv, summary.tex, leakage_by_round, training and reconstructions as .png and .pdf (each where there is
-    something to draw) and report.html.
+    Reads rows.jsonl, rounds.csv (may be absent) and run.json; writes summary.csv, summary.tex,
+    leakage_by_round, training and reconstructions as .png and .pdf (each where there is something to draw) and
+    report.html.
 
     Args:
         out: the run's output folder.
@@ -63,12 +66,12 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     out = Path(out)
     rows, run, rounds = load_rows(out / "rows.jsonl"), _load_run(out / "run.json"), _load_rounds(out / "rounds.csv")
     summary = summarise(rows)
-    for name, text in summary_files(summary).items():
+    for name, text in summary_files(rows).items():
         (out / name).write_text(text, encoding="utf-8")
     figures: dict[str, Path] = {}
     for name, draw, content in (
         ("reconstructions", reconstructions_figure, panels),
-        ("leakage_by_round", leakage_by_round_figure, rows if rows["psnr"].notna().any() else ()),
+        ("leakage_by_round", leakage_by_round_figure, rows),
         ("training", training_figure, rounds),
     ):
         if len(content):
@@ -82,14 +85,14 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
         rounds=rounds,
         rows=rows,
         figures=figures,
-        notes=[*run.get("notes", []), *_notes(rows)],
+        notes=[*run.get("notes", []), *notes(rows)],
     )
     return page
 
 
-def summary_files(summary: pd.DataFrame) -> dict[str, str]:
-    """Content of summary.csv (full precision, NaN as an empty field) and summary.tex."""
-    return {"summary.csv": summary.to_csv(index=False), "summary.tex": as_latex(summary)}
+def summary_files(rows: pd.DataFrame) -> dict[str, str]:
+    """Content of summary.csv and summary.tex for a run's rows."""
+    return {"summary.csv": as_csv(rows), "summary.tex": as_latex(summarise(rows))}
 
 
 def _load_run(path: Path) -> dict[str, Any]:
@@ -112,16 +115,3 @@ def _load_rounds(path: Path) -> pd.DataFrame:
     if missing:
         raise UsageError(f"{path} lacks the columns {missing}")
     return rounds
-
-
-def _notes(rows: pd.DataFrame) -> list[str]:
-    notes = []
-    scored = rows[rows["mse"].notna()]
-    if scored.empty:
-        return notes
-    if scored["lpips"].isna().all():
-        notes.append("LPIPS was not computed: the weights of its network were not available.")
-    images = scored.groupby(["model", "block", "defense", "attack"]).size().min()
-    if images < 10:
-        notes.append(f"Some means rest on as few as {images} images; intervals over so few are too narrow.")
-    return notes + [f"Warning, {line}." for line in footnotes(with_table_flags(rows))]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from fedmjp.audit.verdict import gains_over_guesses
 from fedmjp.defenses import DEFENSES
 from fedmjp.records.rows import BASELINES, CASE
 
@@ -21,7 +22,7 @@ MEANING = {
     "labels_given": "labels were given, not inferred",
     "batch_statistics_assumed": "the model has batch norms: the statistics of the victim's batch were assumed",
     "randomised_defence_once": "the defence draws at random and was seen once for each image",
-    "weak_beats_strong": "a weaker answer is better on average",
+    "weak_beats_strong": "worse on average than the best guess without a gradient, or than fewer steps",
 }
 # What rows of one experiment share; an image is then seen under several draws of seed and round.
 _EXPERIMENT = [key for key in CASE if key not in ("seed", "round", "client")]
@@ -36,12 +37,8 @@ def with_table_flags(rows: pd.DataFrame) -> pd.DataFrame:
     extra: list[set[str]] = [set() for _ in range(len(rows))]
     for place in _seen_once(rows):
         extra[place].add("randomised_defence_once")
-    for weak, strong in _pairs(rows):
-        shared = set(rows["image_id"][weak]) & set(rows["image_id"][strong])
-        means = [rows.loc[p][rows["image_id"][p].isin(shared)]["psnr"].mean() for p in (weak, strong)]
-        if means[0] > means[1]:
-            for place in strong:
-                extra[place].add("weak_beats_strong")
+    for place in (*_below_a_guess(rows), *_below_fewer_steps(rows)):
+        extra[place].add("weak_beats_strong")
     flags = [[*own, *sorted(more - set(own))] for own, more in zip(rows["flags"], extra, strict=True)]
     return rows.assign(flags=flags)
 
@@ -74,19 +71,29 @@ def _seen_once(rows: pd.DataFrame) -> Iterator[int]:
     yield from random.index[counts == 1]
 
 
-def _pairs(rows: pd.DataFrame) -> Iterator[tuple[pd.Index, pd.Index]]:
-    """(weaker, stronger) rows: a guess without a gradient and an attack; an attack with fewer and with more steps."""
+def _below_a_guess(rows: pd.DataFrame) -> Iterator[int]:
+    """Rows of attacks that are on average worse than the best guess without a gradient, image by image."""
     guess = rows["attack"].isin(BASELINES)
     own = rows[~guess & rows["psnr"].notna()]
-    for _, group in own.groupby(_text(own, [*_SETTING, "attack"]), sort=False) if len(own) else ():
-        steps = group["attack_parameters"].map(lambda p: p.get("steps"))
-        rest = group["attack_parameters"].map(lambda p: str({k: v for k, v in p.items() if k != "steps"}))
-        for _, alike in group.groupby(rest, sort=False):
-            budgets = sorted(steps[alike.index].dropna().unique())
-            for fewer, more in zip(budgets, budgets[1:], strict=False):
-                yield alike.index[steps[alike.index] == fewer], alike.index[steps[alike.index] == more]
-        for _, alike in group.groupby(group["attack_parameters"].map(str), sort=False):
-            for name in BASELINES:
-                like = (rows["attack"] == name) & (rows[_GUESSED] == alike[_GUESSED].iloc[0]).all(axis=1)
-                if like.any():
-                    yield rows.index[like], alike.index
+    for _, alike in own.groupby(_text(own, [*_SETTING, "attack", "attack_parameters"])) if len(own) else ():
+        like = rows[guess & (rows[_GUESSED] == alike[_GUESSED].iloc[0]).all(axis=1)]
+        shared = set(alike["image_id"]) & set(like["image_id"])
+        both = pd.concat([alike, like])
+        means = both[both["image_id"].isin(shared)].groupby(["image_id", "attack"], as_index=False)["psnr"].mean()
+        if len(means) and gains_over_guesses(means, index=["image_id"])[alike["attack"].iloc[0]].mean() < 0:
+            yield from alike.index
+
+
+def _below_fewer_steps(rows: pd.DataFrame) -> Iterator[int]:
+    """Rows of searches that are on average worse than the same search with fewer steps, on the images of both."""
+    own = rows[~rows["attack"].isin(BASELINES) & rows["psnr"].notna()]
+    steps = own["attack_parameters"].map(lambda p: p.get("steps"))
+    rest = own["attack_parameters"].map(lambda p: str({k: v for k, v in p.items() if k != "steps"}))
+    for _, alike in own.groupby([_text(own, [*_SETTING, "attack"]), rest], sort=False) if len(own) else ():
+        budgets = sorted(steps[alike.index].dropna().unique())
+        for fewer, more in zip(budgets, budgets[1:], strict=False):
+            weak, strong = (alike[steps[alike.index] == budget] for budget in (fewer, more))
+            shared = set(weak["image_id"]) & set(strong["image_id"])
+            means = [each[each["image_id"].isin(shared)]["psnr"].mean() for each in (weak, strong)]
+            if means[0] > means[1]:
+                yield from strong.index

@@ -14,36 +14,40 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
+from PIL import Image
 
+from fedmjp.audit.verdict import Verdict
 from fedmjp.records.rows import BASELINES
-from fedmjp.report.figures import DPI
 from fedmjp.report.page_template import PAGE
-from fedmjp.report.tables import heading, images_text, interval_text, measured
+from fedmjp.report.remarks import Place, diagnoses, not_run, picture_words, titles, verdicts
+from fedmjp.report.tables import certified_text, heading, images_text, interval_text, measured, share_text
+from fedmjp.report.words import defence_words, grant_words, number_of, setting_words
 
 MAX_IMAGE_ROWS = 200
 
 CAPTIONS = {
-    "reconstructions": "Each row is one client's image: the original, what the model saw after the defence, and what "
-    "each attack made of the gradient, with its PSNR underneath. Empty frames say why an attack returned no image. "
-    "Scores are against the original, so a faithful copy of a shuffled image scores low, though its patches are known.",
-    "leakage_by_round": "Mean PSNR of each attack's reconstructions against the federated round, with 95 % bootstrap "
-    "intervals over images; points are set slightly apart for legibility. Dotted lines need no gradient: an attack at "
-    "or below them shows no leak.",
-    "training": "What the defence costs: accuracy and loss of the global model on held-out data after each round.",
+    "reconstructions": "One client's image a row: the original, what the model saw where a defence changes the input, "
+    "and what the strongest attacks made of the update, the strongest first, each with its PSNR. Pixels under diagonal "
+    "lines are those that the attack does not vouch for. An empty frame says why an attack returned no image. Scores "
+    "are against the original, so a faithful copy of a shuffled image scores low, though its patches are known.",
+    "leakage_by_round": "Mean PSNR of each attack's reconstructions by federated round, with 95 % bootstrap intervals "
+    "over images; points are set slightly apart. Dotted lines need no gradient.",
+    "training": "What the defence costs: accuracy (with 95 % intervals over the test images) and loss of the global "
+    "model on held-out data after each round. Of the loss only the mean is kept.",
 }
 
 MEANINGS = {
-    "mse": "Mean squared error per pixel, pixels in [0, 1]. Higher is more private.",
-    "psnr": "Peak signal-to-noise ratio, the MSE on a logarithmic scale: about 20 dB is recognisable, 30 dB a good "
-    "copy, 60 dB all but exact, 120 dB the most it can say. Lower is more private; judge it against the two baselines, "
-    "not against zero.",
-    "ssim": "Structural similarity, 1 for equal pictures. Lower is more private.",
-    "fft2d": "Cosine distance of the two-dimensional Fourier spectra, 0 for equal pictures. Higher is more private.",
+    "mse": "Mean squared error per pixel, pixels in [0, 1]. Higher is less leakage.",
+    "psnr": "Peak signal-to-noise ratio, the MSE on a logarithmic scale: about 20 dB shows outlines, 25 dB is "
+    "recognisable, 30 dB a good copy, 60 dB all but exact, 120 dB the largest value given. Lower is less leakage; "
+    "compare it with the two guesses, not with zero.",
+    "ssim": "Structural similarity, 1 for equal pictures. Lower is less leakage.",
+    "fft2d": "Cosine distance of the two-dimensional Fourier spectra, 0 for equal pictures. Higher is less leakage.",
     "fft2d_official": "The same distance as the MJP authors' script computes it, without the complex conjugate, for "
-    "comparison with their table. Higher is more private.",
-    "lpips": "Perceptual distance in the features of a trained network. Higher is more private.",
+    "comparison with their table. Higher is less leakage.",
+    "lpips": "Perceptual distance in the features of a trained network. Higher is less leakage.",
     "patch_recovery": "Share of patches recovered in their own place at more than 25 dB each, from 0 to 1. It tells an "
-    "image recovered in parts from one recovered badly all over. Lower is more private.",
+    "image recovered in parts from one recovered badly all over. Lower is less leakage.",
 }
 
 
@@ -71,71 +75,55 @@ def write_page(
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     run = dict.fromkeys(("run_id", "command", "commit", "finished")) | dict(run)
+    found = verdicts(rows, run)
+    headlines = [verdict.headline() for verdict in found.values()]
     page = environment.from_string(PAGE).render(
         run=run,
         opening=_opening(run, rows),
-        verdicts=verdicts(summary),
-        threat_model=_threat_model(rows),
+        verdicts=_verdicts(found),
+        not_run=not_run(found),
+        grants=[grant_words(grants) for grants in _unique(rows["threat_model"])],
+        parameters=_parameters(rows),
         metrics=[(heading(name), MEANINGS[name]) for name in measured(summary)],
         table=_table(summary),
-        diagnoses=_diagnoses(rows),
+        diagnoses=diagnoses(rows),
         training=_training(rounds),
         images=_images(rows),
         images_total=len(rows),
         provenance=_provenance(run),
         skipped=[str(item) for item in (run.get("data") or {}).get("skipped") or []],
         config=_flat(run.get("config") or {}),
-        figures={name: _embedded(file) for name, file in figures.items()},
+        figures={name: _embedded(file, _alt(name, rows)) for name, file in figures.items()},
         captions=CAPTIONS,
-        notes=notes,
+        notes=[note for note in notes if note not in headlines],
     )
     Path(path).write_text(page, encoding="utf-8")
 
 
-def verdicts(summary: pd.DataFrame) -> list[dict[str, str]]:
-    """The strongest attack on each defence (highest mean PSNR) and in words whether it beats the baselines.
-
-    Returns:
-        one dictionary per (model, block, defense): `setting`, `defense`, `attack` ("" if none returned an image),
-        `psnr`, `level` ("leak", "unclear" or "none") and `words`.
-    """
-    answers = []
-    several = summary["model"].nunique() > 1 or summary["block"].nunique() > 1
-    for (model, block, defense), group in summary.groupby(["model", "block", "defense"], sort=False):
-        answer = {"defense": str(defense), "setting": f"{model}, {block}" if several else ""}
-        is_baseline = group["attack"].isin(BASELINES)
-        attacks = group[~is_baseline & group["psnr_mean"].notna()]
-        if attacks.empty:
-            words = "No attack returned an image; the diagnoses below say why."
-            answers.append(answer | {"attack": "", "psnr": "–", "level": "none", "words": words})
-            continue
-        best = attacks.loc[attacks["psnr_mean"].idxmax()].to_dict()
-        level, comparison = _compared(best, group[is_baseline & group["psnr_mean"].notna()])
-        words = f"{comparison} {_fidelity(best['psnr_mean'])}"
-        if best["failed"]:
-            words += f" It returned an image in {images_text(best)} cases."
-        psnr = interval_text(best, "psnr", "\n")
-        answers.append(answer | {"attack": best["attack"], "psnr": psnr, "level": level, "words": words})
-    return answers
+def _verdicts(found: Mapping[Place, Verdict]) -> list[dict[str, Any]]:
+    return [
+        {
+            "title": title,
+            "answer": str(found[place].answer),
+            "kind": str(found[place].answer).split()[-1],  # leaks, partly, shown, tested
+            "reason": found[place].reason(),
+            "details": found[place].summary(),
+        }
+        for place, title in titles(found).items()
+    ]
 
 
-def _compared(best: Mapping[str, Any], baselines: pd.DataFrame) -> tuple[str, str]:
-    if baselines.empty:
-        return "unclear", "The gradient-free baselines were not run, so there is nothing to judge it against."
-    bar = baselines.loc[baselines["psnr_mean"].idxmax()]
-    against = "both gradient-free baselines" if len(baselines) == 2 else "the one gradient-free baseline that was run"
-    margin = best["psnr_mean"] - bar["psnr_mean"]
-    top = f"the better one, {bar['attack']}, has {bar['psnr_mean']:.1f} dB"
-    if margin <= 0:
-        return "none", f"Does not beat the gradient-free baselines ({top}): it shows no leak."
-    if max(bar["psnr_high"], bar["psnr_mean"]) < min(best["psnr_low"], best["psnr_mean"]):
-        return "leak", f"Beats {against}, by {margin:.1f} dB ({top}): the gradient leaks."
-    return "unclear", f"Is above {against} by only {margin:.1f} dB and the intervals overlap ({top}): undecided."
-
-
-def _fidelity(psnr: float) -> str:
-    steps = ((60, "All but exact."), (30, "A good copy."), (20, "Recognisable."))
-    return next((words for bar, words in steps if psnr >= bar), "Below 20 dB: on average hardly recognisable.")
+def _alt(name: str, rows: pd.DataFrame) -> str:
+    """What a picture shows, for those who cannot see it."""
+    if name == "reconstructions":
+        return f"Photographs beside their reconstructions. {picture_words(rows)}."
+    if name == "leakage_by_round":
+        first, last = rows["round"].min(), rows["round"].max()
+        span = f"in round {first}" if first == last else f"from round {first} to {last}"
+        return f"Mean PSNR of each attack {span}, one panel a defence. {picture_words(rows)}."
+    if name == "training":
+        return f"Test accuracy and loss by round: {'; '.join(map(defence_words, rows['defense'].unique()))}."
+    return name.replace("_", " ")
 
 
 def _opening(run: Mapping[str, Any], rows: pd.DataFrame) -> str:
@@ -149,62 +137,63 @@ def _opening(run: Mapping[str, Any], rows: pd.DataFrame) -> str:
     return (
         f"Clients trained {_listed(rows['model'])} on {_listed(rows['dataset'])} and each sent the server {sent} "
         f"(batch size {_listed(rows['batch_size'])}, local steps {_listed(rows['local_steps'])}). A curious server "
-        f"then tried to reconstruct the clients' images from what it received: {_number(len(attacks), 'attack')} "
-        f"({', '.join(attacks) or 'none'}) against {_number(rows['defense'].nunique(), 'defence')} "
-        f"({_listed(rows['defense'])}), {_number(clients, 'client update')} with {_number(images, 'image')} over "
-        f"{_number(rows['round'].nunique(), 'round')}."
+        f"then tried to reconstruct the clients' images from what it received: {number_of(len(attacks), 'attack')} "
+        f"({', '.join(attacks) or 'none'}) against {_defences(rows)}, {number_of(clients, 'client update')} with "
+        f"{number_of(images, 'image')} over {number_of(rows['round'].nunique(), 'round')}."
     )
 
 
-def _threat_model(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    attacks = []
-    for name, group in rows.groupby("attack", sort=False):
-        grants = dict.fromkeys(str(grant) for grants in group["threat_model"] for grant in grants)
-        settings = (", ".join(f"{key} = {value}" for key, value in p.items()) for p in group["attack_parameters"])
-        attacks.append({"attack": name, "grants": list(grants), "parameters": "; or ".join(dict.fromkeys(settings))})
-    return attacks
+def _defences(rows: pd.DataFrame) -> str:
+    names = [defence_words(label) for label in rows["defense"].unique()]
+    return f"{number_of(len(names), 'defence')} ({'; '.join(names)})"
+
+
+def _unique(column: pd.Series) -> list[Any]:
+    """Values in order of first appearance; they may be lists or dictionaries."""
+    return list({str(value): value for value in column}.values())
+
+
+def _parameters(rows: pd.DataFrame) -> list[dict[str, str]]:
+    """The settings of each attack, in words."""
+    attacked = rows[~rows["attack"].isin(BASELINES)]
+    return [
+        {"attack": name, "settings": "; or ".join(map(setting_words, _unique(group["attack_parameters"]))) or "none"}
+        for name, group in attacked.groupby("attack", sort=False)
+    ]
 
 
 def _table(summary: pd.DataFrame) -> list[dict[str, Any]]:
+    """One entry a model, block and defence, with its lines."""
     names = measured(summary)
-    lines: list[dict[str, Any]] = []
-    before = None
-    for line in summary.to_dict("records"):
-        key = (line["model"], line["block"], line["defense"])
-        lines.append(
+    groups = []
+    for (model, block, defense), group in summary.groupby(["model", "block", "defense"], sort=False):
+        lines = [
             {
-                "first": key != before,
-                "group": f"{line['defense']} ({line['model']}, {line['block']} block)",
                 "attack": line["attack"],
                 "baseline": line["attack"] in BASELINES,
                 "images": images_text(line),
                 "cells": [interval_text(line, name, "\n") for name in names],
                 "psnr_median": "–" if np.isnan(line["psnr_median"]) else f"{line['psnr_median']:.2f}",
+                "vouched": share_text(line),
+                "certified": certified_text(line),
                 "seconds": "–" if np.isnan(line["seconds_mean"]) else f"{line['seconds_mean']:.3g}",
             }
-        )
-        before = key
-    return lines
-
-
-def _diagnoses(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    diagnosed = rows[rows["diagnosis"].fillna("") != ""]
-    counts = diagnosed.groupby(["defense", "attack", "diagnosis"], sort=False).size()
-    totals = rows.groupby(["defense", "attack"]).size()
-    return [
-        {"defense": d, "attack": a, "diagnosis": text, "count": f"{n} of {totals[d, a]}"}
-        for (d, a, text), n in counts.items()
-    ]
+            for line in group.to_dict("records")
+        ]
+        groups.append({"title": f"{defence_words(defense)} ({model}, {block} block)", "lines": lines})
+    return groups
 
 
 def _training(rounds: pd.DataFrame) -> list[dict[str, Any]]:
     if rounds.empty:
         return []
-    return rounds.loc[rounds.groupby("defense", sort=False)["round"].idxmax()].to_dict("records")
+    last = rounds.loc[rounds.groupby("defense", sort=False)["round"].idxmax()]
+    return last.assign(defense=last["defense"].map(defence_words)).to_dict("records")
 
 
 def _images(rows: pd.DataFrame) -> list[dict[str, Any]]:
     worst = rows.sort_values("psnr", ascending=False, kind="stable").head(MAX_IMAGE_ROWS)
+    worst = worst.assign(defense=worst["defense"].map(defence_words))
     return worst.astype(object).where(worst.notna(), None).to_dict("records")
 
 
@@ -225,17 +214,18 @@ def _flat(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     return [(prefix, str(config))] if prefix else []
 
 
-def _embedded(file: Path) -> dict[str, Any]:
+def _embedded(file: Path, alt: str) -> dict[str, Any]:
     content = Path(file).read_bytes()
-    pixels = int.from_bytes(content[16:20], "big")  # the width in a PNG's header
+    pixels, dpi = _width_and_dpi(file)
     source = "data:image/png;base64," + base64.b64encode(content).decode("ascii")
     # 1.2 times the printed size: letters of 8 pt come out like the text around them.
-    return {"source": source, "width": round(1.2 * 96 * pixels / DPI)}
+    return {"source": source, "width": round(1.2 * 96 * pixels / dpi), "alt": alt}
 
 
 def _listed(column: pd.Series) -> str:
     return ", ".join(map(str, column.unique()))
 
 
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def _width_and_dpi(file: Path) -> tuple[int, float]:
+    with Image.open(file) as picture:
+        return picture.width, float(picture.info["dpi"][0])

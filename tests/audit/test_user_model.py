@@ -57,9 +57,7 @@ def trained_torchvision_vit() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "make", [timm_vit, trained_torchvision_vit, hugging_face_vit, hugging_face_deit, lambda: ReleasedMJP(width=48)]
-)
+@pytest.mark.parametrize("make", [timm_vit, trained_torchvision_vit, hugging_face_vit, hugging_face_deit, ReleasedMJP])
 def test_own_model(make) -> None:
     torch.manual_seed(0)
     model, images = make(), photographs(32, 1)
@@ -126,7 +124,7 @@ def test_the_answer_is_printed_and_saved_as_a_page(tmp_path) -> None:
     assert "the batch holds 2 images" in text
     assert list(audit.table.columns[:4]) == ["attack", "image", "psnr", "ssim"]
     assert len(audit.table) == 6
-    assert repr(audit) == "Audit(\"not tested: no attack's assumptions held on any update\")"
+    assert repr(audit) == 'Audit("not tested: no attack\'s assumptions held on any update")'
     page = audit.save(tmp_path / "answer")
     rows = load_rows(tmp_path / "answer" / "rows.jsonl")
     pd.testing.assert_series_equal(rows["psnr"], audit.table["psnr"])

@@ -7,19 +7,20 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.rendering import MEAN, Rendering, interval, markdown_table, read_rows
-from fedmjp.report import leakage_by_round_figure, summarise, summary_files
+from fedmjp.report import leakage_by_round_figure, summary_files
+from fedmjp.report.words import defence_words
 
 
 def run_files(folder: Path) -> dict[str, str]:
     """summary.csv and summary.tex."""
-    return summary_files(summarise(read_rows(folder)))
+    return summary_files(read_rows(folder))
 
 
 def run_block(folder: Path) -> str:
     """Leakage by defence and attack."""
     lines = []
     for _, row in pd.read_csv(folder / "summary.csv").iterrows():
-        cells = [row.defense, f"`{row.attack}`", interval(row, "psnr", 1, MEAN), f"{row.ssim_mean:.2f}"]
+        cells = [defence_words(row.defense), f"`{row.attack}`", interval(row, "psnr", 1, MEAN), f"{row.ssim_mean:.2f}"]
         lines.append([*cells, f"{row.lpips_mean:.2f}", f"{row.patch_recovery_mean:.0%}"])
     return markdown_table(["defence", "attack", "PSNR (dB)", "SSIM", "LPIPS", "patches > 25 dB"], lines)
 

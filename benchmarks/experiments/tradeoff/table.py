@@ -3,9 +3,9 @@
 Rows have two more columns than others: `partition` (how the data are distributed over clients) and `point` (the defence
 with its strength, in words). Leakage is the PSNR of whole images, higher = more leakage.
 
-An attack is called the strongest by its mean PSNR over the updates for which it returned an image. Attacks whose mean
-lies within the interval of the best count as equal, and of those the one with most images is named. An adversary
-without the originals would not know which attack that is: the figure is that of one who believes the right one.
+Which attack is the strongest, and what it gains over the best guess without a gradient: `fedmjp.audit.verdict`. An
+adversary without the originals would not know which attack that is: the figure is that of one who believes the right
+one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.rendering import MEAN, interval, markdown_table
+from fedmjp.audit.verdict import gains_over_guesses, strongest
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import BASELINES
@@ -49,7 +50,6 @@ PLACE = ("partition", "point")
 BY = (*PLACE, "attack")
 GUESS = "mean_image"
 STRENGTHS = {"gamma": "γ", "noise_multiplier": "σ"}
-_UPDATE = ["seed", "round", "client", "image"]
 _MARKERS, _DASHES = ("o", "s", "^", "D"), ("-", "--", ":", "-.")  # a partition each
 
 
@@ -63,20 +63,20 @@ def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[st
 
     Returns:
         The columns `BY`; `strongest` (bool); those of `summarise`; `steps` (of a search, else NaN); `gain` with
-        `gain_low` and `gain_high` (dB over the mean image on the same updates); `note` (why there is no image, or why
+        `gain_low` and `gain_high` (dB over the best guess on the same updates); `note` (why there is no image, or why
         not to trust it); and the federation's `accuracy` with `accuracy_low` and `accuracy_high` (95 % bootstrap
         interval over test images), `test_images`, `rounds` and `seeds`.
     """
     lines, names = [], dict.fromkeys([*rows["attack"], *reasons])
     for place, own in rows.groupby(list(PLACE), sort=False):
         measured = summarise(own, ("attack",)).to_dict("records")
-        guesses = own[own["attack"] == GUESS].set_index(_UPDATE)["psnr"]
-        best = strongest(measured)
+        gains = gains_over_guesses(own)
+        best = strongest(gains)[0]
         final = final_accuracy(rounds[(rounds[list(PLACE)] == list(place)).all(axis=1)])
         for line in measured:
             attacked = own[own["attack"] == line["attack"]]
             line |= {"strongest": line["attack"] == best, "steps": _steps(attacked), "note": _note(line, attacked)}
-            lines.append(_placed(place, line | _gain(attacked, guesses) | final))
+            lines.append(_placed(place, line | _gain(gains.get(line["attack"], pd.Series(dtype=float))) | final))
         known = {line["attack"] for line in measured}
         for name in (name for name in names if name not in known):
             absent = {"attack": name, "note": reasons.get(name, "not run in this federation")}
@@ -84,20 +84,6 @@ def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[st
     table = pd.DataFrame(lines)
     first = [*BY, "strongest", "count", "failed", "steps"]
     return table[[*first, *(name for name in table.columns if name not in first)]]
-
-
-def strongest(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The name of the strongest attack; "" where none returned an image.
-
-    Args:
-        lines: of one federation, with attack, psnr_mean, psnr_low (dB), count and failed.
-    """
-    found = [line for line in lines if line["attack"] not in BASELINES and not np.isnan(line["psnr_mean"])]
-    if not found:
-        return ""
-    best = max(found, key=lambda line: line["psnr_mean"])
-    alike = [line for line in found if line["psnr_mean"] >= best["psnr_low"]]
-    return max(alike, key=lambda line: (line["count"] - line["failed"], line["psnr_mean"]))["attack"]
 
 
 def final_accuracy(rounds: pd.DataFrame) -> dict[str, float]:
@@ -136,7 +122,7 @@ def point_of(defense: str, parameters: Mapping[str, Any], model: str) -> str:
 def markdown(table: pd.DataFrame) -> str:
     """Two tables: a line a federation with its strongest attack; and PSNR by attack, a column a federation."""
     places = list(table[list(PLACE)].drop_duplicates().itertuples(index=False, name=None))
-    heads = ["partition", "defence", "accuracy (%)", "strongest attack", "PSNR (dB)", "above the mean image", "SSIM"]
+    heads = ["partition", "defence", "accuracy (%)", "strongest attack", "PSNR (dB)", "over the best guess", "SSIM"]
     cells = [[*place, *_cells(table[(table[list(PLACE)] == list(place)).all(axis=1)])] for place in places]
     parts = [markdown_table([*heads, "updates"], cells)]
     cells = []
@@ -215,9 +201,8 @@ def _note(line: Mapping[str, Any], rows: pd.DataFrame) -> str:
     return f"{kind} on {diagnosed} of {line['count']} updates, mostly: {line['diagnosis']}"
 
 
-def _gain(rows: pd.DataFrame, guesses: pd.Series) -> dict[str, float]:
-    pairs = rows.set_index(_UPDATE)["psnr"]
-    interval = bootstrap_mean((pairs - guesses.reindex(pairs.index)).to_numpy())
+def _gain(gains: pd.Series) -> dict[str, float]:
+    interval = bootstrap_mean(gains.to_numpy())
     return {"gain": interval.mean, "gain_low": interval.low, "gain_high": interval.high}
 
 
@@ -291,7 +276,7 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
     for index, partition in enumerate(partitions):
         axes.plot([], [], color="#707070", marker=_MARKERS[index % 4], ls=_DASHES[index % 4], label=partition)
     if (best["gain_low"] <= 0).any():
-        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than\nthe mean image")
+        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than\nthe best guess")
     _over_rounds(axes)
 
 

@@ -1,0 +1,148 @@
+"""What a reader has to know beside the numbers: verdicts, diagnoses, attacks that were not run, warnings.
+
+Terminal and page print the same; each is computed here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from fedmjp.audit.verdict import Answer, Verdict, judge
+from fedmjp.records.reasons import in_one_sentence, pattern
+from fedmjp.records.rows import BASELINES
+from fedmjp.report.flags import footnotes, with_table_flags
+from fedmjp.report.words import defence_words, number_of
+
+Place = tuple[str, str, str]  # model, block, defence
+# The colour of an answer. Neither "no leak shown" nor "not tested" is good news, so none is green.
+COLOURS = {Answer.LEAKS: "red", Answer.PARTLY: "dark_orange", Answer.NOT_SHOWN: "grey58", Answer.NOT_TESTED: "grey58"}
+
+
+def verdicts(rows: pd.DataFrame, run: Mapping[str, Any]) -> dict[Place, Verdict]:
+    """The verdict on every (model, block, defence) of a run.
+
+    Args:
+        rows: as `load_rows` gives them.
+        run: content of run.json, whose `not_run` says by defence which registered attacks did not run and why.
+    """
+    not_run = run.get("not_run") or {}
+    return {
+        place: judge(group, not_run.get(place[2], {}))
+        for place, group in rows.groupby(["model", "block", "defense"], sort=False)
+    }
+
+
+def as_headlines(found: Mapping[Place, Verdict]) -> list[Text]:
+    """Each verdict's headline as one line for a terminal, the answer in its colour."""
+    lines = []
+    for place, title in titles(found).items():
+        verdict = found[place]
+        rest = verdict.headline().removeprefix(str(verdict.answer))
+        lines.append(
+            Text.assemble((f"{title}: ", "bold"), (str(verdict.answer), f"bold {COLOURS[verdict.answer]}"), rest)
+        )
+    return lines
+
+
+def titles(places: Mapping[Place, Any]) -> dict[Place, str]:
+    """A title for each place: its defence in words, with model and block where they differ."""
+    several = len({place[:2] for place in places}) > len({place[2] for place in places}) or any(
+        len({p[:2] for p in places if p[2] == place[2]}) > 1 for place in places
+    )
+    return {p: defence_words(p[2]) + (f" ({p[0]}, {p[1]} block)" if several else "") for p in places}
+
+
+def diagnoses(rows: pd.DataFrame) -> list[dict[str, str]]:
+    """Each diagnosis once: its defences in words, the attack, in how many rows of these, and the sentence.
+
+    Diagnoses that differ only in numbers are one, and so are those of one attack under several defences.
+    """
+    own = rows[rows["diagnosis"].fillna("") != ""]
+    totals = rows.groupby(["defense", "attack"]).size()
+    lines = []
+    for (attack, _), group in own.groupby(["attack", own["diagnosis"].map(pattern)], sort=False):
+        defences = list(dict.fromkeys(group["defense"]))
+        lines.append(
+            {
+                "defense": "; ".join(map(defence_words, defences)),
+                "attack": attack,
+                "count": f"{len(group)} of {sum(totals[d, attack] for d in defences)}",
+                "diagnosis": in_one_sentence(group["diagnosis"]),
+            }
+        )
+    return lines
+
+
+def not_run(found: Mapping[Place, Verdict]) -> list[dict[str, str]]:
+    """Each reason why registered attacks were not run once: the attacks, their defences in words, the reason."""
+    by_attack: dict[tuple[str, str], tuple[list[str], list[str]]] = {}  # (attack, pattern) -> defences, reasons
+    for place, verdict in found.items():
+        for attack, reason in verdict.not_run.items():
+            defences, texts = by_attack.setdefault((attack, pattern(reason)), ([], []))
+            defences.append(defence_words(place[2]))
+            texts.append(reason)
+    together: dict[tuple[str, str], tuple[list[str], list[str]]] = {}  # (pattern, defences) -> attacks, reasons
+    for (attack, shape), (defences, texts) in by_attack.items():
+        attacks, every = together.setdefault((shape, "; ".join(dict.fromkeys(defences))), ([], []))
+        attacks.append(attack)
+        every += texts
+    return [
+        {"attacks": ", ".join(attacks), "defense": defences, "reason": in_one_sentence(texts)}
+        for (_, defences), (attacks, texts) in together.items()
+    ]
+
+
+def notes(rows: pd.DataFrame) -> list[str]:
+    """Remarks under the verdicts: metrics that were not computed, few images, and every flag in words."""
+    found = []
+    scored = rows[rows["mse"].notna()]
+    if scored.empty:
+        return found
+    if scored["lpips"].isna().all():
+        found.append("LPIPS was not computed: the weights of its network were not available.")
+    images = scored.groupby(["model", "block", "defense", "attack"]).size().min()
+    if images < 10:
+        words = number_of(images, "image")
+        found.append(f"Some means are over {words} only; intervals over so few are too narrow, and one image has none.")
+    return found + [f"Warning, {line}." for line in footnotes(with_table_flags(rows))]
+
+
+def as_terminal_lines(rows: pd.DataFrame, found: Mapping[Place, Verdict]) -> list[RenderableType]:
+    """Diagnoses, attacks not run and notes, as lines for below the table of a terminal."""
+    everywhere = "; ".join(dict.fromkeys(defence_words(place[2]) for place in found))
+
+    def under(line: Mapping[str, str], words: str) -> str:
+        return words if line["defense"] == everywhere else f"{line['defense']}: {words}"
+
+    parts = {
+        "Diagnoses (a poor score in such a row says nothing for the defence)": [
+            under(line, f"{line['attack']}, {line['count']} rows: {line['diagnosis']}") for line in diagnoses(rows)
+        ],
+        "Registered attacks that were not run": [
+            under(line, f"{line['attacks']}: {line['reason']}") for line in not_run(found)
+        ],
+        "Notes": notes(rows),
+    }
+    lines: list[RenderableType] = []
+    for heading, items in parts.items():
+        lines += [Text(f"\n{heading}", "bold"), *(Padding(Text(item), (0, 0, 0, 2)) for item in items)] if items else []
+    return lines
+
+
+def picture_words(rows: pd.DataFrame) -> str:
+    """What can be seen in a picture of reconstructions: for each defence the attack with the highest PSNR."""
+    attacked = rows[~rows["attack"].isin(BASELINES)]
+    parts = []
+    for defense, group in attacked.groupby("defense", sort=False):
+        if group["psnr"].isna().all():
+            parts.append(f"{defence_words(defense)}: no attack has a score")
+            continue
+        best = group.loc[group["psnr"].idxmax()]
+        parts.append(f"{defence_words(defense)}: {best['attack']} reaches {best['psnr']:.1f} dB at best")
+    return "; ".join(parts)

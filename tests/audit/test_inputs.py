@@ -1,0 +1,214 @@
+"""Input that is wrong says so in one line; what can be put right is put right and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attacks import UsageError
+from fedmjp.audit import audit_gradient
+from fedmjp.audit.answer import Audit
+from fedmjp.audit.guesses import embedded_guesses
+from fedmjp.audit.verdict import Answer
+from tests.attacks.models import timm_vit
+from tests.audit.test_user_model import gradients_of
+from tests.conftest import photographs
+
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+@pytest.fixture(scope="module")
+def step() -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    """A model, an image and the gradient that a client would send, without normalisation."""
+    torch.manual_seed(0)
+    model, images = timm_vit(), photographs(32, 1)
+    return model, images, gradients_of(model, images, [1])
+
+
+def audited(step, **changes) -> Audit:
+    model, images, gradients = step
+    given = {"model": model, "images": images, "gradients": gradients, "attacks": ("patch_embedding",)} | changes
+    return audit_gradient(given.pop("model"), given.pop("images"), given.pop("gradients"), **given)
+
+
+def findings(audit: Audit) -> dict[str, str]:
+    return {finding.name: finding.sentence for finding in audit.findings if finding.name != "guesses"}
+
+
+def test_input_that_fits_raises_no_finding(step) -> None:
+    audit = audited(step, labels=torch.tensor([1]))
+    assert findings(audit) == {}
+    assert audit.verdict.answer is Answer.LEAKS
+
+
+def with_nan(images: Tensor) -> Tensor:
+    changed = images.clone()
+    changed[0, 0, 0, 0] = float("nan")
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda images: images.numpy(), "must be a tensor"),
+        (lambda images: images[0], r"not \(3, 32, 32\); add the batch dimension"),
+        (lambda images: images[:0], "must have the shape"),
+        (lambda images: (images * 255).byte(), "divide by 255"),
+        (lambda images: images * 255, "divide by 255"),
+        (lambda images: (images - 0.5) / 0.5, "pass the images before normalisation"),
+        (with_nan, "NaN or infinity"),
+        (lambda images: images[..., :30], "do not divide into patches of 8"),
+        (lambda images: images.repeat(1, 1, 2, 2)[..., :16, :], "cannot be run on images of shape"),
+    ],
+)
+def test_wrong_images(step, change, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as error:
+        audited(step, images=change(step[1]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mean": (0.5, 0.5)}, "mean must be 3 finite numbers"),
+        ({"mean": 0.5}, "mean must be one number a channel"),
+        ({"std": (0.5, 0.0, 0.5)}, "std must be positive"),
+        ({"std": (0.5, float("nan"), 0.5)}, "std must be 3 finite numbers"),
+        ({"labels": torch.tensor([1, 2])}, "labels must be 1 whole numbers"),
+        ({"labels": torch.tensor([0.5])}, "labels must be 1 whole numbers"),
+        ({"model": "vit_b_16"}, "model must be a torch.nn.Module"),
+    ],
+)
+def test_wrong_arguments(step, change, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        audited(step, **change)
+
+
+def replaced(name: str, value):
+    return lambda gradients: gradients | {name: value}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda gradients: list(gradients.values()), "must be a dictionary"),
+        (lambda gradients: {}, "gradients is empty"),
+        (lambda gradients: dict.fromkeys(gradients), "all gradients are None"),
+        (lambda gradients: {f"{n}.grad": g for n, g in gradients.items()}, "'cls_token.grad' is not, 'cls_token' is"),
+        (replaced("head.bias", torch.zeros(7)), r"shape \(7,\), the parameter \(5,\)"),
+        (replaced("head.bias", torch.full((5,), torch.inf)), "head.bias holds NaN or infinity"),
+        (replaced("head.bias", torch.ones(5, dtype=torch.bool)), "pass real numbers"),
+        (replaced("head.bias", "text"), "head.bias"),
+    ],
+)
+def test_wrong_gradients(step, change, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        audited(step, gradients=change(step[2]))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_prefixes_of_wrappers_are_removed(step, prefix: str) -> None:
+    audit = audited(step, gradients={prefix + n: g for n, g in step[2].items()})
+    assert list(findings(audit)) == ["prefixed_names"]
+    assert audit.verdict.certified == 1
+
+
+def test_the_model_inside_a_wrapper_is_attacked(step) -> None:
+    model, images, gradients = step
+    audit = audit_gradient(nn.DataParallel(model), images, gradients, attacks=("patch_embedding",))
+    assert findings(audit) == {"wrapped_model": "the model inside DataParallel was attacked"}
+
+
+def test_arrays_none_and_foreign_names(step) -> None:
+    gradients = {n: g.numpy() for n, g in step[2].items()}
+    audit = audited(step, gradients=gradients | {"head.bias": None, "step": 3})
+    found = findings(audit)
+    assert list(found) == ["converted", "unknown_names", "missing_gradients"]
+    assert "no parameters of the model: step" in found["unknown_names"]
+    assert "no gradient of head.bias" in found["missing_gradients"]
+    assert audit.table.set_index("attack").loc["patch_embedding", "psnr"] > 50
+
+
+def test_a_partial_update_names_the_layer_in_the_diagnosis(step) -> None:
+    gradients = {n: g for n, g in step[2].items() if n != "pos_embed"}
+    audit = audited(step, gradients=gradients)
+    assert "no gradient of pos_embed" in audit.diagnoses["patch_embedding"]
+    assert audit.verdict.answer is Answer.NOT_TESTED
+
+
+@pytest.mark.parametrize(("given", "labels"), [({}, None), ({}, torch.tensor([1])), (IMAGENET, None)])
+def test_another_normalisation_than_the_clients(step, given: dict, labels) -> None:
+    model, images, _ = step
+    gradients = gradients_of(model, images, [1], std=0.5)
+    audit = audited(step, gradients=gradients, labels=labels, **given)
+    assert "mean (0.5, 0.5, 0.5) and std (0.5, 0.5, 0.5) do: pass those" in findings(audit)["normalisation"]
+    assert "pass those" in audit.diagnoses["patch_embedding"]
+    assert audit.verdict.answer is not Answer.NOT_SHOWN
+    fitting = audited(step, gradients=gradients, mean=[0.5] * 3, std=[0.5] * 3)
+    assert findings(fitting) == {}
+
+
+def test_an_uncommon_normalisation_is_measured(step) -> None:
+    model, images, _ = step
+    audit = audited(step, gradients=gradients_of(model, images, [1], std=0.4))
+    assert "check mean and std" in findings(audit)["not_reproduced"]
+    assert "differs from the one given by" in audit.diagnoses["patch_embedding"]
+
+
+def test_a_batch_is_checked_with_its_labels(step) -> None:
+    model, images = step[0], photographs(32, 5)
+    gradients = gradients_of(model, images, [0, 1, 2, 3, 4], std=0.4)
+    labels = torch.arange(5)
+    assert "not_reproduced" in findings(audited(step, images=images, gradients=gradients, labels=labels))
+    fitting = audited(step, images=images, gradients=gradients, labels=labels, mean=[0.4] * 3, std=[0.4] * 3)
+    assert findings(fitting) == {}
+
+
+def test_a_summed_loss_is_no_hindrance(step) -> None:
+    audit = audited(step, gradients={n: 1024 * g for n, g in step[2].items()})
+    assert "is 1024 times that of the mean cross-entropy" in findings(audit)["scaled_loss"]
+    assert audit.table.set_index("attack").loc["patch_embedding", "psnr"] > 50
+
+
+def test_dropout_cannot_be_repeated(step) -> None:
+    model, images, gradients = step
+    twin = timm_vit(proj_drop_rate=0.1)
+    twin.load_state_dict(model.state_dict())
+    audit = audited(step, model=twin.train(), gradients=gradients)
+    assert "training mode with dropout" in findings(audit)["not_reproduced"]
+
+
+def test_a_batch_that_repeats_images(step) -> None:
+    model, images = step[0], photographs(32, 2)[[0, 1, 0]]
+    audit = audited(step, images=images, gradients=gradients_of(model, images, [0, 1, 0]))
+    assert "the batch of 3 holds 2 different images" in findings(audit)["repeated_images"]
+
+
+def test_what_hinders_is_in_the_diagnosis(step) -> None:
+    audit = audited(step, gradients={n: g.sign() for n, g in step[2].items()})
+    assert "first step of Adam" in audit.diagnoses["patch_embedding"]
+    assert audit.verdict.answer is Answer.NOT_TESTED
+    assert not audit.table["known"].any()
+
+
+def test_weight_decay_is_subtracted(step) -> None:
+    weights = dict(step[0].named_parameters())
+    audit = audited(step, gradients={n: g + 0.05 * weights[n].detach() for n, g in step[2].items()})
+    assert "times 0.05 (weight decay); they were known and were subtracted" in findings(audit)["weight_decay"]
+    assert audit.table.set_index("attack").loc["patch_embedding", "psnr"] > 40
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 24, 40), (2, 1, 16, 16)])
+def test_guesses_for_images_of_any_shape(shape: tuple[int, ...]) -> None:
+    guesses = embedded_guesses(torch.rand(shape))
+    assert all(guess.shape == shape for guess in guesses.values())
+    assert embedded_guesses(torch.rand(1, 4, 8, 8)) == {}
+
+
+def test_another_image_is_another_one() -> None:
+    from fedmjp.data import load_data
+
+    images = load_data("photos", size=32).test.images([0, 1, 2])
+    guesses = embedded_guesses(images)
+    assert not torch.isclose(guesses["other_image"], images).flatten(1).all(dim=1).any()
