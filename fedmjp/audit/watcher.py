@@ -256,20 +256,29 @@ class Watcher:
             notes=[verdict.headline(), *self.assumptions, *self.findings.values(), *self.problems],
         )
 
-    def finish(self) -> Path | None:
-        """`save`, once and for all; called at the interpreter's exit if not before. Never raises."""
-        atexit.unregister(self.finish)
+    def round_done(self) -> Path | None:
+        """`save` after a round, without ever raising: the app's training must go on.
+
+        Flower ends the process of a ServerApp without Python's exit handlers, so the page cannot wait for the exit.
+        """
         try:
             page = self.save()
-        except Exception as error:  # at exit, or after the app's training: its result must not be lost
+        except Exception as error:  # the app's result must not be lost
             self.problems.append(f"the page could not be written: {error}".splitlines()[0])
             LOG.warning("%s", self.problems[-1])
             return None
-        if self._folder is not None:
-            self._folder.log.close()
+        if page is not None:
             LOG.warning("%s; page: %s", self.verdict().headline(), page)
         elif self.problems:
             LOG.warning("no update was audited: %s", self.problems[0])
+        return page
+
+    def finish(self) -> Path | None:
+        """`round_done`, once and for all; called at the interpreter's exit if not before. Never raises."""
+        atexit.unregister(self.finish)
+        page = self.round_done()
+        if self._folder is not None:
+            self._folder.log.close()
         return page
 
     def __enter__(self) -> Watcher:

@@ -15,7 +15,11 @@ Observer = Callable[[RecordDict, RecordDict, int], None]
 
 
 class TapGrid(Grid):
-    """`grid`, with `observer(sent, received, node id)` called for each client's successful training reply."""
+    """`grid`, with `observer(sent, received, node id)` called for each client's successful training reply.
+
+    An observer that has a method `round_done` has it called, without arguments, after the last reply of each round of
+    training.
+    """
 
     def __init__(self, grid: Grid, observer: Observer) -> None:
         self._grid, self._observer = grid, observer
@@ -33,6 +37,8 @@ class TapGrid(Grid):
             if node in sent and reply.has_content():
                 self._observer(sent.pop(node), reply.content, node)
             yield reply
+        if outgoing and outgoing[0].metadata.message_type.startswith(MessageType.TRAIN):
+            getattr(self._observer, "round_done", lambda: None)()
 
     def set_run(self, run: Run) -> None:
         """See the wrapped grid."""
