@@ -111,7 +111,9 @@ def breaching_package() -> Any:
         UsageError: it is not installed.
     """
     try:
-        import breaching
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it uses what torch calls deprecated
+            import breaching
     except ImportError as error:
         raise UsageError("this attack runs the `breaching` package: pip install breaching") from error
     return breaching

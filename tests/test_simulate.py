@@ -230,6 +230,12 @@ def test_broken_image_in_a_folder_is_skipped_and_told(tmp_path) -> None:
     assert "broken.jpg" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_a_batch_larger_than_a_clients_data_is_refused(tmp_path, capsys) -> None:
+    assert run(tmp_path / "run", "--train-limit", "6", "--batch-size", "4") == 2
+    assert "--batch-size 4 exceeds the 2 images of client 0" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_batches_of_three_are_matched_and_diagnosed(tmp_path) -> None:
     assert run(tmp_path / "run", "--batch-size", "3", "--rounds", "1") == 0
     rows = [r for r in rows_of(tmp_path / "run") if r["attack"] == "patch_embedding"]

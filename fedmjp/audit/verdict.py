@@ -133,15 +133,19 @@ class Verdict:
     def summary(self) -> list[str]:
         """What stands behind the headline, one sentence a line."""
         lines = []
-        if self.attack and self.scored:
-            lines.append(f"Strongest attack: {self._figures()}{self._how_chosen()}.")
+        if self.attack and self.scored and self.answer in (Answer.NOT_SHOWN, Answer.NOT_TESTED):
+            lines.append(f"Strongest attack: {self._figures()}.")
+        if self.attack and self.scored and self.split:
+            lines.append("The strongest attack was chosen on one half of the updates; its figures are of the other.")
+        elif self.attack and self.scored and len(self.held) + len(self.failed) > 1:
+            lines.append("The strongest attack was chosen on the same images; its figures are slightly too high.")
         if len(self.by_attack) > 1:
             counts = ", ".join(f"{name} {count}" for name, count in self.by_attack.items())
             lines.append(f"Images above {RECOGNISABLE:.0f} dB by attack: {counts}.")
         if self.images and self.scored and not self.gain.count:
             lines.append("Guesses without a gradient were not scored, so there is nothing to compare with.")
         if self.grants:
-            lines.append(f"Granted to the adversary: {', '.join(self.grants)}.")
+            lines.append(f"Granted to the adversary: {', '.join(self.grants).replace('_', ' ')}.")
         return lines
 
     def gaps(self) -> list[str]:
@@ -150,12 +154,6 @@ class Verdict:
             f"Assumptions failed: {', '.join(names)}: {reason}." for reason, names in grouped(self.failed).items()
         ]
         return failed + [f"Not run: {', '.join(names)}: {reason}." for reason, names in grouped(self.not_run).items()]
-
-    def _how_chosen(self) -> str:
-        if self.split:
-            return "; chosen on one half of the updates and reported on the other"
-        others = len(self.held) + len(self.failed) > 1
-        return "; chosen on the same images, so its figure is slightly too high" if others else ""
 
     def _figures(self) -> str:
         text = f"{self.attack}, " + (f"median {self.psnr:.1f} dB" if self.psnr == self.psnr else "no image")

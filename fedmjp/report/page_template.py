@@ -34,7 +34,7 @@ th { text-align: left; font-weight: 600; vertical-align: bottom; }
 thead th { border-bottom: 1px solid var(--ink); }
 th, td { padding: .38rem .7rem .38rem 0; }
 td { vertical-align: top; }
-tbody tr + tr td { border-top: 1px solid var(--line); }
+tbody tr + tr td, tbody tr + tr th { border-top: 1px solid var(--line); }
 tr.group th { padding-top: .9rem; border-bottom: 1px solid var(--line); }
 tr.baseline td { color: var(--soft); font-style: italic; }
 .number { text-align: right; white-space: pre-line; }

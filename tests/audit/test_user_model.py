@@ -215,6 +215,16 @@ def test_what_is_not_told_is_assumed_and_said(tmp_path) -> None:
         watcher.verdict()
 
 
+def test_an_unknown_rate_leaves_answers_vouched_for_but_not_certified(tmp_path) -> None:
+    watcher, _ = watch(own_app(rate=0.5), tmp_path, learning_rate=None)
+    verdict = watcher.verdict()
+    assert verdict.answer is Answer.PARTLY
+    assert verdict.headline().startswith(
+        "partly: patch_embedding vouches for pixels of 2 of 2 images, but no answer is"
+    )
+    assert "patch_embedding vouches for pixels" in watcher.finish().read_text()
+
+
 @pytest.mark.parametrize(("told", "name"), [({"weight_decay": 0.05}, None), ({}, "weight_decay")])
 def test_weight_decay_is_removed_told_or_not(told: dict, name: str | None, tmp_path) -> None:
     watcher, _ = watch(own_app(decay=0.05), tmp_path, **told)
@@ -272,6 +282,7 @@ def test_a_watcher_that_breaks_does_not_break_the_app(tmp_path, monkeypatch) -> 
 def test_results_of_an_earlier_watcher_are_kept(tmp_path) -> None:
     first, _ = watch(own_app(), tmp_path / "leaks")
     second, _ = watch(own_app(), tmp_path / "leaks")
+    assert all(watcher.finish() for watcher in (first, second))
     assert (first.out.name, second.out.name) == ("leaks", "leaks-2")
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import json
+import re
 from html.parser import HTMLParser
 
 import pytest
 from test_report_figures import make_panel
 
 from attacks.registry import UsageError
-from fedmjp.records.rows import load_rows
-from fedmjp.report import render, summarise
-from fedmjp.report.page import verdicts
+from fedmjp.report import render
 from tests.records.sample_rows import REFUSAL, make_row, make_rows, write_run
 
 VOID = {"meta", "img", "br", "link", "hr", "input"}
@@ -26,15 +24,18 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.links: list[str] = []
+        self.alternatives: list[str] = []
         self.text = ""
         self._open: list[str] = []
         self.feed(text)
         self.close()
+        self.settings = re.findall(r'<tr><th scope="row">(\w+)</th><td>([^<]*)</td></tr>', text)
         assert self._open == []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.links += [value for name, value in attrs if name in ("src", "href")]
+        self.alternatives += [value for name, value in attrs if name == "alt"]
         if tag not in VOID:
             self._open.append(tag)
 
@@ -91,6 +92,7 @@ def test_the_page_explains_itself(page):
         "This run is not finished",
         "60 dB all but exact",
         "model weights, gradient",
+        "What the updates leak",
         REFUSAL,
         "model.patch_size",
         "random, seed 7",
@@ -117,33 +119,32 @@ def test_missing_or_damaged_run_json(tmp_path, content):
         render(tmp_path, [])
 
 
-def judged(tmp_path, **psnr: list[float | None]) -> dict[str, str]:
-    rows = [
-        make_row(attack=attack, client=i, psnr=value, **({} if value else dict.fromkeys(("mse", "ssim"))))
-        for attack, values in psnr.items()
-        for i, value in enumerate(values)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (verdict,) = verdicts(summarise(load_rows(tmp_path / "rows.jsonl")))
-    return verdict
+def test_the_verdicts_are_those_of_the_rule(page):
+    assert "Leaks: 12 of 13 images above 25 dB (closed_form" in page.text
+    assert "Leaks:" in page.text
+    for word in ("safe", "secure", "recovered"):
+        assert not re.search(rf"\b{word}\b", page.text, re.IGNORECASE), word
 
 
-@pytest.mark.parametrize(
-    ("psnr", "level", "words"),
-    [
-        ([65.0, 66.0, 67.0], "leak", "All but exact."),
-        ([31.0, 30.0, 32.0], "leak", "A good copy."),
-        ([11.0, 11.5, 12.0], "none", "Does not beat"),
-        ([7.0, 13.0, 30.0], "unclear", "undecided"),
-    ],
-)
-def test_verdict_follows_the_intervals(tmp_path, psnr, level, words):
-    verdict = judged(tmp_path, mean_image=[12.0, 13.0, 14.0], other_image=[8.0, 9.0, 10.0], weak=[5.0], best=psnr)
-    assert (verdict["attack"], verdict["level"]) == ("best", level)
-    assert words in verdict["words"]
-    assert "mean_image, has 13.0 dB" in verdict["words"]
+def test_guesses_are_granted_nothing_and_parameters_are_words(page):
+    assert "mean_image" not in {name for name, _ in page.settings}
+    assert ("optimise_match", "steps 200") in page.settings
 
 
-def test_verdict_without_baselines_or_images(tmp_path):
-    assert judged(tmp_path, best=[50.0])["level"] == "unclear"
-    assert judged(tmp_path, best=[None])["words"].startswith("No attack returned an image")
+def test_registered_attacks_that_were_not_run_are_listed_with_their_reason(tmp_path):
+    reasons = {"dlg": "takes about 30 s, beyond the budget", "idlg": "takes about 31 s, beyond the budget"}
+    out = write_run(tmp_path, make_rows(), not_run={"none": reasons, "mjp": reasons | {"unmix": "needs one image"}})
+    text = Page(render(out, []).read_text(encoding="utf-8")).text
+    assert "dlg, idlg" in text
+    assert "takes about 30 to 31 s, beyond the budget" in text
+    assert "needs one image" in text
+
+
+def test_tables_and_pictures_say_what_they_show(run_folder, page):
+    text = (run_folder / "report.html").read_text(encoding="utf-8")
+    heads = re.findall(r"<th\b[^>]*>", text)
+    assert heads
+    assert all("scope=" in head for head in heads)
+    first, *_ = page.alternatives
+    assert re.search(r"none: april_analytic reaches 1\d\d\.\d dB at best", first)
+    assert all(len(words) > 20 for words in page.alternatives)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,7 @@ from scipy import stats
 from fedmjp import metrics
 from fedmjp.records.rows import BASELINES, METRICS
 from fedmjp.report import as_text, summarise, summary_files
+from fedmjp.report.tables import certified_text, interval_text, latex_value, share_text
 from tests.records.sample_rows import REFUSAL, make_row
 
 
@@ -65,18 +68,19 @@ def test_no_rows_make_an_empty_summary(frame):
     assert list(summarise(frame.iloc[:0]).columns) == list(summarise(frame).columns)
 
 
-def test_csv_round_trip(summary, tmp_path):
-    (tmp_path / "summary.csv").write_text(summary_files(summary)["summary.csv"])
+def test_csv_round_trip(frame, summary, tmp_path):
+    (tmp_path / "summary.csv").write_text(summary_files(frame)["summary.csv"])
     back = pd.read_csv(tmp_path / "summary.csv", keep_default_na=False, na_values={"psnr_mean": [""]})
     np.testing.assert_array_equal(back["psnr_mean"], summary["psnr_mean"])
+    origin = back[["run_id", "dataset", "defense_parameters", "update", "batch_size"]].drop_duplicates()
+    assert origin.values.tolist() == [["sample", "faces", '{"ratio": 0.3}', "gradient", 1]]
     assert back["defense"].tolist() == summary["defense"].tolist()
 
 
-def test_latex_is_balanced_and_escaped(frame, tmp_path):
-    summary = summarise(frame.assign(model=r"vit_50%&#{~}^\$"))
-    (tmp_path / "summary.tex").write_text(summary_files(summary)["summary.tex"])
-    text = (tmp_path / "summary.tex").read_text(encoding="utf-8")
-    body = [line for line in text.splitlines() if not line.startswith("%")]
+def test_latex_is_balanced_and_escaped(frame):
+    rows = frame.assign(model=r"vit_50%&#{~}^\$")
+    text, summary = summary_files(rows)["summary.tex"], summarise(rows)
+    body = [line.removesuffix("%") for line in text.splitlines() if not line.startswith("%")]
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
     assert r"vit\_50\%\&\#\{\textasciitilde{}\}\textasciicircum{}\textbackslash{}\$" in text
     assert r"closed\_form" in text
@@ -88,14 +92,57 @@ def test_latex_is_balanced_and_escaped(frame, tmp_path):
     assert not any(re.search(r"(?<!\\)[_#%]", line) for line in body)
 
 
-def test_latex_values_and_arrows(tmp_path, summary):
-    (tmp_path / "summary.tex").write_text(summary_files(summary)["summary.tex"])
-    text = (tmp_path / "summary.tex").read_text(encoding="utf-8")
+def test_latex_values_and_arrows(frame, summary):
+    text = summary_files(frame)["summary.tex"]
     first = summary.iloc[0]
     assert rf"${first['psnr_mean']:.2f} \pm {(first['psnr_high'] - first['psnr_low']) / 2:.2f}$" in text
-    for heading in (r"PSNR (dB) $\downarrow$", r"MSE $\uparrow$", r"$\uparrow$"):
+    for heading in (r"PSNR (dB) $\downarrow$", r"SSIM $\downarrow$", r"Patches $>$ 25 dB $\downarrow$"):
         assert heading in text
     assert "LPIPS" not in text  # nothing measured
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="LaTeX (pdflatex) is not installed")
+def test_latex_fits_the_text_width_of_a_two_column_article(frame, tmp_path):
+    rows = frame.assign(lpips=0.1234, defense="mjp:gamma=0.1,jigsaw_probability=0.25")
+    rows.loc[rows["attack"] == "closed_form", "attack"] = "breaching_see_through_gradients"
+    (tmp_path / "summary.tex").write_text(summary_files(rows)["summary.tex"], encoding="utf-8")
+    (tmp_path / "paper.tex").write_text(
+        r"""\documentclass[twocolumn]{article}
+\usepackage{booktabs}
+\newsavebox{\measured}
+\begin{document}
+\begin{table*}\centering\input{summary}\end{table*}
+\sbox{\measured}{\input{summary}}
+\typeout{WIDTHS \the\wd\measured\space \the\textwidth}
+\end{document}
+""",
+        encoding="utf-8",
+    )
+    made = subprocess.run(
+        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if "booktabs.sty' not found" in made.stdout:
+        pytest.skip("LaTeX's package booktabs is not installed")
+    assert made.returncode == 0, made.stdout[-2000:]
+    table, text = map(float, re.search(r"WIDTHS ([\d.]+)pt ([\d.]+)pt", made.stdout).groups())
+    assert 100 < table <= text
+
+
+def test_one_value_has_no_interval(frame):
+    line = summarise(frame.head(1)).to_dict("records")[0]
+    assert interval_text(line, "psnr", digits=1) == f"{frame['psnr'].iloc[0]:.1f}"
+    assert latex_value(line, "psnr") == f"${frame['psnr'].iloc[0]:.2f}$"
+
+
+def test_vouched_and_certified(frame):
+    rows = frame.head(4).assign(attack="closed_form", known=[1.0, 0.5, 0.0, 0.5], certified=[True, False, False, False])
+    line = summarise(rows).to_dict("records")[0]
+    assert (share_text(line), certified_text(line)) == ("50%", "1 of 4")
+    assert share_text(summarise(frame.head(4)).to_dict("records")[0]) == "–"
 
 
 @pytest.mark.parametrize("width", [80, 120, 160])
