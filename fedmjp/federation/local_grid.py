@@ -8,7 +8,8 @@ client raises, the reply is an error message, as from a real SuperNode.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 from uuid import uuid4
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -22,15 +23,27 @@ CLIENT_FAILED = 2  # Flower's error code for an exception in a ClientApp
 
 
 class LocalGrid(Grid):
-    """A grid of `clients` nodes that run `client_app`; node n in 1..clients holds partition n - 1."""
+    """A grid of `clients` nodes that run `client_app`; node n in 1..clients holds partition n - 1.
 
-    def __init__(self, client_app: ClientApp, clients: int) -> None:
+    Args:
+        client_app: what every node runs.
+        clients: number of nodes.
+        run_config: what the app's `context.run_config` holds, as `flwr run` reads it from pyproject.toml.
+    """
+
+    def __init__(self, client_app: ClientApp, clients: int, run_config: Mapping[str, Any] | None = None) -> None:
         self._app = client_app
         self._replies: dict[str, Message] = {}
         self._run = Run.create_empty(RUN_ID)
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, 0, 0
         self._contexts = {
-            node: Context(RUN_ID, node, {"partition-id": node - 1, "num-partitions": clients}, RecordDict(), {})
+            node: Context(
+                RUN_ID,
+                node,
+                {"partition-id": node - 1, "num-partitions": clients},
+                RecordDict(),
+                dict(run_config or {}),
+            )
             for node in range(1, clients + 1)
         }
 

@@ -1,0 +1,66 @@
+"""The example programs and the notebook run as they stand, without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def python(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TMPDIR": str(cwd)}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def page_of(done: subprocess.CompletedProcess) -> Path:
+    """The page that the program names last."""
+    assert done.returncode == 0, done.stderr
+    page = Path(done.stdout.splitlines()[-1].removeprefix("page: "))
+    assert page.is_file()
+    return page
+
+
+@pytest.mark.slow
+def test_own_model(tmp_path) -> None:
+    assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 21
+    done = python(EXAMPLES / "own_model.py", cwd=tmp_path)
+    page_of(done)
+    assert done.stdout.startswith("Leaks: 1 of 1 image above 25 dB, 1 certified")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "answer"), [([], "Leaks: 1 of 1"), (["--freeze"], "Not tested:")])
+def test_fine_tuning_from_a_local_folder(options: list[str], answer: str, tmp_path) -> None:
+    """The model is published with another classifier, which fine-tuning replaces."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 384}
+    config = transformers.ViTConfig(image_size=32, patch_size=4, num_labels=5, **shape)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "weights")
+    arguments = ["--weights", tmp_path / "weights", "--out", tmp_path / "page", *options]
+    done = python(EXAMPLES / "huggingface_finetuning.py", *arguments, cwd=tmp_path)
+    assert page_of(done) == tmp_path / "page" / "report.html"
+    assert done.stdout.startswith(answer)
+
+
+@pytest.mark.slow
+def test_fine_tuning_names_a_folder_without_a_model(tmp_path) -> None:
+    done = python(EXAMPLES / "huggingface_finetuning.py", "--weights", "nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "nowhere holds no config.json" in done.stderr
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    """`make notebook` runs it from top to bottom."""
+    cells = json.loads((EXAMPLES / "audit.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    assert [(cell["outputs"], cell["execution_count"]) for cell in code] == [([], None)] * len(code)
