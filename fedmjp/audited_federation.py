@@ -193,8 +193,12 @@ class FederationAudit:
         return dict(zip(BASELINES, (self.mean_image.expand(size, -1, -1, -1), other), strict=True))
 
     def _write(self, scored: Scored, observation: Observation, batch: Batch, norm: float) -> None:
+        place = self.defense, observation.round, observation.client
         if scored.images is not None:
-            self.folder.save_images(self.defense, observation.round, observation.client, scored.attack, scored.images)
+            self.folder.save_images(*place, scored.attack, scored.images)
+        if scored.known is not None:
+            mask = scored.known.float().expand(-1, 3, -1, -1)
+            self.folder.save_images(*place, f"{scored.attack}_known", mask)
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
         for index, image_id in enumerate(batch.ids):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))

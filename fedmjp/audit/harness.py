@@ -35,6 +35,7 @@ class Scored:
         seconds: wall-clock time of the attack.
         diagnosis: of the attack, see `Reconstruction`.
         reconstruction: as the attack returned it; None for baselines.
+        known: (B, 1, H, W) bool, the pixels that the attack vouches for, in the order of the originals, or None.
     """
 
     attack: str
@@ -44,6 +45,7 @@ class Scored:
     seconds: float
     diagnosis: str
     reconstruction: Reconstruction | None = None
+    known: Tensor | None = None
 
     def row(self, case: Mapping[str, Any], image_id: str, gradient_norm: float, place: int = 0) -> dict[str, Any]:
         """The results row of one image, without the columns that describe the run.
@@ -117,8 +119,9 @@ def score_found(
         originals: for each update (B, C, H, W) in [0, 1], all of one size.
         score_images: see `scorer`.
     """
-    pairs = zip(found, originals, strict=True)
-    images = [None if f.images is None else _matched(f.images.to(o), o) for f, o in pairs]
+    pairs = list(zip(found, originals, strict=True))
+    orders = [None if f.images is None else match(f.images.to(o), o) for f, o in pairs]
+    images = [None if order is None else f.images.to(o)[order] for (f, o), order in zip(pairs, orders, strict=True)]
     present = [i for i, batch in enumerate(images) if batch is not None]
     records = iter(
         score_images(torch.cat([images[i] for i in present]), torch.cat([originals[i] for i in present]))
@@ -126,15 +129,12 @@ def score_found(
         else []
     )
     scored = []
-    for answer, batch, target in zip(found, images, originals, strict=True):
+    for (answer, target), batch, order in zip(pairs, images, orders, strict=True):
         missing = dict.fromkeys(METRIC_DIRECTIONS, float("nan"))
         own = [missing if batch is None else next(records) for _ in target]
-        scored.append(Scored(name, attack.parameters(), batch, own, answer.seconds, answer.diagnosis, answer))
+        known = None if batch is None or answer.known is None else answer.known[order.to(answer.known.device)]
+        scored.append(Scored(name, attack.parameters(), batch, own, answer.seconds, answer.diagnosis, answer, known))
     return scored
-
-
-def _matched(reconstructions: Tensor, originals: Tensor) -> Tensor:
-    return reconstructions[match(reconstructions, originals)]
 
 
 def scorer(patch_size: int, lpips: Callable | None) -> ScoreImages:

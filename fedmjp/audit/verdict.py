@@ -134,7 +134,8 @@ class Verdict:
         """What stands behind the headline, one sentence a line."""
         lines = []
         if self.attack and self.scored and self.answer in (Answer.NOT_SHOWN, Answer.NOT_TESTED):
-            lines.append(f"Strongest attack: {self._figures()}.")
+            share = _interval(self.patches, 100, "{:.0f}")
+            lines.append(f"Strongest attack: {self._figures()}, {share} % of patches above {RECOGNISABLE:.0f} dB.")
         if self.attack and self.scored and self.split:
             lines.append("The strongest attack was chosen on one half of the updates; its figures are of the other.")
         elif self.attack and self.scored and len(self.held) + len(self.failed) > 1:

@@ -208,7 +208,7 @@ def image_path(out: Path, defense: str, round: int, client: int, image: int, wha
 
     Args:
         image: its place in the client's batch.
-        what: "original", "seen", or an attack's name.
+        what: "original", "seen", an attack's name, or that name with "_known" for the pixels it vouches for.
     """
     return out / "images" / defense / f"round{round:03d}_client{client:03d}_image{image}_{what}.png"
 

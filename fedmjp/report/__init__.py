@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,10 @@ import pandas as pd
 
 from attacks.registry import UsageError
 from fedmjp.records.rows import load_rows
-from fedmjp.report.figures import (
-    MAX_PANELS,
-    Panel,
-    Reconstructed,
-    leakage_by_round_figure,
-    reconstructions_figure,
-    training_figure,
-)
+from fedmjp.report.figures import leakage_by_round_figure, training_figure
 from fedmjp.report.page import write_page
 from fedmjp.report.panels import read_panels
+from fedmjp.report.pictures import MAX_PANELS, Panel, Reconstructed, reconstructions_figure
 from fedmjp.report.remarks import as_headlines, as_terminal_lines, notes, verdicts
 from fedmjp.report.tables import as_csv, as_latex, as_text, summarise
 
@@ -49,9 +44,9 @@ ROUND_COLUMNS = ["defense", "round", "loss", "accuracy", "seconds"]
 def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     """Make every report file of a run from what the run left in its output folder.
 
-    Reads rows.jsonl, rounds.csv (may be absent) and run.json; writes summary.csv, summary.tex,
-    leakage_by_round, training and reconstructions as .png and .pdf (each where there is something to draw) and
-    report.html.
+    Reads rows.jsonl, rounds.csv (may be absent) and run.json (whose `notes` are shown on the page); writes
+    summary.csv, summary.tex, leakage_by_round, training and reconstructions as .png and .pdf (each where there is
+    something to draw) and report.html.
 
     Args:
         out: the run's output folder.
@@ -71,8 +66,8 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     figures: dict[str, Path] = {}
     for name, draw, content in (
         ("reconstructions", reconstructions_figure, panels),
-        ("leakage_by_round", leakage_by_round_figure, rows),
-        ("training", training_figure, rounds),
+        ("leakage_by_round", leakage_by_round_figure, rows if rows["psnr"].notna().any() else ()),
+        ("training", partial(training_figure, test_images=(run.get("data") or {}).get("test_images")), rounds),
     ):
         if len(content):
             figures[name] = out / f"{name}.png"

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from attacks import UsageError
 from fedmjp.records import provenance
-from fedmjp.report.figures import NORMAL, SMALL, save, style
+from fedmjp.report.styles import NORMAL, SMALL, save, style
 from fedmjp.training.config import TrainConfig
 
 

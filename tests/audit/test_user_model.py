@@ -120,7 +120,7 @@ def test_the_answer_is_printed_and_saved_as_a_page(tmp_path) -> None:
     model, images = timm_vit(), photographs(32, 2)
     audit = audit_gradient(model, images, gradients_of(model, images, [1, 2]), attacks=("patch_embedding",))
     text = str(audit)
-    assert text.startswith("Not tested: no attack's assumptions held on any update.")
+    assert text.startswith("Not tested: the assumptions of 1 attack (patch_embedding) failed on every update.")
     assert "the batch holds 2 images" in text
     assert list(audit.table.columns[:4]) == ["attack", "image", "psnr", "ssim"]
     assert len(audit.table) == 6
@@ -190,7 +190,7 @@ def test_own_flower_app(tmp_path) -> None:
     verdict = watcher.verdict()
     assert verdict.answer is Answer.LEAKS
     assert re.match(r"leaks: \d of 4 images certified, they reproduce the update", verdict.headline())
-    assert "april was not run: not among --attacks." in verdict.details()
+    assert any("april" in line and "not among --attacks" in line for line in verdict.details())
 
 
 def test_what_is_not_told_is_assumed_and_said(tmp_path) -> None:

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.rendering import spread_table
-from fedmjp.report.figures import NORMAL, SMALL, draw_picture, dress, error_bars, save, style
+from fedmjp.report.pictures import draw_picture
+from fedmjp.report.styles import NORMAL, SMALL, attack_style, defence_colour, dress, error_bars, save
 
 
 def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -37,34 +38,35 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def leakage_figure(one: pd.DataFrame, updates: pd.DataFrame, path: Path) -> None:
-    """Draw both tables of `adaptive_tables` side by side."""
-    figure = Figure(figsize=(8.6, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    """Draw both tables of `adaptive_tables`: against gamma, and against updates with a panel a schedule of masks."""
+    schedules = list(updates["setting"].unique()) if len(updates) else []
+    panels = bool(len(one)) + len(schedules)
+    figure = Figure(figsize=(max(4.0, 2.35 * panels), 3.6), layout="constrained")
+    axes = list(figure.subplots(1, max(1, panels), sharey=True, squeeze=False)[0])
     if len(one):
-        _by_gamma(left, one)
-    if len(updates):
-        _by_updates(right, updates)
-    left.set_ylabel("PSNR of the whole image (dB)", fontsize=NORMAL)
-    left.set_ylim(bottom=0, auto=True)
+        _by_gamma(axes[0], one)
+    for panel, schedule in zip(axes[bool(len(one)) :], schedules, strict=True):
+        _by_updates(panel, updates[updates["setting"] == schedule])
+        panel.set_title(f"{schedule} schedule", fontsize=NORMAL)
+    axes[0].set_ylabel("PSNR of the whole image (dB)", fontsize=NORMAL)
+    axes[0].set_ylim(bottom=0, auto=True)
     save(figure, path)
 
 
 def _by_gamma(axes: Axes, table: pd.DataFrame) -> None:
-    for index, (attack, group) in enumerate(table.groupby("attack")):
-        _line(axes, group["gamma"], group, attack, index)
-    axes.set_xlabel("Masking ratio γ, one update", fontsize=NORMAL)
+    for attack, group in table.groupby("attack"):
+        error_bars(axes, group["gamma"], group, label=attack, **attack_style(attack) | {"ms": 4, "lw": 1.3})
+    axes.set_xlabel("Masking ratio γ", fontsize=NORMAL)
+    axes.set_title("one update", fontsize=NORMAL)
     _dress(axes)
 
 
 def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
-    for index, gamma in enumerate(table["gamma"].unique()):
+    for gamma in table["gamma"].unique():
         own = table[table["gamma"] == gamma]
-        for (attack, setting), group in own.groupby(["attack", "setting"], sort=False):
-            label = f"γ = {gamma}" + (", released schedule" if setting == "released" else "")
-            changes = {"ls": ":" if setting == "released" else "-"}
-            if attack != table["attack"].iloc[0]:
-                label, changes = f"{label}, {attack}", changes | {"marker": "*", "ms": 9}
-            _line(axes, group["round"], group, label, index, **changes)
+        for attack, group in own.groupby("attack", sort=False):
+            line = {"color": defence_colour("mjp", ("gamma", gamma)), "marker": attack_style(attack)["marker"]}
+            error_bars(axes, group["round"], group, label=f"{attack}, γ {gamma:g}", ms=4, lw=1.3, **line)
     axes.set_xscale("log")
     ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= table["round"].max()]
     axes.set_xticks(ticks, [str(t) for t in ticks])
@@ -73,13 +75,9 @@ def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
     _dress(axes)
 
 
-def _line(axes: Axes, x: pd.Series, group: pd.DataFrame, label: str, index: int, **changes) -> None:
-    error_bars(axes, x, group, label=label, **style(index) | {"ms": 4, "lw": 1.3} | changes)
-
-
 def _dress(axes: Axes) -> None:
     dress(axes, grid="both")
-    axes.legend(fontsize=SMALL - 1, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    axes.legend(fontsize=SMALL, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def round_by_round_figure(

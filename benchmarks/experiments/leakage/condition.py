@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
+from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
 
 FLOAT32_UNIT = 2.0**-24
 GUIDE = "worst case of float32 round-off"

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from attacks.registry import UsageError
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import BASELINES
-from fedmjp.report.figures import NORMAL, SMALL, dress, error_bars, save, style
+from fedmjp.report.figures import legend_below
+from fedmjp.report.styles import GREY, MOST_LINES, NORMAL, SMALL, WIDTH, attack_style, dress, error_bars, save
 
 BY = ["model", "weights", "defense", "gamma", "batch", "setting", "attack", "init", "steps"]
 GUESS = "mean_image"
@@ -82,25 +83,21 @@ def _verdict(line: dict) -> str:
 
 
 def matching_figure(table: pd.DataFrame, path: Path) -> None:
-    """Draw PSNR against steps, images in the batch, and gamma."""
+    """Draw PSNR against steps, images in the batch, and gamma; of each the six attacks that come nearest."""
     original = table[table["setting"] == "original"]
     own, defended = original[original["defense"] == "none"], original[original["defense"] != "none"]
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
     alone = own[own["batch"] == 1]
     swept = defended[(defended["batch"] == 1) & (defended["gamma"] > 0)]
     budget = _common_budget(table)
     at = lambda lines: lines[lines["steps"].isin([0, budget])]  # noqa: E731
-    _panel(axes[0], alone[alone["steps"] > 0], "steps", "Steps, one image, no defence")
-    _panel(axes[1], at(own), "batch", f"Images in the batch, {budget} steps")
-    _panel(axes[2], at(pd.concat([alone, swept])), "gamma", f"MJP's γ, one image, {budget} steps")
-    guess = table[(table["attack"] == GUESS) & (table["batch"] == 1)]["psnr"].mean()
-    for one in axes:
-        one.axhline(guess, color="#404040", ls=":", lw=1)
-    axes[0].annotate("mean image", (0.02, guess), xycoords=("axes fraction", "data"), fontsize=SMALL - 1, va="bottom")
+    guess = table[(table["attack"] == GUESS) & (table["batch"] == 1)].head(1)
+    _panel(axes[0], alone[alone["steps"] > 0], guess, "steps", "Steps,\none image, no defence")
+    _panel(axes[1], at(own), guess, "batch", f"Images in the batch,\n{budget} steps")
+    _panel(axes[2], at(pd.concat([alone, swept])), guess, "gamma", f"MJP's γ,\none image, {budget} steps")
     axes[0].set_ylabel("PSNR against the original (dB)", fontsize=NORMAL)
-    handles = {label: h for one in axes for h, label in zip(*one.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=SMALL - 1, frameon=False)
+    legend_below(figure, list(axes), columns=3)
     save(figure, path)
 
 
@@ -110,19 +107,23 @@ def _common_budget(table: pd.DataFrame) -> int:
     return int(budgets.mode().iloc[0]) if len(budgets) else 0
 
 
-def _panel(axes: Axes, table: pd.DataFrame, by: str, label: str) -> None:
+def _panel(axes: Axes, table: pd.DataFrame, guess: pd.DataFrame, by: str, label: str) -> None:
     searched = table[~table["attack"].isin(BASELINES)]
-    names = sorted(searched["attack"].unique())
-    for (attack, init), group in searched.groupby(["attack", "init"], sort=False):
-        group = group.sort_values(by)
+    lines = {key: group.sort_values(by) for key, group in searched.groupby(["attack", "init"], sort=False)}
+    nearest = sorted(lines, key=lambda key: lines[key]["psnr"].max(), reverse=True)[:MOST_LINES]
+    for attack, init in nearest:
+        group = lines[attack, init]
         chosen = init not in ("", "randn")
-        look = style(names.index(attack)) | {"ms": 4, "lw": 1.3} | ({"ls": ":"} if chosen else {})
         name = f"{attack} from {init}" if chosen else attack
-        error_bars(axes, group[by], group, "psnr", label=name, **look)
+        changes = {"ms": 4, "lw": 1.3} | ({"ls": ":"} if chosen else {})
+        error_bars(axes, group[by], group, "psnr", label=name, **attack_style(attack) | changes)
+    if len(guess):
+        axes.axhline(guess["psnr"].iloc[0], label=GUESS, lw=1, **attack_style(GUESS))
+        axes.axhspan(guess["psnr_low"].iloc[0], guess["psnr_high"].iloc[0], color=GREY, alpha=0.12, lw=0, zorder=0)
     if by != "gamma":
         axes.set_xscale("log", base=2)
         ticks = sorted(searched[by].unique())
         axes.set_xticks(ticks, [str(t) for t in ticks])
         axes.minorticks_off()
-    axes.set_xlabel(label, fontsize=NORMAL)
+    axes.set_xlabel(label if len(lines) <= MOST_LINES else f"{label},\nthe six nearest of {len(lines)}", fontsize=SMALL)
     dress(axes, grid="both")

@@ -25,7 +25,8 @@ from fedmjp.audit.verdict import gains_over_guesses, strongest
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import BASELINES
-from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
+from fedmjp.report.figures import draw_by_round, legend_below, strongest_attacks, wilson
+from fedmjp.report.styles import NORMAL, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
 from fedmjp.report.tables import summarise
 
 # Stands under the table.
@@ -49,8 +50,9 @@ run for few steps (`--steps`) on few updates (`--at-most`), where papers take th
 PLACE = ("partition", "point")
 BY = (*PLACE, "attack")
 GUESS = "mean_image"
+PANELS = 3  # a line of the figure
 STRENGTHS = {"gamma": "γ", "noise_multiplier": "σ"}
-_MARKERS, _DASHES = ("o", "s", "^", "D"), ("-", "--", ":", "-.")  # a partition each
+_MARKERS = ("o", "s", "^", "D")  # a partition each
 
 
 def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[str, str]) -> pd.DataFrame:
@@ -208,35 +210,55 @@ def _gain(gains: pd.Series) -> dict[str, float]:
 
 def tradeoff_figure(table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path) -> None:
     """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence."""
-    points, names = list(dict.fromkeys(table["point"])), list(dict.fromkeys(rows["attack"]))
-    figure = Figure(figsize=(max(9.2, 2.1 * len(points)), 7.4), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.05))
-    over_rounds, plane = upper.subplots(1, 2)
-    _draw_accuracy(over_rounds, rounds, points)
+    points = list(dict.fromkeys(table["point"]))
+    lines = -(-len(points) // PANELS)
+    figure = Figure(figsize=(WIDTH, 3.9 + 2.6 * lines), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(3.6, 0.3 + 2.6 * lines))
+    partitions = list(dict.fromkeys(rounds["partition"]))
+    *over_rounds, plane = upper.subplots(1, len(partitions) + 1)
+    for axes, partition in zip(over_rounds, partitions, strict=True):
+        _draw_accuracy(axes, rounds[rounds["partition"] == partition], points)
+        axes.set_title(partition, fontsize=NORMAL)
+        axes.sharey(over_rounds[0])
+    over_rounds[0].set_ylabel("Test accuracy (%)", fontsize=NORMAL)
     _draw_plane(plane, table, points)
     handles, labels = plane.get_legend_handles_labels()
-    upper.legend(handles, labels, loc="outside right center", fontsize=SMALL, frameon=False)
-    panels = lower.subplots(1, len(points), sharey=True, squeeze=False)[0]
-    for axes, point in zip(panels, points, strict=True):
-        _draw_leakage(axes, rows[rows["point"] == point], names)
+    upper.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
+    panels = lower.subplots(lines, min(PANELS, len(points)), sharex=True, squeeze=False)
+    for axes, point in zip(panels.flat, points, strict=False):
+        own = rows[rows["point"] == point]
+        draw_by_round(axes, own, [*strongest_attacks(own)[0], *BASELINES])
         axes.set_title(point, fontsize=NORMAL)
-    panels[0].set_ylabel("PSNR (dB), higher = more leakage", fontsize=NORMAL)
-    drawn = {label: h for a in panels for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
-    shown = sorted(drawn, key=names.index)
-    handles = [drawn[name] for name in shown]
-    lower.legend(handles, shown, loc="outside lower center", ncols=5, fontsize=SMALL, frameon=False)
+        axes.set_xlabel("Round", fontsize=NORMAL)
+        axes.tick_params(labelbottom=True)
+        _over_rounds(axes)
+    for axes in panels.flat[len(points) :]:
+        axes.set_axis_off()
+    lower.supylabel("PSNR (dB) of the six strongest attacks, a scale a panel", fontsize=NORMAL)
+    legend_below(lower, list(panels.flat), columns=3)
     save(figure, path)
 
 
+def _colour(point: str) -> str:
+    """Colour of a defence with its strength in words (`point_of`)."""
+    name, *rest = point.split(", ")
+    for part in rest:
+        for option, symbol in STRENGTHS.items():
+            if part.startswith(f"{symbol} = "):
+                return defence_colour(name, (option, float(part.removeprefix(f"{symbol} = "))))
+    return defence_colour(name)
+
+
 def _draw_accuracy(axes: Axes, rounds: pd.DataFrame, points: Sequence[str]) -> None:
-    partitions = list(dict.fromkeys(rounds["partition"]))
-    for (partition, point), own in rounds.groupby(["partition", "point"], sort=False):
-        mean = 100 * own.groupby("round")["accuracy"].mean()
-        place = partitions.index(partition) % 4
-        look = {"color": style(points.index(point))["color"], "ls": _DASHES[place], "marker": _MARKERS[place]}
-        axes.plot(mean.index, mean, ms=3.5, lw=1.3, **look)
+    for point, own in rounds.groupby("point", sort=False):
+        of_round = own.groupby("round")
+        share, count = of_round["accuracy"].mean(), int(of_round["test_images"].sum().iloc[0])
+        low, high = wilson(share.to_numpy(), count)
+        table = pd.DataFrame({"mean": 100 * share.to_numpy(), "low": 100 * low, "high": 100 * high})
+        beside = 0.015 * share.index.max() * (points.index(point) - (len(points) - 1) / 2)
+        line = {"color": _colour(point), "marker": "o", "ms": 3.5, "lw": 1.1, "elinewidth": 0.6, "capsize": 1}
+        error_bars(axes, share.index + beside, table, **line)
     axes.set_xlabel("Round", fontsize=NORMAL)
-    axes.set_ylabel("Test accuracy (%)", fontsize=NORMAL)
     _over_rounds(axes)
 
 
@@ -246,7 +268,7 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
     for line in best.itertuples():
         low, high = 100 * (line.accuracy - line.accuracy_low), 100 * (line.accuracy_high - line.accuracy)
         bounds = [[max(line.psnr_mean - line.psnr_low, 0)], [max(line.psnr_high - line.psnr_mean, 0)]]
-        colour = style(points.index(line.point))["color"]
+        colour = _colour(line.point)
         axes.errorbar(
             100 * line.accuracy,
             line.psnr_mean,
@@ -260,37 +282,17 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
             capsize=2,
         )
     guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
-    axes.set_xlabel("Test accuracy after the last round (%)", fontsize=NORMAL)
-    axes.set_ylabel("PSNR of the strongest attack (dB)", fontsize=NORMAL)
+    axes.set_xlabel("Test accuracy (%), last round", fontsize=NORMAL)
+    axes.set_ylabel("PSNR (dB), strongest attack", fontsize=NORMAL)
     named = {point: list(dict.fromkeys(best.loc[best["point"] == point, "attack"])) for point in points}
-    for index, point in enumerate(points):
-        axes.plot(
-            [],
-            [],
-            ls="",
-            marker="o",
-            color=style(index)["color"],
-            label=f"{point}: {', '.join(named[point]) or 'no image'}",
-        )
-    axes.axhline(guess, color="#404040", ls=":", lw=1.2, label="mean image (no gradient)")
+    for point in points:
+        label = f"{point}: {', '.join(named[point]) or 'no image'}"
+        axes.plot([], [], ls="", marker="o", color=_colour(point), label=label)
+    axes.axhline(guess, label="mean image (no gradient)", lw=1.2, **attack_style(GUESS))
     for index, partition in enumerate(partitions):
-        axes.plot([], [], color="#707070", marker=_MARKERS[index % 4], ls=_DASHES[index % 4], label=partition)
+        axes.plot([], [], color="#707070", marker=_MARKERS[index % 4], ls="", label=partition)
     if (best["gain_low"] <= 0).any():
-        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than\nthe best guess")
-    _over_rounds(axes)
-
-
-def _draw_leakage(axes: Axes, rows: pd.DataFrame, names: Sequence[str]) -> None:
-    for name, own in rows.groupby("attack", sort=False):
-        mean = own.groupby("round")["psnr"].mean().dropna()
-        if mean.empty:
-            continue
-        if name in BASELINES:
-            axes.plot(mean.index, mean, color="#404040" if name == GUESS else "#9a9a9a", ls=":", lw=1.4, label=name)
-            continue
-        look = style(names.index(name) - len(BASELINES))
-        axes.plot(mean.index, mean, ms=3.5, lw=1.0, label=name, **look)
-    axes.set_xlabel("Round", fontsize=NORMAL)
+        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than the best guess")
     _over_rounds(axes)
 
 

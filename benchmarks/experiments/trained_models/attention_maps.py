@@ -40,7 +40,8 @@ from fedmjp.models import MODELS, BuiltModel, build_model, split_name
 from fedmjp.models.attention import last_attention
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
-from fedmjp.report.figures import SMALL, draw_picture, save
+from fedmjp.report.pictures import draw_picture
+from fedmjp.report.styles import SMALL, save
 
 BATCH = 50
 MEASURES = ("entropy", "distance", "head_diversity", "content")

@@ -20,7 +20,7 @@ from experiments.trained_models.options import ConsistencyOptions
 from fedmjp.evaluation.consistency import measure, summarise
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
-from fedmjp.report.figures import NORMAL, SMALL, dress, error_bars, save, style
+from fedmjp.report.styles import NORMAL, SMALL, dress, error_bars, save, style
 
 SHOWN = ("model", "positions", "gamma", "accuracy", "diff_norm", "diff_share", "consistency", "images")
 

@@ -16,7 +16,7 @@ from experiments.scaffold import PAPER
 from experiments.trained_models.options import CLEAN
 from fedmjp.metrics import bootstrap_statistic
 from fedmjp.records.rows import Schema
-from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
+from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
 
 MEASURES = ("error", "difference", "ce", "rise", "rise_difference")
 TEN = "table 9"  # the ten corruptions of the paper's Table 9

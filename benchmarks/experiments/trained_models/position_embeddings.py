@@ -27,7 +27,7 @@ from fedmjp.models import build_model, split_name
 from fedmjp.models.weights import classes_of, shipped_names
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
-from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
+from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
 
 FOLDS = 5
 PENALTIES = np.logspace(-6, 6, 25)  # of ridge regression, in units of the embeddings' mean squared deviation

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from experiments.rendering import PLAIN, interval, markdown_table
 from fedmjp.metrics import Interval, t_interval
-from fedmjp.report.figures import NORMAL, SMALL, dress, save, style
+from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
 
 # How a metric is called, its digits in a table, and where it is measured (gamma at inference).
 METRICS = {
