@@ -1,13 +1,14 @@
 # Two commands that work on a fresh machine with Python 3.11+ and make:
 #   make simulate   create the environment, run the main job on the embedded photographs, print the path of the report
 #   make test       create the environment, run the tests (make test-fast: without the slow ones)
-# make docs builds the documentation into site/, make lint checks style and format.
+# make notebook runs examples/audit.ipynb from top to bottom, make docs builds the documentation into site/,
+# make lint checks style and format.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: simulate test test-fast tables lint docs clean
+.PHONY: simulate test test-fast notebook tables lint docs clean
 
 simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense none mjp:gamma=0.1 mjp:gamma=0.9 --budget 3s $(ARGS)
@@ -20,6 +21,10 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(TEST) -m "not slow" $(ARGS)
+
+# Runs it in a kernel of its own; the file keeps no outputs.
+notebook: $(STAMP)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest --nbmake examples/audit.ipynb
 
 # Tables in results/ and Markdown blocks in README.md and docs/, from the committed rows.
 tables: $(STAMP)
