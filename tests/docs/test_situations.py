@@ -22,6 +22,7 @@ CAUSES = {
     "noise": "not the exact gradient of one image",
     "naive_attacks": "shared position embedding",
     "wrong_block": "APRIL's equation does not hold",
+    "raising_attack": "RuntimeError: the matrix is singular",
     "large_batch": "--batch-size 16 exceeds the 12 images",
     "no_audit_clients": "--audit-clients takes at least one client",
     "steps_without_search": "--steps is for attacks that search",

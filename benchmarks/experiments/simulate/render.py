@@ -20,9 +20,15 @@ def run_block(folder: Path) -> str:
     """Leakage by defence and attack."""
     lines = []
     for _, row in pd.read_csv(folder / "summary.csv").iterrows():
-        cells = [defence_words(row.defense), f"`{row.attack}`", interval(row, "psnr", 1, MEAN), f"{row.ssim_mean:.2f}"]
+        cells = [
+            defence_words(row.defense),
+            f"`{row.attack}`",
+            str(row["count"]),
+            interval(row, "psnr", 1, MEAN),
+            f"{row.ssim_mean:.2f}",
+        ]
         lines.append([*cells, f"{row.lpips_mean:.2f}", f"{row.patch_recovery_mean:.0%}"])
-    return markdown_table(["defence", "attack", "PSNR (dB)", "SSIM", "LPIPS", "patches > 25 dB"], lines)
+    return markdown_table(["defence", "attack", "updates", "PSNR (dB)", "SSIM", "LPIPS", "patches > 25 dB"], lines)
 
 
 def _figures(folder: Path) -> None:

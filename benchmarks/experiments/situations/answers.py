@@ -90,8 +90,8 @@ def of_watcher(watcher: Any) -> Answer:
 
 
 def _reasons(verdict: Any) -> list[str]:
-    """Why attacks failed whose assumptions did not hold, where none recovered an image."""
-    return [] if verdict.recovered else [f"`{name}`: {reason}" for name, reason in verdict.failed.items()]
+    """Why attacks failed whose assumptions did not hold on any update."""
+    return [f"`{name}`: {reason}" for name, reason in verdict.failed.items()]
 
 
 def _joined(sentences: Sequence[str]) -> str:

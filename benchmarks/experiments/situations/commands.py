@@ -29,7 +29,7 @@ def raising() -> Answer:
     def fail(*_: object) -> None:
         raise RuntimeError("the matrix is singular")
 
-    with patch.object(ATTACKS.get("april"), "reconstruct", fail):
+    with patch.multiple(ATTACKS.get("april"), reconstruct=fail, reconstruct_many=fail):
         return run("--attacks patch_embedding april --defense none")()
 
 

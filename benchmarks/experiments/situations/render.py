@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -31,8 +32,9 @@ def situations_block(folder: Path) -> str:
 
 
 def _cell(answer: Answer) -> str:
-    words = textwrap.shorten(answer.words, WIDTH, placeholder=" …").replace("|", "\\|")
-    return f"**{answer.kind}**: {words}"
+    """The verdict in bold, and what else is said."""
+    said = re.sub(rf"^{re.escape(answer.kind)}[:.] ", "", answer.words, flags=re.IGNORECASE)
+    return f"**{answer.kind}**: {textwrap.shorten(said, WIDTH, placeholder=' …')}".replace("|", "\\|")
 
 
 SITUATIONS = Rendering("situations", blocks={"situations": situations_block})
