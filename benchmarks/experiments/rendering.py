@@ -16,10 +16,9 @@ import numpy as np
 import pandas as pd
 
 from attacks.registry import UsageError
+from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import RESULTS, Schema, load_rows
-
-GOOD = 25.0  # dB: an image that one would recognise
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,14 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.DataFrame:
-    """Mean with 95 % interval, median, first decile (dB) and share of images above `GOOD`, by the columns `by`.
+    """Mean with 95 % interval, median, first decile (dB) and share of images above `RECOGNISABLE` dB, by `by`.
 
     Args:
         rows: with the columns `by`, `value` (dB) and `seconds`.
+
+    Returns:
+        The columns `by`, for V the name of the value V_mean, V_low, V_high, V_median, V_first_decile and
+        V_share_recognisable, `seconds_median` and `count` (of images).
     """
     lines = []
     for key, group in rows.groupby(by, sort=False):
@@ -79,10 +82,12 @@ def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.D
         interval = bootstrap_mean(values)
         finite = values[np.isfinite(values)]
         spread = np.quantile(finite, [0.5, 0.1]) if len(finite) else (np.nan, np.nan)
+        good = float((finite > RECOGNISABLE).mean()) if len(finite) else np.nan
         numbers = {"mean": interval.mean, "low": interval.low, "high": interval.high, "median": spread[0]}
-        numbers |= {"first_decile": spread[1], "share_good": float((finite > GOOD).mean()) if len(finite) else np.nan}
-        seconds = {"seconds": group["seconds"].median(), "images": interval.count}
-        lines.append(dict(zip(by, key, strict=True)) | numbers | seconds)
+        numbers |= {"first_decile": spread[1], "share_recognisable": good}
+        named = {f"{value}_{name}": number for name, number in numbers.items()}
+        other = {"seconds_median": group["seconds"].median(), "count": interval.count}
+        lines.append(dict(zip(by, key, strict=True)) | named | other)
     return pd.DataFrame(lines)
 
 

@@ -46,8 +46,8 @@ MEANINGS = {
     "fft2d_official": "The same distance as the MJP authors' script computes it, without the complex conjugate, for "
     "comparison with their table. Higher is less leakage.",
     "lpips": "Perceptual distance in the features of a trained network. Higher is less leakage.",
-    "patch_recovery": "Share of patches above 25 dB, each in its own place, from 0 to 1. It separates an image "
-    "reconstructed in parts from one reconstructed badly all over. Lower is less leakage.",
+    "patch_recovery": "Share of patches that come above 25 dB in their own place, from 0 to 1. It distinguishes "
+    "an image known in parts from one that is poor all over. Lower is less leakage.",
 }
 
 

@@ -43,8 +43,8 @@ def test_only_looking_back_separates_a_batch(finished) -> None:
     assert len(rows) == 2 * 4  # two attacks, the one full plane of five images
     assert set(rows["batch_size"]) == {2}
     table = pd.read_csv(finished / "table.csv").set_index("attack")
-    assert table.loc["batch_rounds", "first_decile"] > 50
-    assert table.loc["patch_embedding", "median"] < 15
+    assert table.loc["batch_rounds", "psnr_first_decile"] > 50
+    assert table.loc["patch_embedding", "psnr_median"] < 15
     assert (finished / "separated.png").stat().st_size > 10_000
     assert (finished / "run.json").exists()
 

@@ -158,17 +158,17 @@ def test_the_strongest_attack_by_hand() -> None:
     ).set_index("attack")
     assert table.index[table["strongest"].astype(bool)].tolist() == ["unmix"]
     assert table.loc["patch_embedding", "psnr_mean"] == 30
-    assert table.loc["unmix", "gain"] == pytest.approx(31 - (99 + 12) / 2)
-    assert np.isnan(table.loc["mean_image", "gain"])
-    assert table.loc["april", "gain"] == pytest.approx((5 + 6 + 7 + 6 - 99 - 12 - 10 - 11) / 4)
+    assert table.loc["unmix", "gain_mean"] == pytest.approx(31 - (99 + 12) / 2)
+    assert np.isnan(table.loc["mean_image", "gain_mean"])
+    assert table.loc["april", "gain_mean"] == pytest.approx((5 + 6 + 7 + 6 - 99 - 12 - 10 - 11) / 4)
     assert table.loc["dlg", "note"] == "not run: for a reason"
-    assert table.loc["april", ["accuracy", "rounds"]].tolist() == [0.25, 2]
+    assert table.loc["april", ["accuracy_mean", "rounds"]].tolist() == [0.25, 2]
 
 
 def test_accuracy_of_several_seeds_is_over_all_their_images() -> None:
     rounds = pd.DataFrame({"seed": [0, 1], "round": [5, 5], "accuracy": [0.2, 0.4], "test_images": [10, 10]})
     found = final_accuracy(rounds)
-    assert (found["accuracy"], found["test_images"], found["seeds"]) == (pytest.approx(0.3), 20, 2)
+    assert (found["accuracy_mean"], found["test_images"], found["seeds"]) == (pytest.approx(0.3), 20, 2)
     assert 0 <= found["accuracy_low"] < 0.3 < found["accuracy_high"] <= 1
 
 

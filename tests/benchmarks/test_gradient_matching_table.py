@@ -41,8 +41,8 @@ def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
     assert len(rows) == 2 * 2 * (2 + 4 + 2)
     table = pd.read_csv(whole / "table.csv").set_index(["attack", "gamma", "batch", "setting"])
     assert table.loc[("patch_embedding", 0.0, 1, "original"), "verdict"] == "beats the mean image"
-    assert table.loc[("patch_embedding", 0.0, 2, "original"), "psnr"] < 15
-    assert table.loc[("inverting_gradients", 0.0, 2, "original"), "label_accuracy"] == 1.0
+    assert table.loc[("patch_embedding", 0.0, 2, "original"), "psnr_mean"] < 15
+    assert table.loc[("inverting_gradients", 0.0, 2, "original"), "label_accuracy_mean"] == 1.0
     assert "one_mask_assumed" in table.loc[("inverting_gradients", 0.5, 2, "original"), "flags"]
     assert any("randomised_defence_once" in line for line in json.loads((whole / "run.json").read_text())["warnings"])
 
@@ -76,7 +76,7 @@ def test_verdicts_are_on_the_same_images() -> None:
     weak = rows("idlg", [9.0, 19.0, 11.5], attack_parameters={"steps": 5, "init": "randn"})
     mixed = rows("dlg", [9.0, 21.0, 12.0], attack_parameters={"steps": 5, "init": "randn"})
     table = matching_table(pd.DataFrame(guess + strong + weak + mixed)).set_index("attack")
-    assert table.loc["gradvit", "gain"] == pytest.approx(3.5 / 3)
+    assert table.loc["gradvit", "gain_mean"] == pytest.approx(3.5 / 3)
     verdicts = ("beats the mean image", "below the mean image", "no better than the mean image")
     assert tuple(table.loc[["gradvit", "idlg", "dlg"], "verdict"]) == verdicts
     assert table.loc["mean_image", "verdict"] == ""
@@ -105,7 +105,7 @@ def test_another_defence_stands_beside_none(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--batches", "1", "--num-images", "1", "--pictures", "0", "--attacks", "patch_embedding"]
     assert run(out, *options, "--defense", "noise", "--noise-multiplier", "0.01") == 0
-    table = pd.read_csv(out / "table.csv").set_index(["attack", "defense", "setting"])["psnr"]
+    table = pd.read_csv(out / "table.csv").set_index(["attack", "defense", "setting"])["psnr_mean"]
     assert table["patch_embedding", "none", "original"] > 60
     assert table["patch_embedding", "noise", "original"] < 30
     heads = matching_block(out).splitlines()[0]

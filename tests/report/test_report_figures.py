@@ -8,8 +8,22 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import to_rgb
+from scipy import stats
 
-from fedmjp.report import Panel, Reconstructed, leakage_by_round_figure, reconstructions_figure, training_figure
+from attacks import ATTACKS
+from fedmjp.defenses import DEFENSES
+from fedmjp.report import (
+    Panel,
+    Reconstructed,
+    figures,
+    leakage_by_round_figure,
+    reconstructions_figure,
+    training_figure,
+)
+from fedmjp.report.figures import wilson
+from fedmjp.report.styles import DEFENCES, attack_order, attack_style, label_colour
+from tests.records.sample_rows import make_row
 
 
 def make_panel(title: str = "mjp, round 1, client 0") -> Panel:
@@ -34,8 +48,8 @@ def test_reconstructions(tmp_path, count):
     path = tmp_path / "made" / "reconstructions.png"
     reconstructions_figure([make_panel()] * count, path)
     height, width, _ = pixels(path).shape
-    assert 1300 < width < 1600  # a label and five cells of 1.2 inches at 200 dpi
-    assert 200 * count < height < 400 * count
+    assert 1000 < width < 1600  # a label and five cells of 1.2 inches
+    assert 200 * count < height <= 880
 
 
 def test_reconstructions_show_the_pixels_they_are_given(tmp_path):
@@ -43,11 +57,36 @@ def test_reconstructions_show_the_pixels_they_are_given(tmp_path):
     red[0] = 1
     reconstructions_figure([Panel("one", red, red, {})], tmp_path / "r.png")
     picture = pixels(tmp_path / "r.png")
-    share = (picture == [1, 0, 0]).all(axis=-1).sum() / (2 * (1.15 * 200) ** 2)
-    assert share == pytest.approx(1, abs=0.03)
+    share = (picture == [1, 0, 0]).all(axis=-1).sum() / (1.15 * 200) ** 2
+    assert share == pytest.approx(1, abs=0.03)  # once: what the model saw is the original
 
 
-def test_panels_lacking_an_attack_leave_a_hole(tmp_path):
+def test_pixels_that_are_not_vouched_for_are_hatched(tmp_path):
+    red = np.zeros((3, 4, 4))
+    red[0] = 1
+    for share in (1.0, 0.5, 0.0):
+        known = np.arange(4)[:, None].repeat(4, 1) < 4 * share
+        panel = Panel("one", None, None, {"attack": Reconstructed(red, 20.0, known=known)})
+        reconstructions_figure([panel], tmp_path / "r.png")
+        picture = pixels(tmp_path / "r.png")
+        clean = (picture == [1, 0, 0]).all(axis=-1)
+        # A quarter of the unvouched half is covered by lines, about as much again by their soft edges.
+        assert 0.4 * (1 - share) - 0.05 < 1 - clean.sum() / (1.15 * 200) ** 2 < 0.7 * (1 - share) + 0.03
+
+
+def test_rows_with_other_attacks_have_headings_of_their_own(tmp_path):
+    image = np.ones((3, 4, 4)) / 2
+    rows = [
+        Panel("a", image, image, {name: Reconstructed(image, 1.0) for name in names}) for names in ("xy", "yz", "yz")
+    ]
+    reconstructions_figure([*rows], tmp_path / "three.png", dpi=100)
+    reconstructions_figure([rows[0], rows[0], rows[0]], tmp_path / "same.png", dpi=100)
+    three, same = (pixels(tmp_path / f"{name}.png").shape for name in ("three", "same"))
+    assert three[0] == pytest.approx(same[0] + 17, abs=2)  # one more line of headings of 0.17 inches
+    assert three[1] == same[1]
+
+
+def test_panels_may_differ_in_their_attacks(tmp_path):
     bare = Panel("none", np.ones((3, 4, 4)), np.ones((3, 4, 4)), {"other": Reconstructed(None, None)})
     reconstructions_figure([make_panel(), bare], tmp_path / "r.png")
     pixels(tmp_path / "r.png")
@@ -97,3 +136,42 @@ def test_equal_data_gives_equal_files(tmp_path, frame):
         reconstructions_figure([make_panel()], tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert (tmp_path / "a.pdf").read_bytes() == (tmp_path / "b.pdf").read_bytes()
+
+
+def test_at_most_six_attacks_a_panel_and_the_strongest_are_drawn(tmp_path, monkeypatch):
+    names = [f"attack{place}" for place in range(9)]
+    rows = pd.DataFrame(
+        [
+            make_row(attack=name, client=c, image_id=str(c), psnr=level + c / 10)
+            for level, name in [(10, "mean_image"), *zip(range(20, 29), names, strict=True)]
+            for c in range(3)
+        ]
+    )
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    leakage_by_round_figure(rows, tmp_path / "a.png")
+    (axes,) = [axes for axes in drawn[0].axes if axes.has_data()]
+    labels = axes.get_legend_handles_labels()[1]
+    assert sorted(labels) == ["attack3", "attack4", "attack5", "attack6", "attack7", "attack8", "mean_image"]
+    assert "weaker, not drawn: attack2, attack1" in axes.get_xlabel().replace("\n", " ")
+
+
+def test_every_registered_attack_has_a_style_of_its_own():
+    styles = {name: (s["color"], s["marker"], s["ls"]) for name in ATTACKS if (s := attack_style(name))}
+    assert len(set(styles.values())) == len(styles)
+    assert attack_style("breaching_april")["color"] == attack_style("april")["color"]
+    assert attack_style("of another package") == attack_style("of another package")
+    assert attack_order(["other_image", "zzz", "unmix", "april"]) == ["april", "unmix", "zzz", "other_image"]
+
+
+def test_every_registered_defence_has_a_colour_that_darkens_with_its_strength():
+    assert set(DEFENSES) <= set(DEFENCES)
+    shades = [sum(to_rgb(label_colour(f"mjp:gamma={gamma}"))) for gamma in (0.1, 0.5, 0.9)]
+    assert shades == sorted(shades, reverse=True)
+    assert label_colour("none") != label_colour("mjp:gamma=0.5") != label_colour("mjp:gamma=0.1")
+
+
+def test_accuracy_has_the_interval_of_wilson():
+    oracle = stats.binomtest(6, 24).proportion_ci(method="wilson")
+    low, high = wilson(np.array([0.25]), 24)
+    assert (low[0], high[0]) == (pytest.approx(oracle.low, abs=1e-6), pytest.approx(oracle.high, abs=1e-6))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.adaptive.table import adaptive_tables, leakage_figure
-from experiments.rendering import PLAIN, Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
 
 
 def adaptive_files(folder: Path) -> dict[str, str]:
@@ -21,15 +21,21 @@ def adaptive_block(folder: Path) -> str:
     one, updates = pd.read_csv(folder / "one_update.csv"), pd.read_csv(folder / "updates.csv")
     lines = []
     for _, row in one.sort_values(["gamma", "attack"], ascending=[True, False]).iterrows():
-        mean = f"{interval(row, '', 1, PLAIN)}, median {row['median']:.1f}"
-        cells = [f"{row.gamma}", f"`{row.attack}`", mean, f"median {row.median_visible:.1f}", f"{row.images:.0f}"]
+        mean = f"{interval(row, 'psnr', 1, MEAN)}, median {row.psnr_median:.1f}"
+        cells = [
+            f"{row.gamma}",
+            f"`{row.attack}`",
+            mean,
+            f"median {row.psnr_visible_median:.1f}",
+            f"{row['count']:.0f}",
+        ]
         lines.append(cells)
     first = markdown_table(["one update, γ", "attack", "whole image (dB)", "visible patches (dB)", "images"], lines)
     lines = []
     for (gamma, schedule, attack), own in updates.groupby(["gamma", "setting", "attack"], sort=False):
-        columns = {"round": ".0f", "median": ".1f", "first_decile": ".1f", "share_good": ".0%"}
+        columns = {"round": ".0f", "psnr_median": ".1f", "psnr_first_decile": ".1f", "psnr_share_recognisable": ".0%"}
         cells = [", ".join(format(value, form) for value in own[name]) for name, form in columns.items()]
-        cells[-1] += f" of {own['images'].max():.0f}"
+        cells[-1] += f" of {own['count'].max():.0f}"
         lines.append([f"{gamma}, {schedule}", f"`{attack}`", *cells])
     heads = ["γ, schedule", "attack", "after so many updates", "median (dB)", "first decile (dB)"]
     return first + "\n\n" + markdown_table([*heads, "images above 25 dB"], lines)

@@ -20,8 +20,8 @@ from fedmjp.report.styles import NORMAL, SMALL, attack_style, defence_colour, dr
 def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(leakage in one update by attack and gamma, leakage by number of updates); gamma is 0 for defences without it.
 
-    Columns: those of `spread_table` in dB, and for one update `mean_visible` and `median_visible`, over the patches
-    whose position is not hidden.
+    Columns: those of `spread_table` in dB, and for one update `psnr_visible_mean` and `psnr_visible_median`, over the
+    patches whose position is not hidden.
     """
     rows = rows.assign(
         gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
@@ -32,8 +32,10 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     first = rows[(rows["round"] == 1) & (rows["setting"] == "paper") & ~over_rounds]
     one = spread_table(first, ["attack", "gamma"])
     if len(one):
-        visible = spread_table(first, ["attack", "gamma"], "psnr_visible")[["attack", "gamma", "mean", "median"]]
-        one = one.merge(visible, on=["attack", "gamma"], suffixes=("", "_visible"))
+        visible = spread_table(first, ["attack", "gamma"], "psnr_visible")
+        one = one.merge(
+            visible[["attack", "gamma", "psnr_visible_mean", "psnr_visible_median"]], on=["attack", "gamma"]
+        )
     return one, spread_table(rows[over_rounds], ["attack", "setting", "gamma", "round"])
 
 
@@ -55,7 +57,7 @@ def leakage_figure(one: pd.DataFrame, updates: pd.DataFrame, path: Path) -> None
 
 def _by_gamma(axes: Axes, table: pd.DataFrame) -> None:
     for attack, group in table.groupby("attack"):
-        error_bars(axes, group["gamma"], group, label=attack, **attack_style(attack) | {"ms": 4, "lw": 1.3})
+        error_bars(axes, group["gamma"], group, "psnr", label=attack, **attack_style(attack) | {"ms": 4, "lw": 1.3})
     axes.set_xlabel("Masking ratio γ", fontsize=NORMAL)
     axes.set_title("one update", fontsize=NORMAL)
     _dress(axes)
@@ -66,7 +68,7 @@ def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
         own = table[table["gamma"] == gamma]
         for attack, group in own.groupby("attack", sort=False):
             line = {"color": defence_colour("mjp", ("gamma", gamma)), "marker": attack_style(attack)["marker"]}
-            error_bars(axes, group["round"], group, label=f"{attack}, γ {gamma:g}", ms=4, lw=1.3, **line)
+            error_bars(axes, group["round"], group, "psnr", label=f"{attack}, γ {gamma:g}", ms=4, lw=1.3, **line)
     axes.set_xscale("log")
     ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= table["round"].max()]
     axes.set_xticks(ticks, [str(t) for t in ticks])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import PLAIN, Rendering, csv, interval, markdown_table, read_rows, spread_table
+from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows, spread_table
 
 
 def batch_files(folder: Path) -> dict[str, str]:
@@ -18,8 +18,8 @@ def batch_block(folder: Path) -> str:
     """The table as Markdown."""
     lines = []
     for _, row in pd.read_csv(folder / "table.csv").iterrows():
-        cells = [f"{row.batch_size}, {row.model}", f"`{row.attack}`", interval(row, "", 1, PLAIN)]
-        lines.append([*cells, f"{row['median']:.1f}", f"{row.first_decile:.1f}", str(row.images)])
+        cells = [f"{row.batch_size}, {row.model}", f"`{row.attack}`", interval(row, "psnr", 1, MEAN)]
+        lines.append([*cells, f"{row.psnr_median:.1f}", f"{row.psnr_first_decile:.1f}", str(row["count"])])
     return markdown_table(["batches of", "attack", "PSNR (dB)", "median", "first decile", "images"], lines)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.matching.table import matching_figure, matching_table
-from experiments.rendering import Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
 from fedmjp.report.flags import with_table_flags
 
 
@@ -40,7 +40,7 @@ def matching_block(folder: Path) -> str:
 
 
 def _cell(row: pd.Series) -> str:
-    mean, bounds = interval(row, "psnr", 1).split(" ", 1)
+    mean, bounds = interval(row, "psnr", 1, MEAN).split(" ", 1)
     mark = "**" if row["verdict"] == "beats the mean image" else ""
     return f"{mark}{mean}{mark} {bounds}"
 

@@ -29,9 +29,10 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
         UsageError: rows that differ in what the table does not show (other parameters of an attack or a defence).
 
     Returns:
-        The columns `BY`, `images`, for psnr, ssim, lpips and label_accuracy the mean with `_low` and `_high` (95 %
-        bootstrap interval), `gain` with `gain_low` and `gain_high` (dB over the mean image on the same images, where
-        the answer is compared with the original), `verdict` on it, median `seconds` an update, `flags` and `diagnosis`.
+        The columns `BY`, `count` (of images), for psnr, ssim, lpips and label_accuracy M_mean with M_low and M_high
+        (95 % bootstrap interval), `gain_mean` with `gain_low` and `gain_high` (dB over the mean image on the same
+        images, where the answer is compared with the original), `verdict` on it, `seconds_median` an update, `flags`
+        and `diagnosis`.
     """
     rows = rows.assign(
         gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
@@ -53,7 +54,7 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _line(line: dict, group: pd.DataFrame, guesses: pd.DataFrame) -> dict:
-    line["images"] = int(group["psnr"].notna().sum())
+    line["count"] = int(group["psnr"].notna().sum())
     for name in ("psnr", "ssim", "lpips", "label_accuracy"):
         line |= _interval(name, group[name].to_numpy(float))
     gains = np.array([])
@@ -62,7 +63,7 @@ def _line(line: dict, group: pd.DataFrame, guesses: pd.DataFrame) -> dict:
         gains = group["psnr"].to_numpy() - same.groupby(level=0).mean().reindex(group["image_id"]).to_numpy()
     line |= _interval("gain", gains)
     line["verdict"] = _verdict(line)
-    line["seconds"] = group["seconds"].median()
+    line["seconds_median"] = group["seconds"].median()
     line["flags"] = " ".join(sorted({flag for flags in group["flags"] for flag in flags}))
     line["diagnosis"] = next((d for d in group["diagnosis"] if d), "")
     return line
@@ -70,12 +71,12 @@ def _line(line: dict, group: pd.DataFrame, guesses: pd.DataFrame) -> dict:
 
 def _interval(name: str, values: np.ndarray) -> dict[str, float]:
     interval = bootstrap_mean(values)
-    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {f"{name}_mean": interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _verdict(line: dict) -> str:
     """Whether the attack beats the mean image, by the interval of the difference."""
-    if np.isnan(line["gain"]):
+    if np.isnan(line["gain_mean"]):
         return ""
     if line["gain_low"] > 0:
         return "beats the mean image"
@@ -110,7 +111,7 @@ def _common_budget(table: pd.DataFrame) -> int:
 def _panel(axes: Axes, table: pd.DataFrame, guess: pd.DataFrame, by: str, label: str) -> None:
     searched = table[~table["attack"].isin(BASELINES)]
     lines = {key: group.sort_values(by) for key, group in searched.groupby(["attack", "init"], sort=False)}
-    nearest = sorted(lines, key=lambda key: lines[key]["psnr"].max(), reverse=True)[:MOST_LINES]
+    nearest = sorted(lines, key=lambda key: lines[key]["psnr_mean"].max(), reverse=True)[:MOST_LINES]
     for attack, init in nearest:
         group = lines[attack, init]
         chosen = init not in ("", "randn")
@@ -118,7 +119,7 @@ def _panel(axes: Axes, table: pd.DataFrame, guess: pd.DataFrame, by: str, label:
         changes = {"ms": 4, "lw": 1.3} | ({"ls": ":"} if chosen else {})
         error_bars(axes, group[by], group, "psnr", label=name, **attack_style(attack) | changes)
     if len(guess):
-        axes.axhline(guess["psnr"].iloc[0], label=GUESS, lw=1, **attack_style(GUESS))
+        axes.axhline(guess["psnr_mean"].iloc[0], label=GUESS, lw=1, **attack_style(GUESS))
         axes.axhspan(guess["psnr_low"].iloc[0], guess["psnr_high"].iloc[0], color=GREY, alpha=0.12, lw=0, zorder=0)
     if by != "gamma":
         axes.set_xscale("log", base=2)

@@ -18,7 +18,7 @@ from experiments.pages.options import Options
 from experiments.rendering import Rendering
 from experiments.scaffold import Failure
 
-BLOCK = re.compile(r"(<!-- ([a-z0-9_]+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- ([a-z0-9_]+) -->\n)(?:.*?\n)?(<!-- /\2 -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def differing_pages(root: Path, every: Sequence[Rendering]) -> Iterator[Differen
             if name not in blocks:
                 raise UsageError(f"{page}: no room of benchmarks/experiments renders a block called {name!r}")
             make, folder = blocks[name]
-            whole = f"{found.group(1)}{make(folder)}{found.group(3)}"
+            whole = f"{found.group(1)}{make(folder)}\n{found.group(3)}"
             if whole != found.group():
                 text = text.replace(found.group(), whole)
                 yield Difference(page, text, f"{page.relative_to(root)}, block {name}")

@@ -32,7 +32,17 @@ from fedmjp.records.rows import pack_rows
 from fedmjp.records.run_folder import RunFolder, holds_finished, test_images_of
 from fedmjp.records.run_record import note_rows
 
-SHOWN = ["partition", "point", "attack", "psnr_mean", "psnr_low", "psnr_high", "gain", "accuracy", "strongest"]
+SHOWN = [
+    "partition",
+    "point",
+    "attack",
+    "psnr_mean",
+    "psnr_low",
+    "psnr_high",
+    "gain_mean",
+    "accuracy_mean",
+    "strongest",
+]
 KINDS = ("none", NOPE, "mjp", "noise")  # come first, others by name
 
 

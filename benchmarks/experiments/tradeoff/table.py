@@ -64,9 +64,9 @@ def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[st
         reasons: why attacks were not run; they, and attacks that ran in another federation only, have lines too.
 
     Returns:
-        The columns `BY`; `strongest` (bool); those of `summarise`; `steps` (of a search, else NaN); `gain` with
+        The columns `BY`; `strongest` (bool); those of `summarise`; `steps` (of a search, else NaN); `gain_mean` with
         `gain_low` and `gain_high` (dB over the best guess on the same updates); `note` (why there is no image, or why
-        not to trust it); and the federation's `accuracy` with `accuracy_low` and `accuracy_high` (95 % bootstrap
+        not to trust it); and the federation's `accuracy_mean` with `accuracy_low` and `accuracy_high` (95 % bootstrap
         interval over test images), `test_images`, `rounds` and `seeds`.
     """
     lines, names = [], dict.fromkeys([*rows["attack"], *reasons])
@@ -94,7 +94,7 @@ def final_accuracy(rounds: pd.DataFrame) -> dict[str, float]:
     right = [round(a * n) for a, n in zip(last["accuracy"], last["test_images"], strict=True)]
     total = int(last["test_images"].sum())
     interval = bootstrap_mean(np.arange(total) < sum(right))
-    bounds = {"accuracy": interval.mean, "accuracy_low": interval.low, "accuracy_high": interval.high}
+    bounds = {"accuracy_mean": interval.mean, "accuracy_low": interval.low, "accuracy_high": interval.high}
     return bounds | {"test_images": total, "rounds": int(rounds["round"].max()), "seeds": len(last)}
 
 
@@ -141,13 +141,13 @@ def markdown(table: pd.DataFrame) -> str:
 def _cells(own: pd.DataFrame) -> list[str]:
     """Accuracy, name, PSNR, gain, SSIM and count of one federation's strongest attack."""
     any_line = own.iloc[0]
-    bounds = [100 * any_line[f"accuracy{part}"] for part in ("", "_low", "_high")]
+    bounds = [100 * any_line[f"accuracy{part}"] for part in MEAN]
     accuracy = f"{bounds[0]:.1f} [{bounds[1]:.1f}, {bounds[2]:.1f}]"
     best = own[own["strongest"]]
     if best.empty:
         return [accuracy, "none returned an image", "", "", "", ""]
     line = best.iloc[0]
-    gain = f"{line.gain:+.1f} [{line.gain_low:+.1f}, {line.gain_high:+.1f}]"
+    gain = f"{line.gain_mean:+.1f} [{line.gain_low:+.1f}, {line.gain_high:+.1f}]"
     found = interval(line, "psnr", 1, MEAN), gain, interval(line, "ssim", 2, MEAN)
     return [accuracy, f"`{line.attack}`", *found, str(int(line["count"] - line["failed"]))]
 
@@ -205,7 +205,7 @@ def _note(line: Mapping[str, Any], rows: pd.DataFrame) -> str:
 
 def _gain(gains: pd.Series) -> dict[str, float]:
     interval = bootstrap_mean(gains.to_numpy())
-    return {"gain": interval.mean, "gain_low": interval.low, "gain_high": interval.high}
+    return {"gain_mean": interval.mean, "gain_low": interval.low, "gain_high": interval.high}
 
 
 def tradeoff_figure(table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path) -> None:
@@ -266,11 +266,11 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
     partitions = list(dict.fromkeys(table["partition"]))
     best = table[table["strongest"].astype(bool)]
     for line in best.itertuples():
-        low, high = 100 * (line.accuracy - line.accuracy_low), 100 * (line.accuracy_high - line.accuracy)
+        low, high = 100 * (line.accuracy_mean - line.accuracy_low), 100 * (line.accuracy_high - line.accuracy_mean)
         bounds = [[max(line.psnr_mean - line.psnr_low, 0)], [max(line.psnr_high - line.psnr_mean, 0)]]
         colour = _colour(line.point)
         axes.errorbar(
-            100 * line.accuracy,
+            100 * line.accuracy_mean,
             line.psnr_mean,
             xerr=[[low], [high]],
             yerr=bounds,

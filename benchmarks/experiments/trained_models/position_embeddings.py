@@ -160,17 +160,28 @@ def tables(found: list[Embeddings], options: PositionOptions) -> dict[str, pd.Da
 
 
 def eigenvalue_figure(found: list[Embeddings], path: Path) -> None:
-    """Figure 3: accumulated eigenvalues against their number."""
-    figure = Figure(figsize=(4.6, 3.2), layout="constrained")
-    axes = figure.subplots()
-    for index, one in enumerate(found):
-        shares = 100 * explained_variance(one.values)
-        look = style(index) | {"ms": 3, "lw": 1.3, "markevery": max(1, len(shares) // 12)}
-        axes.plot(np.arange(1, len(shares) + 1) / len(shares), shares, label=one.label, **look)
-    axes.set_xlabel("Share of the principal components", fontsize=NORMAL)
-    axes.set_ylabel("Explained variance (%)", fontsize=NORMAL)
-    axes.legend(fontsize=SMALL, frameon=False)
-    dress(axes)
+    """Figure 3: accumulated eigenvalues against their number, a panel for trained and for random weights.
+
+    Each line is of one embedding, not a mean: there is no interval.
+    """
+    models = list(dict.fromkeys(one.model for one in found))
+    groups = {"trained": [], "random": []}
+    for one in found:
+        groups["random" if "NOT TRAINED" in one.weights else "trained"].append(one)
+    groups = {words: group for words, group in groups.items() if group}
+    figure = Figure(figsize=(0.6 + 3.1 * len(groups), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for axes, (words, group) in zip(panels, groups.items(), strict=True):
+        for one in group:
+            shares = 100 * explained_variance(one.values)
+            marks = {"ms": 3, "lw": 1.3, "markevery": max(1, len(shares) // 12)}
+            x = np.arange(1, len(shares) + 1) / len(shares)
+            axes.plot(x, shares, label=one.model, **style(models.index(one.model)) | marks)
+        axes.set_title(f"{words} weights", fontsize=NORMAL)
+        axes.set_xlabel("Share of the principal components", fontsize=NORMAL)
+        axes.legend(fontsize=SMALL, frameon=False)
+        dress(axes)
+    panels[0].set_ylabel("Explained variance (%)", fontsize=NORMAL)
     save(figure, path)
 
 
