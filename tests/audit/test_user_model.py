@@ -124,7 +124,8 @@ def test_the_answer_is_printed_and_saved_as_a_page(tmp_path) -> None:
     assert "the batch holds 2 images" in text
     assert list(audit.table.columns[:4]) == ["attack", "image", "psnr", "ssim"]
     assert len(audit.table) == 6
-    assert repr(audit) == 'Audit("not tested: no attack\'s assumptions held on any update")'
+    assert repr(audit) == f"Audit({audit.verdict.headline()!r})"
+    assert audit.verdict.answer is Answer.NOT_TESTED
     page = audit.save(tmp_path / "answer")
     rows = load_rows(tmp_path / "answer" / "rows.jsonl")
     pd.testing.assert_series_equal(rows["psnr"], audit.table["psnr"])
@@ -230,6 +231,7 @@ def test_weight_decay_is_removed_told_or_not(told: dict, name: str | None, tmp_p
     watcher, _ = watch(own_app(decay=0.05), tmp_path, **told)
     assert all(float(psnr(r.images, photographs(32, 1))[0]) > 30 for _, _, r in watcher.found)
     assert list(watcher.findings) == ([name] if name else [])
+    assert watcher.finish().exists()
 
 
 def without_positions(state: dict, partition: int) -> dict:
