@@ -112,7 +112,7 @@ def interval_text(line: dict[str, Any], metric: str, gap: str = " ", digits: int
 
 
 def heading(metric: str) -> str:
-    """A metric's label, a no-break space and the arrow to its more private side, as in the MJP paper's tables."""
+    """A metric's label, a no-break space and the arrow towards less leakage, as in the MJP paper's tables."""
     direction = METRIC_DIRECTIONS[metric]
     return f"{direction.label}\N{NO-BREAK SPACE}{'↑' if direction.higher_is_more_private else '↓'}"
 
@@ -186,13 +186,13 @@ def as_csv(rows: pd.DataFrame) -> str:
 def as_latex(summary: pd.DataFrame) -> str:
     """The summary as a LaTeX table body (needs booktabs): mean \\pm half the 95 % interval of `LATEX_METRICS`.
 
-    In \\footnotesize it fits the text width of a two-column article. Arrows point to the more private side. Metrics
+    In \\footnotesize it fits the text width of a two-column article. Arrows point to less leakage. Metrics
     without a single value are left out.
     """
     metrics = [metric for metric in LATEX_METRICS if metric in measured(summary)]
     columns = 2 + len(metrics)
     lines = [
-        r"% Mean and half the 95 % bootstrap interval over images; arrows point to the more private side.",
+        r"% Mean and half the 95 % bootstrap interval over images; arrows point to less leakage.",
         r"{\footnotesize\setlength{\tabcolsep}{4pt}%",
         rf"\begin{{tabular}}{{l{'r' * (columns - 1)}}}",
         r"\toprule",

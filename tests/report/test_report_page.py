@@ -122,7 +122,7 @@ def test_missing_or_damaged_run_json(tmp_path, content):
 def test_the_verdicts_are_those_of_the_rule(page):
     assert "Leaks: 12 of 13 images above 25 dB (closed_form" in page.text
     assert "Leaks:" in page.text
-    for word in ("safe", "secure", "recovered"):
+    for word in ("safe", "secure", "private", "recovered"):
         assert not re.search(rf"\b{word}\b", page.text, re.IGNORECASE), word
 
 
