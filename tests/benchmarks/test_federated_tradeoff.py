@@ -206,5 +206,5 @@ def test_any_registered_defence_has_its_federation(tmp_path) -> None:
     assert run(out, *options, "--rounds", "1", "--audit-points", "1") == 0
     table = pd.read_csv(out / "table.csv", keep_default_na=False).set_index(["point", "attack"])
     assert list(dict.fromkeys(table.index.get_level_values(0))) == ["frozen_positions", "spp, spp_probability = 0.25"]
-    assert "no gradient of pos_embed" in table.loc[("frozen_positions", "patch_embedding"), "note"]
+    assert "the gradient of pos_embed is zero everywhere" in table.loc[("frozen_positions", "patch_embedding"), "note"]
     assert len(list((out / "federations").iterdir())) == 2
