@@ -121,7 +121,7 @@ def test_does_not_vouch_for_a_fit_that_failed() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
     view, _, _ = masked_update(model, photographs(64, 1), gamma=0.5)
     found = ATTACKS.get("unmix")(search=SpanSearch(rounds=1, steps=1))([view])
-    assert "no image was found whose tokens the first MLP's gradients admit" in found.diagnosis
+    assert "no image was found whose tokens lie in the spans of the first MLP's gradients" in found.diagnosis
     assert not found.known.any()
 
 
