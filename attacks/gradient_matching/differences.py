@@ -108,6 +108,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, simulation: FiniteDifferences, labels: Tensor, images: Tensor) -> tuple[Tensor, ...]:
+        """Gradients (L, *shape), one a parameter, of L simulated clients with images (L, B, C, H, W)."""
         values, slope = simulation.first_derivatives(images.detach(), labels)
         ctx.simulation = simulation
         ctx.save_for_backward(labels, images.detach(), slope)
@@ -115,6 +116,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, None, Tensor]:
+        """Derivative by the images (L, B, C, H, W), from cotangents (L, *shape), one a parameter."""
         labels, images, slope = ctx.saved_tensors
         along = dict(zip(ctx.simulation.names, cotangents, strict=True))
         t = ctx.simulation.step_size(along)  # (L,)

@@ -28,6 +28,7 @@ class _DotAndSquare(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, simulated: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
+        """<R, T> and |R|^2, each (L,), of R and T (L, *shape)."""
         ctx.save_for_backward(simulated, received)
         flat = [t.flatten(1) for t in (simulated, received)]
         dots = [torch.dot(r, t) for r, t in zip(*flat, strict=True)]
@@ -36,6 +37,7 @@ class _DotAndSquare(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_dot: Tensor, of_square: Tensor) -> tuple[Tensor, None]:
+        """Derivative by R (L, *shape), from those by the two outputs (L,)."""
         simulated, received = ctx.saved_tensors
         of_dot, of_square = (s.view(-1, *[1] * (simulated.dim() - 1)) for s in (of_dot, of_square))
         return (2 * of_square * simulated).addcmul_(of_dot, received), None

@@ -71,7 +71,7 @@ class Watcher:
     Attributes:
         found: (node, attack, reconstruction) of every answer, in order.
         problems: what could not be read or attacked, one sentence each, with round and node.
-        assumptions: what was not told about the clients' training.
+        assumptions: what is assumed of the clients' training, because the caller did not give it.
         findings: what was recognised about the updates: name -> sentence of the first one.
 
     Raises:
@@ -299,7 +299,7 @@ def _assumed(
     batch_size: int | None,
     local_steps: int | None,
 ) -> list[str]:
-    """What was not told about the clients' training, or cannot be undone, one sentence each."""
+    """What the caller did not give of the clients' training, or cannot be undone, one sentence each."""
     found = []
     if batch_size is None:
         found.append("batch_size was not given: batches of one image are assumed")

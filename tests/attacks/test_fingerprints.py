@@ -181,8 +181,8 @@ def test_noise_and_its_level(make: Callable[[], nn.Module], level: float) -> Non
     noisy = changed(view, lambda g: g + deviation * torch.randn(g.shape, generator=generator))
     found = recognise(noisy)
     assert [finding.name for finding in found] == ["noise"]
-    told = float(found[0].sentence.split("deviation ")[1].split(" ")[0])
-    assert told == pytest.approx(deviation, rel=0.3)
+    reported = float(found[0].sentence.split("deviation ")[1].split(" ")[0])
+    assert reported == pytest.approx(deviation, rel=0.3)
 
 
 def test_another_loss_is_no_noise() -> None:

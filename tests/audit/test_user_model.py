@@ -176,8 +176,8 @@ def watch(app: ClientApp, out: Path, rounds: int = 1, **options) -> tuple[Watche
 
 def test_own_flower_app(tmp_path) -> None:
     """Flower's FedAvg over clients that return weights: the tap recovers the photograph, named by round and node."""
-    told = {"optimiser": "sgd", "weight_decay": 0.0, "batch_size": 1, "local_steps": 1}
-    watcher, grid = watch(own_app(), tmp_path / "leaks", rounds=2, **told)
+    given = {"optimiser": "sgd", "weight_decay": 0.0, "batch_size": 1, "local_steps": 1}
+    watcher, grid = watch(own_app(), tmp_path / "leaks", rounds=2, **given)
     assert watcher.assumptions == watcher.problems == []
     assert len(watcher.found) == 4
     assert all(float(psnr(r.images, photographs(32, 1))[0]) > 30 for _, _, r in watcher.found[:2])
@@ -226,9 +226,9 @@ def test_an_unknown_rate_leaves_answers_vouched_for_but_not_certified(tmp_path) 
     assert "patch_embedding vouches for pixels" in watcher.finish().read_text()
 
 
-@pytest.mark.parametrize(("told", "name"), [({"weight_decay": 0.05}, None), ({}, "weight_decay")])
-def test_weight_decay_is_removed_told_or_not(told: dict, name: str | None, tmp_path) -> None:
-    watcher, _ = watch(own_app(decay=0.05), tmp_path, **told)
+@pytest.mark.parametrize(("given", "name"), [({"weight_decay": 0.05}, None), ({}, "weight_decay")])
+def test_weight_decay_is_removed_given_or_not(given: dict, name: str | None, tmp_path) -> None:
+    watcher, _ = watch(own_app(decay=0.05), tmp_path, **given)
     assert all(float(psnr(r.images, photographs(32, 1))[0]) > 30 for _, _, r in watcher.found)
     assert list(watcher.findings) == ([name] if name else [])
     assert watcher.finish().exists()

@@ -143,9 +143,9 @@ def test_a_folder_of_which_nothing_can_be_read(tmp_path, capsys) -> None:
     whole = (folder / "cut.jpg").read_bytes()
     (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     assert run(tmp_path / "out", "--model", "vit_mini_64", "--images", str(folder)) == 2
-    told = capsys.readouterr()
-    assert "left out: cannot decode image 'cut.jpg'" in told.out
-    assert "can be read; nothing was attacked" in told.err
+    printed = capsys.readouterr()
+    assert "left out: cannot decode image 'cut.jpg'" in printed.out
+    assert "can be read; nothing was attacked" in printed.err
 
 
 @pytest.mark.parametrize(("options", "words"), MISTAKES)
@@ -167,9 +167,9 @@ def test_commas_part_words_as_blanks_do(tmp_path) -> None:
 
 def test_help_teaches(capsys) -> None:
     assert run(Path("x"), "--help") == 0
-    told = capsys.readouterr().out
-    assert "--resume" in told
-    assert "token_gradient" in told
+    printed = capsys.readouterr().out
+    assert "--resume" in printed
+    assert "token_gradient" in printed
 
 
 def test_another_defence_acts_on_the_update_in_the_settings_that_are_defended(tmp_path) -> None:

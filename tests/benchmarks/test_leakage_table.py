@@ -80,8 +80,10 @@ def test_labels_tell_what_is_out_of_the_ordinary(table) -> None:
 
 
 def test_the_papers_figures_stand_beside_its_own_protocol_only(table) -> None:
-    told = table[table["paper_psnr"].notna()]
-    assert set(zip(told["block"], told["attack"], told["setting"], strict=True)) == {("april", "april", "a")}
+    published = table[table["paper_psnr"].notna()]
+    assert set(zip(published["block"], published["attack"], published["setting"], strict=True)) == {
+        ("april", "april", "a")
+    }
     assert line(table, line="m_nope (token_gradient)")["paper_psnr"] == 20.0
     assert np.isnan(line(table, line="m_nope")["paper_psnr"])
     assert np.isnan(line(table, line="m (float64)")["paper_psnr"])

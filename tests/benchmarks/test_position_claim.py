@@ -29,9 +29,9 @@ def out(tmp_path_factory):
 
 def test_differences_are_paired_by_image(out, capsys) -> None:
     assert command.main(["--rows", str(out / "rows.jsonl.gz"), "--model", "vit_mini_64"]) == 0
-    told = capsys.readouterr().out
-    assert "gave an image in 0 of 18 attacks" in told
-    assert "no learnable position embedding" in told
+    printed = capsys.readouterr().out
+    assert "gave an image in 0 of 18 attacks" in printed
+    assert "no learnable position embedding" in printed
     table = pd.read_csv(out / "position_claim.csv").set_index(["setting", "metric"])
     summary = pd.read_csv(out / "table.csv").set_index(["setting", "line"])["psnr_mean"]
     expected = summary["a", "vit_mini_64_nope (token_gradient)"] - summary["a", "vit_mini_64"]

@@ -98,6 +98,6 @@ def test_every_variant_trains_and_is_timed(tmp_path) -> None:
 )
 def test_mistakes_end_in_one_line(script, options, words, tmp_path, capsys) -> None:
     assert run(script, tmp_path, *options) == 2
-    told = capsys.readouterr().err.strip()
-    assert words in told
-    assert told.count("\n") == 0
+    printed = capsys.readouterr().err.strip()
+    assert words in printed
+    assert printed.count("\n") == 0

@@ -81,11 +81,13 @@ def audited(handed: Handed) -> Answer:
 
 
 def wrong_normalisation() -> Handed:
+    """The client normalises by ImageNet's mean and std; the audit is given others."""
     handed = honest()
     return replace(handed, gradients=gradients_of(handed.model, normalise(handed.images, *IMAGENET)))
 
 
 def no_normalisation() -> Handed:
+    """The client normalises; the audit is given mean 0 and std 1."""
     return replace(honest(), mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
@@ -104,10 +106,12 @@ def flipped() -> Handed:
 
 
 def dropout() -> Handed:
+    """The client trains with dropout on tokens, probability 0.1."""
     return honest(lambda: models.timm_vit(proj_drop_rate=0.1, pos_drop_rate=0.1).train())
 
 
 def renamed(prefix: str) -> Handed:
+    """The parameter names of the gradient start with `prefix`, as wrappers of the model leave them."""
     handed = honest()
     return replace(handed, gradients={prefix + name: g for name, g in handed.gradients.items()})
 
@@ -121,17 +125,21 @@ def without(*parts: str, value: Any = "absent") -> Handed:
 
 
 def only(*parts: str) -> Handed:
+    """Nothing but the gradients whose names hold one of `parts`."""
     handed = honest()
     return replace(handed, gradients={n: g for n, g in handed.gradients.items() if any(part in n for part in parts)})
 
 
 def clipped() -> Handed:
+    """The gradient of all parameters together is scaled to L2 norm 1."""
     handed = honest()
     norm = torch.stack([g.square().sum() for g in handed.gradients.values()]).sum().sqrt()
     return handed.changed(lambda g: g / norm)
 
 
 def top_k(share: float) -> Handed:
+    """Of each tensor, the `share` (0 to 1) of entries of largest magnitude is kept; the others are zero."""
+
     def keep(gradient: Tensor) -> Tensor:
         least = gradient.abs().flatten().kthvalue(max(1, int((1 - share) * gradient.numel()))).values
         return gradient * (gradient.abs() > least)
@@ -151,6 +159,7 @@ def adam() -> Handed:
 
 
 def noisy(sigma: float) -> Handed:
+    """Gaussian noise of standard deviation `sigma` is added to every entry, without clipping."""
     torch.manual_seed(1)
     return honest().changed(lambda g: g + sigma * torch.randn_like(g))
 
@@ -171,6 +180,7 @@ def saturated() -> Handed:
 
 
 def released_layout(masked: bool) -> Handed:
+    """The released MJP code's table of N + 2 position rows; if `masked`, 32 of the 64 patches have the unknown row."""
     torch.manual_seed(0)
     model, images = models.ReleasedLayout(), photographs(1)
     mask = torch.zeros(1, 65, dtype=torch.long)
@@ -181,12 +191,14 @@ def released_layout(masked: bool) -> Handed:
 
 
 def resnet() -> Handed:
+    """A model without a patch projection, which the audit cannot read."""
     import torchvision
 
     return honest(lambda: torchvision.models.resnet18(num_classes=models.CLASSES).eval())
 
 
 def nan_in(handed: Handed) -> Handed:
+    """The largest entry of each tensor is NaN."""
     return handed.changed(lambda g: torch.where(g == g.max(), torch.nan, g))
 
 

@@ -1,4 +1,4 @@
-"""Images of small batches are told apart by the steps that share one, and refused where the count forbids it."""
+"""Images of small batches are separated by the steps that share one, and refused where the count forbids it."""
 
 from __future__ import annotations
 
