@@ -210,3 +210,12 @@ def test_reasons_that_differ_in_numbers_are_one() -> None:
         in_one_sentence(["19 of 64 rows in blocks.0", "5 of 64 rows in blocks.0"]) == "5 to 19 of 64 rows in blocks.0"
     )
     assert grouped({"a": "2 steps", "b": "2 rows", "c": "8 steps"}) == {"2 to 8 steps": ["a", "c"], "2 rows": ["b"]}
+
+
+@pytest.mark.parametrize(("shares", "answer"), [((0.8, 0.0, 0.0, 0.0), "partly"), ((0.04, 0.0, 0.0, 0.0), "no leak")])
+def test_few_images_with_patches_are_not_reassuring(shares: tuple[float, ...], answer: str) -> None:
+    rows = frame({"best": [11.0, 12.0, 10.0, 11.0], "mean_image": [12.0, 13.0, 11.0, 12.0]})
+    rows.loc[rows["attack"] == "best", "patch_recovery"] = shares
+    verdict = judge(rows)
+    assert verdict.patches.low == 0
+    assert verdict.headline().startswith(answer)
