@@ -10,7 +10,7 @@ The weights of the network may change between updates; masked, unmasked and unji
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +72,51 @@ def join_updates(observations: Sequence[Observation]) -> JoinedUpdates:
             "not show which updates are of the same image (needs values > patches); the last one was used alone"
         )
     if space is not None and not reasons:
-        for rows in earlier:
-            if rows is None or rows.tokenizer != tokenizer or not space.holds(rows):
-                continue
+        for rows in _same_image(space, earlier, tokenizer):
             update = solve_masked(rows)
             if not update.reasons:
                 update.add_to(equations)
                 shown = shown | ~update.masked
     return JoinedUpdates(tokenizer, last, equations, shown, tuple(reasons))
+
+
+def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
+    """Why the earlier updates add nothing to the last one, or "".
+
+    Clients with more than one image seldom send the same one twice; then an attack over rounds repeats the answer of
+    `alone`, the attack on the last update, at several times its cost.
+    """
+    if len(observations) == 1:
+        return f"only one update of this client was seen: {alone} gives the same answer"
+    try:
+        rows = updates_of_last_image(observations)
+    except UsageError as error:
+        return str(error)
+    if len(rows) == 1:
+        return f"no earlier update of this client shows the image of the last one: {alone} gives the same answer"
+    return ""
+
+
+def updates_of_last_image(observations: Sequence[Observation]) -> list[PositionRows]:
+    """The updates that show the image of the last one, which comes last; all where row spaces do not separate images.
+
+    Raises:
+        UsageError: the last update cannot be read at all.
+    """
+    *earlier, target = _read_all(observations)
+    space = RowSpace.of(target) if earlier and target.products.isfinite().all() else None
+    if space is None:
+        return [*(rows for rows in earlier if rows is not None), target]
+    return [*_same_image(space, earlier, target.tokenizer), target]
+
+
+def _same_image(
+    space: RowSpace, earlier: Sequence[PositionRows | None], tokenizer: Tokenizer
+) -> Iterator[PositionRows]:
+    """Those of the earlier updates that were read and show the image of this row space."""
+    for rows in earlier:
+        if rows is not None and rows.tokenizer == tokenizer and space.holds(rows):
+            yield rows
 
 
 def _read_all(observations: Sequence[Observation]) -> list[PositionRows | None]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.completion import complete, render, vouched
-from attacks.mjp.joined_updates import join_updates
+from attacks.mjp.joined_updates import join_updates, obstacle_to_joining
 from attacks.mjp.subspace import details_of, nothing_masked
 from attacks.observation import Capability, Observation, Reconstruction
 
@@ -35,9 +35,7 @@ class MJPRounds(Attack):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
-        if len(observations) == 1:
-            return "only one update of this client was seen: mjp_subspace gives the same answer"
-        return nothing_masked(observations[-1:])
+        return nothing_masked(observations[-1:]) or obstacle_to_joining(observations, "mjp_subspace")
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: every update is solved."""

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
-from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.completion import VOUCHED_DEVIATION, complete, render
 from attacks.mjp.jigsaw_solver import place
-from attacks.mjp.joined_updates import JoinedUpdates, join_updates
+from attacks.mjp.joined_updates import JoinedUpdates, join_updates, updates_of_last_image
 from attacks.mjp.mlp_spans import LAYERS, read_first_block
 from attacks.mjp.span_search import KnownPatches, SearchResult, SpanSearch, UnknownTokens, expected_deviation
 from attacks.mjp.subspace import nothing_masked
@@ -64,7 +63,7 @@ class Unmix(Attack):
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: quadratic in the number of patches that no update shows."""
         try:
-            rows = [read_position_rows(observation) for observation in self.updates(observations)]
+            rows = updates_of_last_image(self.updates(observations))
         except UsageError:
             return super().estimated_seconds(observations)
         unseen = int(torch.stack([r.masked for r in rows if r.masked.shape == rows[-1].masked.shape]).all(dim=0).sum())

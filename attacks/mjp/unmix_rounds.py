@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from attacks.mjp.joined_updates import obstacle_to_joining
 from attacks.mjp.unmix import Unmix
 from attacks.observation import Capability, Observation
 
@@ -29,9 +30,7 @@ class UnmixRounds(Unmix):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
-        if len(observations) == 1:
-            return "only one update of this client was seen: unmix gives the same answer"
-        return super().obstacle(observations)
+        return super().obstacle(observations) or obstacle_to_joining(observations, "unmix")
 
     def updates(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """Those of a client's updates that the attack uses: all."""

@@ -26,6 +26,12 @@ def masked(number: int = 1, size: int = 64) -> list[Observation]:
     return [jigsawed(model, photographs(size, 1), 0.2, seed=seed) for seed in range(number)]
 
 
+def one_image_each(number: int) -> list[Observation]:
+    """Updates of one client, each of another image."""
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
+    return [jigsawed(model, photographs(64, number)[n : n + 1], 0.2, seed=n) for n in range(number)]
+
+
 def plain(**changes) -> list[Observation]:
     model = build_model("vit_mini_64", num_classes=8, weights="random", block=changes.pop("block", "standard"))
     return [observe(model, photographs(64, changes.pop("images", 1)), **changes)]
@@ -44,6 +50,8 @@ def chosen(observations, grants=ThreatModel(), budget: float = 1e9) -> set[str]:
         (lambda: plain(images=3) * 2, CLOSED | SEARCHES | {"batch_rounds"}),
         (masked, CLOSED | MASKED | SEARCHES),
         (lambda: masked(3), CLOSED | MASKED | OVER_ROUNDS | SEARCHES),
+        (lambda: one_image_each(3), CLOSED | MASKED | SEARCHES),
+        (lambda: [*one_image_each(2), *masked(1)], CLOSED | MASKED | OVER_ROUNDS | SEARCHES),
     ],
 )
 def test_what_the_update_exposes_decides(make, expected: set[str]) -> None:
@@ -56,6 +64,15 @@ def test_what_is_granted_decides() -> None:
     without_rounds = ThreatModel.parse(["position_gradient", "model_weights"])
     assert chosen(masked(3), without_rounds) == CLOSED | MASKED | SEARCHES
     assert chosen(masked(3), ThreatModel.parse(["position_gradient", "several_rounds"])).isdisjoint(weights)
+
+
+def test_updates_of_other_images_do_not_shorten_the_search() -> None:
+    attack = ATTACKS.get("unmix_rounds")()
+    alone = ATTACKS.get("unmix")().estimated_seconds(one_image_each(3))
+    assert attack.estimated_seconds(one_image_each(3)) == pytest.approx(alone)
+    assert attack.estimated_seconds(masked(3)) < alone / 2
+    reason = "no earlier update of this client shows the image of the last one: unmix gives the same answer"
+    assert attack.obstacle(one_image_each(3)) == reason
 
 
 @pytest.mark.parametrize("budget", [0.0, 1.0, 5.0, 60.0])
