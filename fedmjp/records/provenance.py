@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from attacks.registry import UsageError
 from fedmjp import __version__
 
 PACKAGES = (
@@ -87,3 +88,38 @@ def run_id(options: Mapping[str, Any]) -> str:
         Ten hexadecimal digits.
     """
     return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def require_same(out: Path, noun: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse to continue in a folder what was begun with other options or by other code: their rows must not mix.
+
+    Args:
+        out: the folder.
+        noun: what it holds, such as "run".
+        before: the folder's description, with the entries config and commit.
+        config: the options now, as plain values.
+
+    Raises:
+        UsageError: an option or the commit differs.
+    """
+    if changed := sorted(_changed(before["config"], config)):
+        raise UsageError(
+            f"{out} holds a {noun} with another {', '.join(changed)}; resume with the same options or pass another "
+            "--out"
+        )
+    if before["commit"] != commit():
+        raise UsageError(
+            f"{out} was begun at commit {before['commit']}, this is {commit()}; check out that commit to resume, or "
+            "pass another --out"
+        )
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Names of the options that differ, at any depth."""
+    found: set[str] = set()
+    for key, value in now.items():
+        if isinstance(value, dict):
+            found |= _changed(before.get(key) or {}, value)
+        elif before.get(key) != value:
+            found.add(key)
+    return found

@@ -74,17 +74,7 @@ class RunFolder:
             raise UsageError(
                 f"{found} cannot be read ({type(error).__name__}); start again in another --out"
             ) from error
-        changed = sorted(k for k in _leaves(identity) if _leaves(identity)[k] != _leaves(before["config"]).get(k))
-        if changed:
-            raise UsageError(
-                f"{self.out} holds a run with another {', '.join(changed)}; resume with the same options or pass "
-                "another --out"
-            )
-        if before["commit"] != provenance.commit():
-            raise UsageError(
-                f"{self.out} was begun at commit {before['commit']}, this is {provenance.commit()}: their rows must "
-                "not mix; pass another --out"
-            )
+        provenance.require_same(self.out, "run", before, identity)
         for entry in ("weights", "ran", "not_run"):
             self.description[entry] = before.get(entry, {})
 
@@ -218,13 +208,6 @@ def save_image(image: Tensor, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = (image.clamp(0, 1) * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
     Image.fromarray(pixels).save(path)
-
-
-def _leaves(config: dict) -> dict:
-    found = {}
-    for key, value in config.items():
-        found |= _leaves(value) if isinstance(value, dict) else {key: value}
-    return found
 
 
 def write_whole(path: Path, content: bytes) -> None:

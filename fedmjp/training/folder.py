@@ -36,7 +36,7 @@ class TrainingFolder:
         if described.exists():
             if not config.resume:
                 raise UsageError(f"{self.out} holds a training already; pass --resume to finish it, or another --out")
-            self._check_same(json.loads(described.read_text()))
+            provenance.require_same(self.out, "training", json.loads(described.read_text()), self._identity)
         self.out.mkdir(parents=True, exist_ok=True)
         described.write_text(
             json.dumps(
@@ -54,19 +54,6 @@ class TrainingFolder:
     def weights(self) -> Path:
         """Path of the trained weights; the model card has the same path with the suffix .md."""
         return self.out / "model.safetensors"
-
-    def _check_same(self, before: dict[str, Any]) -> None:
-        if before["config"] != self._identity:
-            changed = sorted(_changed(before["config"], self._identity))
-            raise UsageError(
-                f"{self.out} holds a training with another {', '.join(changed)}; resume with the same options or pass "
-                "another --out"
-            )
-        if before["commit"] != provenance.commit():
-            raise UsageError(
-                f"{self.out} was started at commit {before['commit']}, but this is commit {provenance.commit()}; check "
-                "out that commit to resume, or pass another --out"
-            )
 
     def save(self, state: dict[str, Any], history: list[dict[str, float]]) -> None:
         """Write checkpoint, history.csv and history.png; the checkpoint is replaced atomically.
@@ -120,13 +107,3 @@ def history_figure(histories: dict[str, pd.DataFrame], path: Path) -> None:
     if any(histories):
         figure.legend(loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False)
     save(figure, path)
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    found: set[str] = set()
-    for key, value in now.items():
-        if isinstance(value, dict):
-            found |= _changed(before.get(key, {}), value)
-        elif before.get(key) != value:
-            found.add(key)
-    return found
