@@ -88,7 +88,7 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
         "epochs": len(history),
         "steps": steps,
         "recipe": ", ".join(_options(config.recipe)),
-        "precision": config.precision,
+        "precision": config.activations(),
         "speed": steps * config.recipe.batch_size / seconds,
         "device": provenance.device_name(trainer.device),
         "commit": provenance.commit(),

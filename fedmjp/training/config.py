@@ -70,7 +70,8 @@ class TrainConfig:
     recipe: Recipe = field(default_factory=Recipe)
     options: DefenseOptions = field(default_factory=lambda: DefenseOptions())  # type: ignore[valid-type]
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of activations: bfloat16 through autocast, or float32; auto takes bfloat16 on a GPU."""
+    """Type of activations: bfloat16 through autocast, or float32; auto takes bfloat16 on a GPU and on a CPU that has
+    instructions for it, and float32 elsewhere. What was taken is recorded."""
     workers: int = 0
     """Processes that prepare images (0: this one). Another number draws other augmentations."""
     device: str = "cpu"
@@ -98,10 +99,17 @@ class TrainConfig:
         """The variant of --model that is trained."""
         return self.defence().model_name(self.model.model)
 
+    def activations(self) -> Literal["float32", "bfloat16"]:
+        """The type of activations that `precision` and `device` mean on this machine."""
+        if self.precision != "auto":
+            return self.precision
+        return "bfloat16" if self.device.startswith("cuda") or cpu_has_bfloat16() else "float32"
+
     def identity(self) -> dict[str, Any]:
         """Everything that decides about the weights, as plain values."""
         values = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         values["options"] = {k: v for k, v in values["options"].items() if k == self.defense}
+        values["precision"] = self.activations()
         return {k: v for k, v in values.items() if k not in ("out", "resume")}
 
     def validate(self) -> None:
@@ -137,6 +145,16 @@ class TrainConfig:
             raise UsageError(f"--rand-augment takes none or timm's rand-..., not {recipe.rand_augment!r}")
         if self.workers < 0 or self.threads < 0 or self.seed < 0:
             raise UsageError("--workers, --threads and --seed must not be negative")
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this machine's CPU multiplies bfloat16 matrices by instructions of its own (AVX512-BF16 or AMX).
+
+    Others emulate them, which is slower than float32.
+    """
+    import torch  # the command line is parsed without it
+
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 # A group of options a defence; only now are the names known that the other options take.

@@ -135,9 +135,7 @@ class Trainer:
         return float(loss.detach())
 
     def _autocast(self) -> torch.autocast:
-        wanted, kind = self.config.precision, self.device.type
-        half = wanted == "bfloat16" or (wanted == "auto" and kind == "cuda")
-        return torch.autocast(kind, torch.bfloat16, enabled=half)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.activations() == "bfloat16")
 
     def state(self) -> dict[str, Any]:
         """State to resume from after an epoch; schedule and random numbers are determined by the epoch's number."""

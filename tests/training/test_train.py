@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_a_step_equals_a_clients_step(tmp_path) -> None:
     """With plain labels and images, one step's loss and gradient equal those of a client."""
     from fedmjp.objectives import client_loss
 
-    trainer = Trainer(config(tmp_path, clip_gradient=0.0))
+    trainer = Trainer(dataclasses.replace(config(tmp_path, clip_gradient=0.0), precision="float32"))
     client = build_model("vit_mini_32_mjp", num_classes=8, weights="random", dal="nonlinear")
     images, labels = trainer.data.train.images(range(8)), trainer.data.train.labels[:8]
     seen = trainer.defense.on_input(images, client, torch.Generator().manual_seed(3), 1)
@@ -122,6 +123,32 @@ def test_a_step_equals_a_clients_step(tmp_path) -> None:
     theirs = dict(client.module.named_parameters())
     for name, parameter in trainer.model.module.named_parameters():
         assert torch.allclose(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "cpu", "taken"),
+    [
+        ("auto", "cpu", True, "bfloat16"),
+        ("auto", "cpu", False, "float32"),
+        ("auto", "cuda:0", False, "bfloat16"),
+        ("float32", "cpu", True, "float32"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+    ],
+)
+def test_auto_precision_follows_the_machine_and_is_recorded(precision, device, cpu, taken, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedmjp.training.config.cpu_has_bfloat16", lambda: cpu)
+    options = dataclasses.replace(config(tmp_path), precision=precision, device=device)
+    assert options.activations() == options.identity()["precision"] == taken
+
+
+def test_bfloat16_multiplies_in_bfloat16_and_keeps_float32_weights(tmp_path) -> None:
+    trainer = Trainer(dataclasses.replace(config(tmp_path), precision="bfloat16"))
+    seen = []
+    trainer.model.module.blocks[0].attn.qkv.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    images, labels = trainer.data.train.images(range(8)), torch.full((8, 8), 1 / 8)
+    trainer.step(images, labels, torch.Generator().manual_seed(3), 1)
+    assert seen[0].dtype == torch.bfloat16
+    assert {p.dtype for p in trainer.model.module.parameters()} == {torch.float32}
 
 
 @pytest.mark.slow
