@@ -8,6 +8,7 @@ import ablation as ablation_command
 import backbones as backbone_command
 import masking_ratio as ratio_command
 import pandas as pd
+import precision as precision_command
 import pytest
 from experiments.trainings import ablation, backbones, masking_ratio
 from experiments.trainings.options import AblationOptions, BackboneOptions, RatioOptions
@@ -73,6 +74,18 @@ def test_a_table_and_its_files(tmp_path, capsys) -> None:
 def test_backbones_write_their_table(tmp_path) -> None:
     assert run(backbone_command, tmp_path, "--models", "vit_micro_32", "--seeds", "0") == 0
     assert "vit_micro_32 + MJP" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_precisions_are_compared_on_the_same_seed_and_timed(tmp_path) -> None:
+    options = ["--timing-model", "vit_mini_32", "--timing-rounds", "1"]
+    assert run(precision_command, tmp_path, "--seeds", "0", *options) == 0
+    rows = pd.read_json(tmp_path / "rows" / "rows.jsonl.gz", lines=True)
+    assert sorted(rows.groupby("training")["precision"].first()) == ["bfloat16", "bfloat16", "float32", "float32"]
+    assert rows["training"].nunique() == 4
+    timed = pd.read_csv(tmp_path / "out" / "latency.csv").set_index("line")
+    assert timed.loc["float32", "ratio"] == 1
+    assert set(timed["model"]) == {"vit_mini_32", "vit_mini_32_mjp"}
+    assert "step / float32's" in (tmp_path / "out" / "table.md").read_text()
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The variants of MJP one by one: Table 2 of the MJP paper, and the cost of a training step of each.
 
-The timed steps alternate in one process, so that a busy machine affects all alike; a ratio is the median over rounds of
-a step's seconds by those of line A's step in the same round. Departs from the paper as `backbones` does.
+Departs from the paper as `backbones` does.
 """
 
 from __future__ import annotations
@@ -9,19 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
 
-from attacks import UsageError
 from experiments.scaffold import PAPER
-from experiments.speed.timing import timed
 from experiments.trainings.options import AblationOptions, Variant
 from experiments.trainings.seeds import difference_points, save_with_legend
+from experiments.trainings.step_times import time_steps, timed_steps
 from experiments.trainings.tables import TrainingTable
-from fedmjp.records import provenance
-from fedmjp.training.trainer import Trainer, load
 
 METRICS = ("accuracy", "consistency")
 PLAIN = "A"
@@ -53,50 +47,6 @@ def paper() -> pd.DataFrame:
     return pd.read_csv(PAPER / "mjp_table2.csv").set_index("line")
 
 
-def latency(options: AblationOptions) -> pd.DataFrame:
-    """Seconds of a training step of each variant, and its ratio to line A's: median and quartiles over rounds."""
-    variants = variants_of(options.timing_model or options.model, options.training_gamma)
-    configs = {variant.name: options.config(variant, options.seeds[0]) for variant in variants}
-    data = load(configs[PLAIN])
-    trainers = {name: Trainer(config, data) for name, config in configs.items()}
-    images, labels = next(trainers[PLAIN].batches.epoch(1, trainers[PLAIN].device))
-    draws = torch.Generator().manual_seed(options.seeds[0])
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    for _ in track(range(options.timing_rounds + 2), description="timed steps", transient=True):
-        for name, trainer in trainers.items():
-            trainer.model.module.train()
-            seconds[name].append(timed(lambda t=trainer: t.step(images, labels, draws, 1), trainer.device))
-    found = []
-    for name, trainer in trainers.items():
-        own = pd.Series(seconds[name][2:])  # the first rounds warm up
-        ratios = own / pd.Series(seconds[PLAIN][2:])
-        found.append(
-            {
-                "line": name,
-                "model": trainer.model.name,
-                "batch_size": len(images),
-                "seconds": own.median(),
-                "ratio": ratios.median(),
-                "ratio_q25": ratios.quantile(0.25),
-                "ratio_q75": ratios.quantile(0.75),
-                "rounds": options.timing_rounds,
-                "precision": options.precision,
-                **provenance.columns(trainer.device),
-            }
-        )
-    return pd.DataFrame(found)
-
-
-def timed_steps(folder: Path) -> dict[str, dict[str, str]]:
-    """The column of step times for the table, from latency.csv; none where there is no such file."""
-    path = folder / "latency.csv"
-    if not path.exists():
-        return {}
-    rows = pd.read_csv(path, dtype={"line": str}).set_index("line")
-    cells = {name: f"{r.ratio:.2f} ({r.ratio_q25:.2f} to {r.ratio_q75:.2f})" for name, r in rows.iterrows()}
-    return {"step / A's (quartiles)": cells}
-
-
 def figure(rows: pd.DataFrame, table: pd.DataFrame, path: Path) -> None:
     """Each variant's difference to A, ours and the paper's."""
     methods = paper()["method"]
@@ -118,11 +68,6 @@ def table(options: AblationOptions) -> TrainingTable:
 
 def run(options: AblationOptions, console: Console) -> None:
     """Train what is missing, time steps, write tables and figure, and print the table."""
-    if options.timing_rounds < 0:
-        raise UsageError("--timing-rounds must not be negative")
     wanted = table(options)
-    options.check(wanted.variants)
-    if options.timing_rounds:
-        options.out.mkdir(parents=True, exist_ok=True)
-        latency(options).to_csv(options.out / "latency.csv", index=False, float_format="%.5g")
+    time_steps(wanted, options, variants_of(options.timing_model or options.model, options.training_gamma))
     wanted.run(console)

@@ -45,6 +45,7 @@ class Variant:
         defense: by name.
         options: of the defence, those that are not its defaults.
         against: name of the variant that this one is compared with, or "".
+        precision: type of activations in training, or "" for the table's.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Variant:
     defense: str = "none"
     options: Mapping[str, Any] = field(default_factory=dict)
     against: str = ""
+    precision: Literal["", "float32", "bfloat16"] = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class TrainingOptions(DeviceOptions):
             data=self.data,
             recipe=self.recipe,
             options=dataclasses.replace(DefenseOptions(), **own),
-            precision=self.precision,
+            precision=variant.precision or self.precision,
             device=self.device,
             threads=self.threads,
             seed=seed,
@@ -125,7 +127,19 @@ class TrainingOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
-class AblationOptions(TrainingOptions):
+class TimedOptions(TrainingOptions):
+    """A table that also times training steps of its variants, in turn."""
+
+    model: str = "vit_micro_32"
+    """Plain ViT."""
+    timing_model: str = ""
+    """Model whose steps are timed (none given: --model)."""
+    timing_rounds: int = 0
+    """Rounds of timed steps, one step a variant in each; 0 keeps the latency.csv in --out, if there is one."""
+
+
+@dataclass(frozen=True)
+class AblationOptions(TimedOptions):
     """The variants of MJP one by one.  Table 2 of the MJP paper.
 
         python benchmarks/ablation.py --data-path DIR
@@ -137,14 +151,8 @@ class AblationOptions(TrainingOptions):
     --out.
     """
 
-    model: str = "vit_micro_32"
-    """Plain ViT."""
     training_gamma: float = 0.1
     """Masking ratio in training of the variants with a jigsaw (the paper's choice for accuracy)."""
-    timing_model: str = ""
-    """Model whose steps are timed (none given: --model)."""
-    timing_rounds: int = 0
-    """Rounds of timed steps, one step a variant in each; 0 keeps the latency.csv in --out, if there is one."""
     out: Path = Path("runs/ablation")
     """Folder of tables and figure (the committed ones stand in results/ablation)."""
 
@@ -188,6 +196,25 @@ class RatioOptions(TrainingOptions):
     """Masking ratios in training; the others are compared with the first."""
     out: Path = Path("runs/masking_ratio")
     """Folder of tables and figure (the committed ones stand in results/masking_ratio)."""
+
+
+@dataclass(frozen=True)
+class PrecisionOptions(TimedOptions):
+    """One recipe in float32 and in bfloat16, plainly and under MJP.
+
+        python benchmarks/precision.py --data-path DIR --timing-rounds 30
+
+    Trains once a seed in each precision, measures accuracy and Consistency in float32, and times training steps of both
+    in turn. Trainings are kept in --trainings. Writes table.csv, table.md, latency.csv, figure.png and run.json to
+    --out.
+    """
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Each fixes weights, order, masks, and the subsets of images, for all variants alike."""
+    training_gamma: float = 0.1
+    """Masking ratio in training under MJP."""
+    out: Path = Path("runs/precision")
+    """Folder of tables and figure (the committed ones stand in results/precision)."""
 
 
 @dataclass(frozen=True)

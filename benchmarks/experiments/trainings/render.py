@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.rendering import Rendering, markdown_table
-from experiments.trainings import ablation, backbones, masking_ratio
-from experiments.trainings.options import AblationOptions, BackboneOptions, RatioOptions
+from experiments.trainings import ablation, backbones, masking_ratio, precision
+from experiments.trainings.options import AblationOptions, BackboneOptions, PrecisionOptions, RatioOptions
 
 
 def training_block(folder: Path) -> str:
@@ -26,4 +26,5 @@ RENDERINGS = (
     backbones.table(BackboneOptions()).rendering(),
     ablation.table(AblationOptions()).rendering(),
     masking_ratio.table(RatioOptions()).rendering(),
+    precision.table(PrecisionOptions()).rendering(),
 )

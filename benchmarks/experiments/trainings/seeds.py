@@ -138,8 +138,9 @@ def markdown(
     count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     images = table[table["metric"] == "accuracy"]["images"].mean()
     return markdown_table(heads, lines) + (
-        f"\n\nMeans over {count} seeds with Student's 95 % interval over seeds, the paper's figures in parentheses; "
-        "differences are paired by seed. The test images of one training alone leave its accuracy uncertain by "
+        f"\n\nMeans over {count} seeds with Student's 95 % interval over seeds"
+        + (", the paper's figures in parentheses" if table["paper"].notna().any() else "")
+        + "; differences are paired by seed. The test images of one training alone leave its accuracy uncertain by "
         f"± {images:.1f} points."
     )
 

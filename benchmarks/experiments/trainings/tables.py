@@ -71,4 +71,4 @@ class TrainingTable:
     def _files(self, rows: pd.DataFrame, folder: Path) -> dict[str, str]:
         table = self._table(rows)
         text = markdown(table, self.metrics, self.notes, self.more(folder))
-        return {"table.csv": csv(table, 5), "table.md": f"{text} {limits(rows)}\n"}
+        return {"table.csv": csv(table, 5), "table.md": f"{text} {limits(rows, bool(self.paper))}\n"}

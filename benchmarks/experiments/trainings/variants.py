@@ -100,15 +100,22 @@ def rows_of(variants: Sequence[Variant], options: TrainingOptions, trainings: Pa
     return pd.concat(parts, ignore_index=True)
 
 
-def limits(rows: pd.DataFrame) -> str:
-    """What a table of such rows cannot show, with figures from the rows."""
+def limits(rows: pd.DataFrame, with_paper: bool) -> str:
+    """What a table of such rows cannot show, with figures from the rows.
+
+    Args:
+        with_paper: whether the table compares with a paper's figures.
+    """
     seen = " or ".join(f"{images:,}" for images in sorted(set(rows["images_seen"])))
     data = "; ".join(sorted(set(rows["provenance"])))
-    plain = rows[(rows["gamma"] == 0.5) & (rows["defense"] == "none") & ~rows["model"].str.endswith("_nope")]
-    text = (
-        f"Every training saw {seen} images ({data}); the paper's see {PAPER_IMAGES:,}. Whether a difference found here "
-        "lasts, or one not found here comes, when training goes on, this cannot tell."
+    text = f"Every training saw {seen} images ({data})"
+    text += f"; the paper's see {PAPER_IMAGES:,}. " if with_paper else ". "
+    text += (
+        "Whether a difference found here lasts, or one not found here comes, when training goes on, this cannot tell."
     )
+    if not with_paper:
+        return text
+    plain = rows[(rows["gamma"] == 0.5) & (rows["defense"] == "none") & ~rows["model"].str.endswith("_nope")]
     for model, own in plain.groupby("model", sort=False)["consistency"]:
         text += (
             f" A plain {model} keeps {own.mean():.1f} % of its answers under a jigsaw of half its patches: no defence "
