@@ -6,6 +6,7 @@ settings as `NAME.key=value`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,43 @@ def build_attack(name: str, settings: Mapping[str, Any] | None = None) -> Attack
         UsageError: no such attack or setting, or text that is not of the setting's type.
     """
     return with_settings(ATTACKS.get(name)(), settings or {}, f"attack {name!r}")
+
+
+def attack_settings(
+    attacks: Sequence[str], steps: Sequence[str] = (), options: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """The settings given for attacks, by attack; `build_attack` reads their values.
+
+    Args:
+        attacks: names, `AUTO` or `ALL`.
+        steps: a budget (`read_budget`) of the attacks that search.
+        options: settings (`read_attack_options`), which count more than `steps`.
+
+    Raises:
+        UsageError: no such attack, or one that does not run.
+    """
+    numbers = read_budget(steps, "--steps")
+    choices = ATTACKS.names() if {AUTO, ALL} & set(attacks) else attacks
+    found: dict[str, dict[str, Any]] = dict(read_attack_options(options, choices))
+    for name in choices if numbers else ():
+        found[name] = {**steps_of(name, numbers), **found.get(name, {})}
+    return found
+
+
+def read_seconds(text: str, option: str) -> float:
+    """A time such as "10s", "2m" or "1h" in seconds; a bare number is in seconds.
+
+    Args:
+        option: how the option is typed, for the message.
+
+    Raises:
+        UsageError: no such time.
+    """
+    number, unit = re.fullmatch(r"([0-9.]*)(.*)", str(text).strip(), re.DOTALL).groups()
+    try:
+        return float(number) * {"": 1, "s": 1, "m": 60, "h": 3600}[unit]
+    except (ValueError, KeyError):
+        raise UsageError(f"{option} takes a time such as 10s, 2m or 1h, not {text!r}") from None
 
 
 def named_attacks(attacks: Sequence[str | Attack]) -> list[tuple[str, Attack]]:

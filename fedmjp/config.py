@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -21,12 +20,12 @@ from fedmjp.budgets import (
     ALL,
     AUTO,
     EVERY,
+    attack_settings,
     build_attack,
-    read_attack_options,
     read_budget,
+    read_seconds,
     searches,
     spread_evenly,
-    steps_of,
 )
 from fedmjp.data.catalog import split_source
 from fedmjp.data.partitioning import read_alpha
@@ -34,9 +33,6 @@ from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import split_name
 from fedmjp.settings import describe, read_value, replace_at, split_entries, with_settings
-
-if TYPE_CHECKING:
-    pass
 
 DEFENSE_HELP = (
     f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}; one of "
@@ -142,14 +138,7 @@ class AuditConfig:
         Raises:
             UsageError: no such time.
         """
-        number, unit = (
-            re.fullmatch(r"([0-9.]*)([a-z]*)", str(self.budget).strip()).groups() if self.budget else ("", "")
-        )
-        try:
-            seconds = float(number) * {"": 1, "s": 1, "m": 60, "h": 3600}[unit]
-        except (ValueError, KeyError):
-            raise UsageError(f"--budget takes a time such as 10s, 2m or 1h, not {self.budget!r}") from None
-        return seconds
+        return read_seconds(self.budget, "--budget")
 
 
 @dataclass(frozen=True)
@@ -248,12 +237,7 @@ class RunConfig:
         Raises:
             UsageError: no such attack, or one that does not run.
         """
-        audit, steps = self.audit, read_budget(self.audit.steps, "--steps")
-        choices = ATTACKS.names() if {AUTO, ALL} & set(audit.attacks) else audit.attacks
-        found: dict[str, dict[str, Any]] = dict(read_attack_options(audit.attack_options, choices))
-        for name in choices if steps else ():
-            found[name] = {**steps_of(name, steps), **found.get(name, {})}
-        return found
+        return attack_settings(self.audit.attacks, self.audit.steps, self.audit.attack_options)
 
     def attacked(self, name: str) -> list[tuple[int, int]]:
         """The (round, client) whose updates the attack (or guess) called `name` gets, in order."""

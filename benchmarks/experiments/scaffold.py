@@ -17,9 +17,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from attacks import ATTACKS
 from attacks.registry import Registry, UsageError
+from fedmjp.budgets import ALL, AUTO, attack_settings, read_seconds
 from fedmjp.cli import EXIT_FAILURE, guarded, parse, split_commas, terminal
-from fedmjp.config import DefenseOptions
+from fedmjp.config import ATTACKS_HELP, DefenseOptions
 from fedmjp.defenses import DEFENSES
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
@@ -76,6 +78,53 @@ class AttackOptions(RowOptions):
     """Backbone of LPIPS."""
     lpips_weights: Path | None = None
     """State dict of lpips.LPIPS; without it and without a cached backbone the column stays empty."""
+
+
+@dataclass(frozen=True)
+class SuiteOptions(AttackOptions):
+    """Commands whose attacks are chosen as those of an audit are (`fedmjp.audit.suite`)."""
+
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_HELP)] = (AUTO,)
+    budget: str = "10s"
+    """Time that --attacks auto may plan for each update, on one CPU core (60s, 2m): estimated, not measured, so that
+    the same command runs the same attacks everywhere. What runs on no update is named in run.json with the reason."""
+    steps: tuple[str, ...] = ()
+    """Steps of the attacks that search, as a NUMBER for all or ATTACK=NUMBER (none given: each attack's own)."""
+    attack_options: tuple[str, ...] = ()
+    """Settings of attacks, as ATTACK.setting=value (mjp_subspace.prior.strength=20)."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        if not self.attacks:
+            raise UsageError(f"--attacks takes auto, all, or names from: {', '.join(ATTACKS)}")
+        check_names(ATTACKS, self.named())
+        self.budget_seconds()
+        self.attack_settings()
+        super().validate()
+
+    def budget_seconds(self) -> float:
+        """--budget in seconds.
+
+        Raises:
+            UsageError: no such time.
+        """
+        return read_seconds(self.budget, "--budget")
+
+    def every_attack(self) -> tuple[str, ...]:
+        """All that is asked for with --attacks and options like it."""
+        return self.attacks
+
+    def named(self) -> tuple[str, ...]:
+        """Of `every_attack`, the attacks that are asked for by name."""
+        return tuple(name for name in self.every_attack() if name not in (AUTO, ALL))
+
+    def attack_settings(self) -> dict[str, dict[str, Any]]:
+        """The settings given for attacks, by attack.
+
+        Raises:
+            UsageError: no such attack, or one that does not run.
+        """
+        return attack_settings(self.every_attack(), self.steps, self.attack_options)
 
 
 @dataclass(frozen=True)

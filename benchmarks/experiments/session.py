@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pandas as pd
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from attacks import Attack, Observation, ThreatModel
 from attacks.registry import UsageError
 from experiments.rendering import Rendering, read_rows
 from experiments.scaffold import AttackOptions, DeviceOptions, RowOptions
 from fedmjp.audit.harness import ScoreImages, scorer
+from fedmjp.audit.suite import select_attacks
 from fedmjp.audit.victims import Victims
+from fedmjp.budgets import ALL, AUTO
 from fedmjp.client import usable_device
 from fedmjp.data import Gallery
 from fedmjp.defenses import Defense
@@ -91,10 +95,14 @@ class Session:
             more: further entries of run.json.
         """
         rows = read_rows(self.out, self._schema)
-        note_rows(self.out, program, rows, joined={"left_out": self.left_out}, **more)
+        note_rows(self.out, program, rows, joined={"left_out": self.left_out}, **self.notes(rows), **more)
         rendering.write(self.out)
         self.console.print(f"tables and figures: {self.out}", soft_wrap=True, highlight=False)
         return rows
+
+    def notes(self, rows: pd.DataFrame) -> dict[str, Any]:
+        """Entries of run.json that a kind of command adds."""
+        return {}
 
 
 class AttackSession(Session):
@@ -103,6 +111,32 @@ class AttackSession(Session):
     def __init__(self, options: AttackOptions, console: Console) -> None:
         super().__init__(options, console)
         self._lpips = load_lpips(options.lpips_net, options.lpips_weights, self.device)
+        self._left_out: dict[str, str] = {}
+
+    def suite(
+        self, names: Sequence[str], observations: Sequence[Observation], threat_model: ThreatModel
+    ) -> dict[str, Attack]:
+        """The attacks of `SuiteOptions` on a client's updates, in the order in which they run.
+
+        Args:
+            names: of attacks, auto or all.
+            observations: the updates, oldest first; read for auto alone.
+
+        Raises:
+            UsageError: a named attack needs more than the threat model grants.
+        """
+        budget, settings = self.options.budget_seconds(), self.options.attack_settings()
+        suite = select_attacks(names, observations, threat_model, budget=budget, settings=settings)
+        if AUTO in names or ALL in names:
+            self._left_out |= suite.left_out
+        else:
+            self._left_out = {**suite.left_out, **self._left_out}
+        return dict(suite.chosen)
+
+    def notes(self, rows: pd.DataFrame) -> dict[str, Any]:
+        """Under `not_run`, why registered attacks have no row; nothing where no suite was chosen in this call."""
+        ran = set(rows["attack"])
+        return {"not_run": {n: r for n, r in self._left_out.items() if n not in ran}} if self._left_out else {}
 
     def scorer(self, patch_size: int) -> ScoreImages:
         """From (reconstructions, originals) to one dict of metrics an image."""

@@ -233,6 +233,20 @@ class Victims:
         )
         return observe_each(built, gradients)
 
+    def sample(self, subject: Subject, setting: Setting) -> list[Observation]:
+        """The first client's update, with the gradients of the layers that make the tokens, to choose attacks by.
+
+        Returns:
+            A list of one observation, of the first client whose images can be decoded; empty where there is none.
+        """
+        subject.built.module.to(self.device, subject.dtype).eval()
+        for client in range(len(self)):
+            clients, originals = self.decode([client], subject.dtype)
+            if clients:
+                seen = self.seen(subject.built, setting, clients, originals)
+                return self.observe(subject.built, seen, clients, (), update=0 if setting.defended else None)
+        return []
+
     def _defended(self, view: Observation, client: int, update: int) -> Observation:
         sent = self.defense.on_update(dict(view.gradients), self._generator(client, update, purpose=5))
         return replace(view, gradients=sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedmjp.report.styles import DPI, LIGHT_GREY, SMALL, save
+from fedmjp.report.styles import DPI, LIGHT_GREY, SMALL, WIDTH, save
 
 MAX_PANELS = 12
 TALLEST = 880  # pixels of a PNG
-CELL, GAP, CAPTION, HEADING, LABEL = 1.15, 0.08, 0.2, 0.17, 1.05  # inches
-LETTERS = 18  # of a heading above a cell
+CELL, GAP, CAPTION, HEADING, LABEL = 1.15, 0.08, 0.2, 0.17, 1.05  # inches; cells are smaller where there are many
+LETTERS = 16  # of a heading, an inch
 HATCH = 256  # pixels of the side of the pattern over pixels that are not vouched for
 
 
@@ -92,27 +93,26 @@ def reconstructions_figure(
         rows = [dict.fromkeys(every) | row for row in rows]
     else:
         rows = [{name: content for name, content in row.items() if content is not None} for row in rows]
-    # A heading takes a line, two where a name is long.
-    lines = [
-        0 if index and list(row) == list(rows[index - 1]) else max(_broken(name).count("\n") + 1 for name in row)
-        for index, row in enumerate(rows)
+    columns = max(map(len, rows))
+    cell = min(CELL, (WIDTH - LABEL) / columns - GAP)
+    headings = [
+        [] if index and list(row) == list(rows[index - 1]) else _headings(row, cell) for index, row in enumerate(rows)
     ]
+    lines = [max((words.count("\n") + 1 for words in heading), default=0) for heading in headings]
     top = 0.25 if title else 0.04
-    width = LABEL + max(map(len, rows)) * (CELL + GAP)
-    height = top + sum(CELL + CAPTION + HEADING * count for count in lines)
+    width = LABEL + columns * (cell + GAP)
+    height = top + sum(cell + CAPTION + HEADING * count for count in lines)
     figure, bottom = Figure(figsize=(width, height)), height - top
-    for panel, row, count in zip(panels, rows, lines, strict=True):
-        bottom -= CELL + HEADING * count
+    for panel, row, heading, count in zip(panels, rows, headings, lines, strict=True):
+        bottom -= cell + HEADING * count
         label = "\n".join(part.strip() for part in panel.title.split(","))
-        figure.text(0.04 / width, (bottom + CELL / 2) / height, label, fontsize=SMALL, va="center")
-        for column, (name, content) in enumerate(row.items()):
-            left = LABEL + column * (CELL + GAP)
-            axes = figure.add_axes((left / width, bottom / height, CELL / width, CELL / height))
-            if count:
-                words = _broken(name)
-                size = SMALL * min(1.0, LETTERS / max(map(len, words.splitlines())))
-                axes.set_title(words, fontsize=size, pad=3, linespacing=1.0)
-            _draw_cell(axes, content)
+        figure.text(0.04 / width, (bottom + cell / 2) / height, label, fontsize=SMALL, va="center")
+        for column, content in enumerate(row.values()):
+            left = LABEL + column * (cell + GAP)
+            axes = figure.add_axes((left / width, bottom / height, cell / width, cell / height))
+            if heading:
+                axes.set_title(heading[column], fontsize=SMALL, pad=3, linespacing=1.0)
+            _draw_cell(axes, content, int(15 * cell))
         bottom -= CAPTION
     if title:
         figure.text(0.04 / width, 1 - 0.06 / height, title, fontsize=SMALL, va="top", weight="bold")
@@ -139,7 +139,7 @@ def _one_set_of_columns(panels: list[Panel]) -> bool:
     return all(order == sorted(order) for order in orders) and len(every) <= max(map(len, orders))
 
 
-def _draw_cell(axes: Axes, content: Reconstructed | None) -> None:
+def _draw_cell(axes: Axes, content: Reconstructed | None, letters: int = 17) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
@@ -151,7 +151,7 @@ def _draw_cell(axes: Axes, content: Reconstructed | None) -> None:
         axes.set_facecolor("#f5f5f5")
         reason = textwrap.shorten(content.note or "no image returned", 100, placeholder=" …")
         place = {"transform": axes.transAxes, "ha": "center", "va": "center"}
-        axes.text(0.5, 0.5, textwrap.fill(reason, 17), fontsize=SMALL - 1.5, color="#444444", **place)
+        axes.text(0.5, 0.5, textwrap.fill(reason, letters), fontsize=SMALL - 1.5, color="#444444", **place)
         return
     picture = _pixels(content.image)
     height, width = picture.shape[:2]
@@ -187,8 +187,22 @@ def _pixels(image: Any) -> np.ndarray:
     return picture[0] if picture.shape[0] == 1 else picture.transpose(1, 2, 0)
 
 
-def _broken(name: str) -> str:
+def _headings(names: Iterable[str], cell: float) -> list[str]:
+    """Headings of a row's cells; where one is wider than its cell, every other one stands a line higher.
+
+    Args:
+        cell: side of a cell in inches.
+    """
+    letters = int(LETTERS * cell)
+    words = [_broken(name, letters + 4) for name in names]
+    if max(len(line) for heading in words for line in heading.splitlines()) <= letters + 2:
+        return words
+    raised = "\n" * max(heading.count("\n") + 1 for heading in words[::2])
+    return [heading + raised * (column % 2) for column, heading in enumerate(words)]
+
+
+def _broken(name: str, letters: int) -> str:
     """A name on at most two lines, broken at spaces; an attack's own name is never broken."""
     if "\n" in name:
         return name
-    return "\n".join(textwrap.wrap(name.replace("breaching_", "breaching: "), LETTERS + 4, break_long_words=False)[:2])
+    return "\n".join(textwrap.wrap(name.replace("breaching_", "breaching: "), letters, break_long_words=False)[:2])

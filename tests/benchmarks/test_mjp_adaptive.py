@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from experiments.adaptive import protocol
 from rich.console import Console
 
+from attacks import ATTACKS
 from fedmjp.audit.victims import drifted
 from fedmjp.records.rows import load_rows
 
@@ -27,12 +29,13 @@ SMALL = [
     "--batch-size",
     "1",
 ]
+NAMED = ["--attacks", "april", "patch_embedding", "mjp_subspace", "--update-attacks", "mjp_rounds"]
 
 
 def run(out: Path, *options: str) -> int:
-    """Exit code of the command line, in this process."""
+    """Exit code of the command line with the attacks of the committed table, in this process."""
     try:
-        return mjp_adaptive.main([*SMALL, "--out", str(out), *options])
+        return mjp_adaptive.main([*SMALL, *NAMED, "--out", str(out), *options])
     except SystemExit as stop:  # the parser leaves this way
         return int(stop.code)
 
@@ -95,6 +98,35 @@ def test_weights_move_and_stay_reproducible(tmp_path) -> None:
             assert float((once[name] - tensor).norm() / tensor.norm()) == pytest.approx(options.drift, rel=0.5)
 
 
+def test_auto_is_the_default_and_takes_what_the_updates_expose(tmp_path) -> None:
+    out = tmp_path / "out"
+    options = ["--model", "vit_mini_32", "--num-images", "1", "--gammas", "0.5", "--update-gammas", "0.5"]
+    assert mjp_adaptive.main([*options, "--updates", "1", "2", "--schedules", "paper", "--out", str(out)]) == 0
+    rows = load_rows(out / "rows.jsonl.gz")
+    assert set(zip(rows["attack"], rows["block"], rows["round"], strict=True)) == {
+        *(("april", "april", 1), ("patch_embedding", "standard", 1), ("mjp_subspace", "standard", 1)),
+        *(("mjp_rounds", "standard", 1), ("mjp_rounds", "standard", 2)),  # asked for by name beside auto
+    }
+    reasons = json.loads((out / "run.json").read_text())["not_run"]
+    assert set(reasons) == set(ATTACKS) - set(rows["attack"])
+    assert "beyond the budget of 10 s an update" in reasons["unmix"]
+    assert "beyond the budget" in reasons["unmix_rounds"]
+    assert "one image" in reasons["batch_rounds"]
+
+
+def test_attacks_over_updates_are_chosen_where_the_last_update_of_a_client_is_not_masked(tmp_path) -> None:
+    """Under the released schedule half the updates are not: others' updates decide."""
+    bench = protocol.Run(
+        mjp_adaptive.Options(model="vit_mini_64", num_images=8, gammas=(), update_gammas=(0.1,), out=tmp_path / "out"),
+        Console(quiet=True),
+    )
+    paper, released = protocol.cases(dataclasses.replace(bench.options, updates=(2,), update_attacks=("auto",)))
+    for case in (paper, released):
+        plan = bench.plan(case, bench.session.victims(bench.gallery, case.defense, 0))
+        assert set(plan) == {2}
+        assert set(plan[2]) == {"mjp_rounds", "unmix_rounds"}
+
+
 MISTAKES = [
     (["--attacks", "subspace"], "unknown attack 'subspace'"),
     (["--gammas", "1.5"], "--gamma must lie in"),
@@ -126,6 +158,7 @@ def test_a_defence_without_a_masking_ratio_is_attacked_once(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--model", "vit_mini_64", "--num-images", "1", "--defense", "noise", "--noise-multiplier", "0"]
     options += ["--clip-norm", "1000", "--updates", "1", "2", "--attacks", "patch_embedding"]
+    options += ["--update-attacks", "mjp_rounds"]
     assert mjp_adaptive.main([*options, "--out", str(out)]) == 0
     rows = load_rows(out / "rows.jsonl.gz")
     assert set(zip(rows["attack"], rows["round"], rows["setting"], strict=True)) == {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.rendering import spread_table
 from fedmjp.report.pictures import draw_picture
-from fedmjp.report.styles import NORMAL, SMALL, attack_style, defence_colour, dress, error_bars, save
+from fedmjp.report.styles import NORMAL, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
 
 
 def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -92,7 +92,8 @@ def round_by_round_figure(
         path: the .png to write; a .pdf goes beside it.
     """
     counts = sorted({count for _, found in pictures.values() for count in found})
-    cell, gap, head = 1.15, 0.08, 0.3  # inches
+    gap, head = 0.08, 0.3  # inches
+    cell = min(1.15, WIDTH / (1 + len(counts)) - gap)
     width, height = (1 + len(counts)) * (cell + gap), head + len(pictures) * (cell + 0.24)
     figure = Figure(figsize=(width, height))
     for row, (original, found) in enumerate(pictures.values()):

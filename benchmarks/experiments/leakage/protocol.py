@@ -22,6 +22,7 @@ from experiments.session import AttackSession
 from fedmjp.audit.campaign import Campaign, run_attacks
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient, lacks_positions
+from fedmjp.budgets import ALL, AUTO, build_attack
 from fedmjp.data import load_gallery
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
@@ -34,7 +35,8 @@ SETTINGS = (
     Setting("c", defended=True, hidden=False, against="seen"),
     Setting("d", defended=True, hidden=True, against="original"),
 )
-PICTURED = 4  # photographs in the figure of reconstructions
+PICTURED = 4  # photographs in a figure of reconstructions
+MOST_PICTURED = 6  # models in it
 PICTURE_DPI = 120  # noise does not compress: at 200 the figure takes 6 MB
 
 
@@ -110,14 +112,17 @@ class Run:
         campaign = Campaign(
             victims,
             defense=self.options.defense,
-            attacks={name: ATTACKS.get(name)() for name in self.options.attacks},
+            attacks={},
             rows=rows,
             columns=self.session.columns,
             score_images=self.session.scorer(built.patch_size),
             batch_size=self.options.batch_size,
             on_batch=on_batch,
         )
-        campaign.attack(subject, settings)
+        for alike in by_input(settings):
+            views = victims.sample(subject, alike[0])
+            campaign.attacks = self.session.suite(self.options.attacks, views, subject.threat_model) if views else {}
+            campaign.attack(subject, alike)
         campaign.baselines(SETTINGS[0].name)
         bar.remove_task(task)
         means = "  ".join(f"{n} {fmean(v):.1f} dB" if v else f"{n} –" for n, v in found.items())
@@ -147,31 +152,43 @@ class Run:
     def picture(self, subjects: list[Subject], table: pd.DataFrame) -> None:
         """Draw reconstructions of the embedded photographs on one block, in the manner of the paper's Figure 5.
 
+        Settings (a) and (b) have a figure each.
+
         The paper's attack on the paper's block, the strongest on the other.
         """
         block = subjects[0].built.block
-        own = table[(table["block"] == block) & (table["setting"] == "a") & table["attack"].isin(self.options.attacks)]
+        own = table[(table["block"] == block) & (table["setting"] == "a") & table["attack"].isin(self.asked(table))]
         if own["psnr_mean"].isna().all():
             return  # no attack gave an image, and the table says why
         strongest = own.groupby("attack")["psnr_mean"].mean().idxmax()
-        name = "april" if block == "april" and "april" in self.options.attacks else strongest
-        attack, panels = {name: ATTACKS.get(name)()}, []
+        name = "april" if block == "april" and "april" in self.asked(table) else strongest
+        shown = [subject for subject in subjects if not lacks_positions(subject.built)]  # the table says why
+        for setting in SETTINGS[:2]:
+            self.draw(name, setting, shown[:MOST_PICTURED])
+
+    def asked(self, table: pd.DataFrame) -> list[str]:
+        """The attacks of this call that have lines in the table."""
+        every = {AUTO, ALL} & set(self.options.attacks)
+        return [
+            name for name in table["attack"].unique() if name in ATTACKS and (every or name in self.options.attacks)
+        ]
+
+    def draw(self, name: str, setting: Setting, subjects: list[Subject]) -> None:
+        """Draw what one attack makes of the embedded photographs in one setting, a column a model on the same block."""
+        attack, panels = {name: build_attack(name, self.options.attack_settings().get(name))}, []
         for subject in subjects:
-            if lacks_positions(subject.built):
-                continue  # nothing to show: the table says why
             victims = self.victims("photos", subject.built.image_size, self.options.seeds[0], limit=PICTURED)
             clients, originals = victims.decode(range(PICTURED), subject.dtype)
-            seen = victims.seen(subject.built, SETTINGS[1], clients, originals).images
             if not panels:
+                seen = victims.seen(subject.built, setting, clients, originals).images
                 names = [victims.gallery.images.ids[c].split("/")[0] for c in clients]
                 panels += [Panel(n.replace("_", " "), o, s) for n, o, s in zip(names, originals, seen, strict=True)]
             score_images = scorer(subject.built.patch_size, None)
-            for setting in SETTINGS[:2]:
-                found = run_attacks(victims, subject, [setting], clients, originals, attack, score_images)
-                for panel, (_, one) in zip(panels, found[setting, name], strict=True):
-                    image = None if one.images is None else one.images[0]
-                    cell = Reconstructed(image, one.records[0]["psnr"], one.diagnosis)
-                    panel.reconstructions[f"{label(subject)} ({setting.name})"] = cell
-        path = self.options.out / f"reconstructions_{block}.png"
-        title = f"{name}, {block} block"
-        reconstructions_figure(panels, path, seen_title="input\nof (b)", title=title, dpi=PICTURE_DPI)
+            found = run_attacks(victims, subject, [setting], clients, originals, attack, score_images)
+            for panel, (_, one) in zip(panels, found[setting, name], strict=True):
+                image = None if one.images is None else one.images[0]
+                panel.reconstructions[label(subject)] = Reconstructed(image, one.records[0]["psnr"], one.diagnosis)
+        block, defended = subjects[0].built.block, "defended" if setting.defended else "undefended"
+        title = f"{name}, {block} block, setting ({setting.name}): {defended} clients"
+        path = self.options.out / f"reconstructions_{block}_{setting.name}.png"
+        reconstructions_figure(panels, path, seen_title="input", title=title, dpi=PICTURE_DPI)
