@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attacks import Attack, Observation, ThreatModel
+from attacks import ATTACKS, Attack, Observation, ThreatModel
 from attacks.registry import UsageError
 from experiments.rendering import Rendering, read_rows
 from experiments.scaffold import AttackOptions, DeviceOptions, RowOptions
@@ -111,7 +112,8 @@ class AttackSession(Session):
     def __init__(self, options: AttackOptions, console: Console) -> None:
         super().__init__(options, console)
         self._lpips = load_lpips(options.lpips_net, options.lpips_weights, self.device)
-        self._left_out: dict[str, str] = {}
+        self._chosen = False
+        self._left_out: dict[str, dict[str, str]] = {}
 
     def suite(
         self, names: Sequence[str], observations: Sequence[Observation], threat_model: ThreatModel
@@ -127,16 +129,19 @@ class AttackSession(Session):
         """
         budget, settings = self.options.budget_seconds(), self.options.attack_settings()
         suite = select_attacks(names, observations, threat_model, budget=budget, settings=settings)
-        if AUTO in names or ALL in names:
-            self._left_out |= suite.left_out
-        else:
-            self._left_out = {**suite.left_out, **self._left_out}
+        self._chosen = True
+        for name, reason in suite.left_out.items() if {AUTO, ALL} & set(names) else ():
+            alike = re.sub(r"[\d.]+", "", reason)  # updates differ in the seconds that an attack would take
+            self._left_out.setdefault(name, {}).setdefault(alike, reason)
         return dict(suite.chosen)
 
     def notes(self, rows: pd.DataFrame) -> dict[str, Any]:
         """Under `not_run`, why registered attacks have no row; nothing where no suite was chosen in this call."""
-        ran = set(rows["attack"])
-        return {"not_run": {n: r for n, r in self._left_out.items() if n not in ran}} if self._left_out else {}
+        if not self._chosen:
+            return {}
+        absent = [name for name in ATTACKS if name not in set(rows["attack"])]
+        reasons = {name: "; ".join(self._left_out.get(name, {}).values()) for name in absent}
+        return {"not_run": {name: reason or "not among --attacks" for name, reason in reasons.items()}}
 
     def scorer(self, patch_size: int) -> ScoreImages:
         """From (reconstructions, originals) to one dict of metrics an image."""

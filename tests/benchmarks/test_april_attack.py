@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from attacks import ATTACKS
 from fedmjp.audit import campaign as campaign_module
 from fedmjp.records.rows import load_rows
 
@@ -42,7 +43,7 @@ def test_writes_tables_figures_and_provenance(finished) -> None:
     assert names >= {
         *("rows.jsonl.gz", "table.csv", "condition.png", "run.json"),
         *("table_april.tex", "table_april.md", "table_standard.tex", "table_standard.md"),
-        *("reconstructions_april.png", "reconstructions_standard.png"),
+        *(f"reconstructions_{block}_{setting}.png" for block in ("april", "standard") for setting in "ab"),
     }
     record = json.loads((finished / "run.json").read_text())
     assert record["rows"] == len(rows_of(finished))
@@ -51,9 +52,12 @@ def test_writes_tables_figures_and_provenance(finished) -> None:
 
 def test_the_table_holds_every_line_it_should(finished) -> None:
     table = pd.read_csv(finished / "table.csv")
-    attacks = len(april_attack.Options().attacks)
     # settings: 3 of the plain model, 3 twice without positions (as sent, token gradient granted), 4 under MJP
-    assert len(table) == 2 * attacks * (3 + 6 + 4) + 2
+    counts = table["attack"].value_counts()
+    assert counts["patch_embedding"] == 2 * (3 + 6 + 4)
+    assert counts["april"] == 3 + 6 + 4  # on the block for which its equation holds
+    assert counts["mjp_subspace"] == 2 * 2  # where positions are hidden: (b) and (d) under MJP
+    assert counts.sum() == 26 + 13 + 4 + 2
     assert table["weights"].dropna().eq("random, NOT TRAINED").all()
     silent = table[(table["line"] == "vit_mini_64_nope")]
     assert (silent["failed"] == silent["count"]).all()
@@ -109,6 +113,28 @@ def test_resume_adds_a_model_to_a_finished_table(finished, tmp_path) -> None:
     assert len(json.loads((out / "run.json").read_text())["commands"]) == 2
 
 
+def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
+    assert april_attack.Options().attacks == ("auto",)
+    reasons = json.loads((finished / "run.json").read_text())["not_run"]
+    assert set(reasons) == set(ATTACKS) - {"april", "patch_embedding", "mjp_subspace"}
+    assert "beyond the budget of 10 s an update" in reasons["unmix"]
+    assert "only one update" in reasons["mjp_rounds"]
+
+
+@pytest.mark.slow
+def test_all_runs_every_attack(tmp_path) -> None:
+    out = tmp_path / "out"
+    small = ["--model", "vit_mini_32_mjp", "--block", "standard", "--num-images", "1", "--steps", "1"]
+    assert run(out, *small, "--attacks", "all", "--attack-options", "unmix.search.rounds=1") == 0
+    rows = rows_of(out)
+    ran = set(rows["attack"])
+    reasons = json.loads((out / "run.json").read_text())["not_run"]
+    assert ran | set(reasons) == {*ATTACKS, "mean_image", "other_image"}
+    assert ran >= {"dlg", "unmix", "mjp_rounds", "batch_rounds", "inverting_gradients"}
+    searched = rows[rows["attack"] == "dlg"]["attack_parameters"]
+    assert {parameters["steps"] for parameters in searched} == {1}
+
+
 MISTAKES = [
     (["--model", "vit_x"], "unknown model 'vit_x'"),
     (["--attacks", "aprill"], "did you mean 'april'"),
@@ -116,10 +142,12 @@ MISTAKES = [
     (["--weights", "vit_mini_64=no.safetensors", "--model", "vit_mini_64"], "no checkpoint at no.safetensors"),
     (["--gamma", "1.5"], "--gamma must lie in"),
     (["--batch-size", "0"], "--batch-size must be at least 1"),
-    (["--grants", "model_weights"], "needs position_gradient"),
+    (["--grants", "model_weights", "--attacks", "april"], "needs position_gradient"),
+    (["--budget", "soon"], "--budget takes a time such as 10s"),
+    (["--attacks"], "--attacks takes auto, all, or names"),
     (["--device", "cuda:99"], "--device cuda:99 cannot be used"),
     (["--block", "post"], "invalid choice"),
-    (["--seeds"], "--seeds, --block and --attacks each need"),
+    (["--seeds"], "--seeds and --block each need"),
     (["--lpips-weights", "no.pt"], "no LPIPS weights at no.pt"),
     (["--model", "resnet50", "--block", "april"], "needs a plain ViT"),
 ]
@@ -132,7 +160,7 @@ def test_a_model_without_tokens_to_attack_has_rows_that_say_so(tmp_path) -> None
     found = found[found["model"] == "swin_t"]
     assert found["psnr"].isna().all()
     assert found["diagnosis"].str.contains("no learnable position embedding").all()
-    assert not (out / "reconstructions_standard.png").exists()
+    assert not (out / "reconstructions_standard_a.png").exists()
 
 
 def test_a_folder_of_which_nothing_can_be_read(tmp_path, capsys) -> None:

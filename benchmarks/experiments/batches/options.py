@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from attacks.registry import UsageError
-from experiments.scaffold import AttackOptions
+import tyro
+
+from attacks import ATTACKS, ThreatModel, UsageError
+from experiments.scaffold import SuiteOptions
+from fedmjp.budgets import AUTO
+from fedmjp.config import ATTACKS_HELP
+
+ATTACKS_USED = (
+    f"{ATTACKS_HELP} Chosen for each batch size by the steps of its first images: at the default budget batch_rounds "
+    "and patch_embedding (5 to 30 s a step of a ViT-B on one core)."
+)
 
 
 @dataclass(frozen=True)
-class Options(AttackOptions):
+class Options(SuiteOptions):
     """Do small batches protect?
 
     No defence, no mask: clients send the gradient of a batch of two or three images, whose position rows add up. In a
     single step every image is mixed with the others. Clients train for several steps, and their images reappear in
     batches with different images: k^2 images are assigned like the points of an affine plane of order k to its k^2 + k
     lines, so that each image is in one batch with every other one exactly once, in k + 1 steps. The model moves between
-    steps. `batch_rounds` attacks the last step of the history, for each of k steps that together hold all images;
-    `patch_embedding` attacks that step alone.
+    steps. The last step of the history is attacked, for each of k steps that together hold all images: by
+    `batch_rounds` with the whole history, by `patch_embedding` that step alone.
 
     Writes rows.jsonl.gz, table.csv, separated.png (the embedded photographs) and run.json to --out; --resume goes on
     with an unfinished run.
@@ -34,6 +44,7 @@ class Options(AttackOptions):
     """Most images; a remainder that does not fill a plane (4 images for pairs, 9 for triples) is left out."""
     batch_sizes: tuple[int, ...] = (2, 3)
     """Images a step: 2, 3, 5, 7 (the orders for which the plane is built)."""
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_USED)] = (AUTO,)
     drift: float = 0.01
     """How far the weights move between steps, relative to their size."""
     seed: int = 0
@@ -52,3 +63,5 @@ class Options(AttackOptions):
         if self.num_images < least:
             raise UsageError(f"--num-images must be at least {least}, a plane of the smallest batch")
         super().validate()
+        for name in self.named():
+            ATTACKS.get(name)().require(ThreatModel(), name)

@@ -5,20 +5,21 @@ Which image is in which batch follows the lines of an affine plane; the protocol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 from torch import Tensor
 
-from attacks import ATTACKS, Observation
+from attacks import Attack, Observation
 from experiments.batches.options import Options
 from experiments.batches.render import BATCHES
 from experiments.session import AttackSession
 from fedmjp.audit.harness import Scored, score_found
 from fedmjp.audit.per_image import observe_together
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
+from fedmjp.budgets import AUTO
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model
@@ -27,7 +28,6 @@ from fedmjp.records.rows import RowLog
 from fedmjp.report import Panel, Reconstructed, reconstructions_figure
 
 PLAIN = Setting("plain", defended=False, hidden=False, against="original")
-ATTACKED_BY = ("patch_embedding", "batch_rounds")
 
 
 def affine_plane(order: int) -> list[list[int]]:
@@ -54,7 +54,6 @@ class Run:
         built = build_model(options.model, num_classes=classes, weights=options.weights, seed=options.seed)
         built.module.to(self.session.device).eval()
         self.subject = Subject(built)
-        self.attacks = {name: ATTACKS.get(name)() for name in ATTACKED_BY}
         self.score = self.session.scorer(built.patch_size)
         self.victims = self.holding(options.images, options.num_images)
 
@@ -66,16 +65,16 @@ class Run:
     def __call__(self) -> None:
         """Attack, then write table and figure."""
         with self.session.rows() as rows:
-            for size in self.options.batch_sizes:
-                self.attack(size, rows)
-        self.picture(min(self.options.batch_sizes))
+            chosen = {size: self.attack(size, rows) for size in self.options.batch_sizes}
+        self.picture(*min(chosen.items(), key=lambda item: item[0]))
         self.session.finish("batch_rounds", BATCHES, images=self.victims.gallery.provenance)
         self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)
 
-    def attack(self, size: int, rows: RowLog) -> None:
-        """Write every row of one batch size that is missing."""
+    def attack(self, size: int, rows: RowLog) -> dict[str, Attack]:
+        """Write every row of one batch size that is missing; returns the attacks."""
         planes = [range(s, s + size**2) for s in range(0, len(self.victims) - size**2 + 1, size**2)]
-        cases = {name: self.case(size, name) for name in self.attacks}
+        attacks = self.chosen(planes, size)
+        cases = {name: self.case(size, name, attack) for name, attack in attacks.items()}
         with self.session.bar() as bar:
             task = bar.add_task(f"batches of {size}", total=len(planes) * (size**2 + 2 * size))
             for plane in planes:
@@ -83,14 +82,44 @@ class Run:
                 if all(rows.done(case, [i]) for case in cases.values() for i in ids):
                     bar.advance(task, size**2 + 2 * size)
                     continue
-                for name, client, place, one, last in self.follow(self.victims, plane, size, lambda: bar.advance(task)):
+                for name, client, place, one, last in self.follow(
+                    self.victims, plane, size, attacks, lambda: bar.advance(task)
+                ):
                     image_id = self.victims.gallery.images.ids[client]
                     if not rows.done(cases[name], [image_id]):
                         row = one.row(cases[name], image_id, last.gradient_norm(), place)
                         rows.append({**self.session.columns, **row})
+        return attacks
+
+    def chosen(self, planes: Sequence[Sequence[int]], size: int) -> dict[str, Attack]:
+        """The attacks on the last step, chosen by the steps of the first plane whose images can all be decoded."""
+        steps: list[Observation] = []
+        for plane in planes if AUTO in self.options.attacks else ():
+            clients, originals = self.victims.decode(plane)
+            if len(clients) == len(plane):
+                steps = list(self.sent(self.victims, clients, originals, size, ()))
+                break
+        names = [name for name in self.options.attacks if steps or name != AUTO]
+        return self.session.suite(names, steps, self.subject.threat_model)
+
+    def sent(
+        self, victims: Victims, clients: Sequence[int], originals: Tensor, size: int, attacks: Collection[Attack]
+    ) -> Iterator[Observation]:
+        """The updates of all steps of one plane, with the gradients that the attacks read."""
+        for number, line in enumerate(affine_plane(size), start=1):
+            built = self.subject.built
+            built = drifted(built, self.options.drift, self.options.seed, number) if number > 1 else built
+            members = [clients[i] for i in line]
+            seen = victims.seen(built, PLAIN, members, originals[line])
+            yield observe_together(victims.observe(built, seen, members, attacks))
 
     def follow(
-        self, victims: Victims, plane: Sequence[int], size: int, advance: Callable[[], None]
+        self,
+        victims: Victims,
+        plane: Sequence[int],
+        size: int,
+        attacks: Mapping[str, Attack],
+        advance: Callable[[], None],
     ) -> Iterator[tuple[str, int, int, Scored, Observation]]:
         """Let the images of one plane go through all its steps, then attack the last `size` of them.
 
@@ -101,32 +130,27 @@ class Run:
         if len(clients) < len(plane):
             return  # without a picture that cannot be decoded, lines of its plane are not full
         lines, steps = affine_plane(size), []
-        for number, line in enumerate(lines, start=1):
-            built = self.subject.built
-            built = drifted(built, self.options.drift, self.options.seed, number) if number > 1 else built
-            members = [clients[i] for i in line]
-            seen = victims.seen(built, PLAIN, members, originals[line])
-            steps.append(observe_together(victims.observe(built, seen, members, self.attacks.values())))
+        for step in self.sent(victims, clients, originals, size, attacks.values()):
+            steps.append(step)
             advance()
         for index in range(len(lines) - size, len(lines)):
             history, line = [*steps[:index], *steps[index + 1 :], steps[index]], lines[index]
-            for name, attack in self.attacks.items():
+            for name, attack in attacks.items():
                 one = score_found(attack, name, [attack(history)], [originals[line]], self.score)[0]
                 for place, member in enumerate(line):
                     yield name, clients[member], place, one, steps[index]
             advance()
 
-    def case(self, size: int, attack: str) -> dict[str, Any]:
+    def case(self, size: int, name: str, attack: Attack) -> dict[str, Any]:
         """The values that identify a row (`records.rows.CASE`)."""
-        parameters = self.attacks[attack].parameters()
-        case = self.victims.case(self.subject, "none", PLAIN.name, attack, parameters, round=size + 1)
+        case = self.victims.case(self.subject, "none", PLAIN.name, name, attack.parameters(), round=size + 1)
         return case | {"batch_size": size}
 
-    def picture(self, size: int) -> None:
+    def picture(self, size: int, attacks: Mapping[str, Attack]) -> None:
         """Draw the embedded photographs of one plane, each with its reconstruction from one step and from all steps."""
         victims = self.holding("photos", size**2)
         panels: dict[int, Panel] = {}
-        for name, client, place, one, _ in self.follow(victims, range(size**2), size, lambda: None):
+        for name, client, place, one, _ in self.follow(victims, range(size**2), size, attacks, lambda: None):
             image = victims.gallery.images.images([client])[0]
             title = victims.gallery.images.ids[client].split("/")[0].replace("_", " ")
             panel = panels.setdefault(client, Panel(title, image, self._step_of(victims, client, size)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pandas as pd
 from rich.console import Console
 
-from attacks import ATTACKS, Observation
+from attacks import Attack, Capability, Observation
 from attacks.memory import remember
 from experiments.calibration.options import Options
 from experiments.calibration.render import CALIBRATION
@@ -19,13 +19,14 @@ from experiments.session import AttackSession
 from fedmjp.audit.harness import run_attack
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
+from fedmjp.budgets import AUTO
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
 
-OVER_UPDATES = ("mjp_rounds", "unmix_rounds")
+Plan = dict[int, dict[str, Attack]]  # number of updates -> the attacks that follow, by name
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ def run(options: Options, console: Console) -> None:
     with session.rows() as rows, session.bar() as bar:
         for gamma in options.gammas:
             case = _case(options, session, gamma)
+            plan = _plan(options, session, case)
             task = bar.add_task(f"gamma {gamma:g}", total=len(case.victims))
             for client in range(len(case.victims)):
-                _attack_client(options, session, case, client, rows)
+                _attack_client(options, session, case, plan, client, rows)
                 bar.advance(task)
             console.print(f"gamma {gamma:g}: done", highlight=False)
     session.finish("calibration", CALIBRATION)
@@ -66,23 +68,40 @@ def _case(options: Options, session: AttackSession, gamma: float) -> Case:
     return Case(built, name, setting, session.victims(gallery, defense, options.seed))
 
 
-def _attack_client(options: Options, session: AttackSession, case: Case, client: int, rows: RowLog) -> None:
+def _plan(options: Options, session: AttackSession, case: Case) -> Plan:
+    """Number of updates -> the attacks that follow; after the first update those that read several."""
+    victims, threat = case.victims, Subject(case.built).threat_model
+    if AUTO in options.attacks:
+        readable = (victims.decode([client]) for client in range(len(victims)))
+        clients, originals = next((found for found in readable if found[0]), ([], None))
+        histories = _histories(options, case, clients, originals)
+        chosen = {
+            n: session.suite(options.attacks, history, threat) for n, history in histories if n in options.updates
+        }
+    else:
+        chosen = dict.fromkeys(options.updates, session.suite(options.attacks, [], threat))
+    return {
+        number: {name: a for name, a in attacks.items() if number == 1 or Capability.SEVERAL_ROUNDS in a.needs}
+        for number, attacks in chosen.items()
+    }
+
+
+def _attack_client(options: Options, session: AttackSession, case: Case, plan: Plan, client: int, rows: RowLog) -> None:
     """Write the rows of one client that are not there yet."""
     victims, subject, ids = case.victims, Subject(case.built), case.victims.ids(client)
-    attacks = {name: ATTACKS.get(name)() for name in options.attacks}
-    due = [(n, name) for n in options.updates for name in attacks if n == 1 or name in OVER_UPDATES]
     lines = {
-        (n, name): victims.case(subject, case.defense, case.setting.name, name, attacks[name].parameters(), round=n)
-        for n, name in due
+        (n, name): victims.case(subject, case.defense, case.setting.name, name, attack.parameters(), round=n)
+        for n, attacks in plan.items()
+        for name, attack in attacks.items()
     }
     if all(rows.done(line, ids) for line in lines.values()):
         return
     clients, originals = victims.decode([client])
     score = session.scorer(case.built.patch_size)
     for number, history in _histories(options, case, clients, originals):
-        for name, attack in attacks.items():
-            line = lines.get((number, name))
-            if line is not None and not rows.done(line, ids):
+        for name, attack in plan.get(number, {}).items():
+            line = lines[number, name]
+            if not rows.done(line, ids):
                 one = run_attack(attack, name, history, originals, score, weights_granted=True)
                 rows.append({**session.columns, **one.row(line, ids[0], history[-1].gradient_norm())})
 

@@ -10,7 +10,12 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
 from experiments.scaffold import DefendedOptions, check_names, check_positive
-from fedmjp.config import ATTACK_NAMES_HELP
+from fedmjp.budgets import ALL, AUTO
+
+ATTACKS_USED = (
+    f"Attacks to run: all, or names. There is no auto: it keeps to a time, and the time of a search is what --steps "
+    f"sets here. Choose from: all, {', '.join(ATTACKS)}."
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Options(DefendedOptions):
     """Images in a client's batch."""
     gammas: tuple[float, ...] = (0.5,)
     """Masking ratios of the defence, beside no defence (none given: no defence alone)."""
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACK_NAMES_HELP)] = (
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_USED)] = (
         "patch_embedding",
         "mjp_subspace",
         "idlg",
@@ -76,7 +81,9 @@ class Options(DefendedOptions):
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         from fedmjp.models import split_name
 
-        check_names(ATTACKS, self.attacks)
+        if AUTO in self.attacks:
+            raise UsageError("--attacks auto keeps to a time, which --steps sets here; pass names, or all")
+        check_names(ATTACKS, [name for name in self.attacks if name != ALL])
         check_positive(self, "num_images", "together", "restarts")
         for option in ("batches", "steps"):
             if not getattr(self, option) or min(getattr(self, option)) < 1:
@@ -93,6 +100,12 @@ class Options(DefendedOptions):
         for name, attack in self.build_attacks(self.steps[0]).items():
             attack.require(ThreatModel(), name)
 
+    def names(self) -> tuple[str, ...]:
+        """The attacks that are asked for; of all, those that can be run here."""
+        from fedmjp.audit.suite import select_attacks
+
+        return tuple(select_attacks(self.attacks, [], ThreatModel()).chosen)
+
     def build_attacks(self, steps: int, on_step: Any = None) -> dict[str, Any]:
         """The attacks by name, those that search with this number of steps.
 
@@ -101,7 +114,7 @@ class Options(DefendedOptions):
         """
         asked = {"steps": steps, "init": self.init, "restarts": self.restarts, "seed": self.seed, "on_step": on_step}
         found = {}
-        for name in self.attacks:
+        for name in self.names():
             known = {f.name for f in fields(ATTACKS.get(name))}
             found[name] = ATTACKS.get(name)(**{k: v for k, v in asked.items() if k in known})
         return found

@@ -10,13 +10,18 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
 from experiments.scaffold import DEFENSE_NAMES, AttackOptions, check_names, check_positive, sweep
-from fedmjp.config import ATTACK_NAMES_HELP, AuditConfig, DefenseOptions
+from fedmjp.budgets import ALL, AUTO, read_seconds
+from fedmjp.config import ATTACKS_HELP, AuditConfig, DefenseOptions
 from fedmjp.defenses import DEFENSES
 
 NOPE = "nope"  # a federation of the model without position embeddings, beside the registered defences
 # Closed forms take milliseconds an update and get them all; `unmix` takes half a minute, searches seconds.
 SLOW = {"unmix": 4, "unmix_rounds": 8, "batch_rounds": 8, "breaching_april": 8}
 CLIP_NORM = 30.0
+ATTACKS_USED = (
+    f"{ATTACKS_HELP} The default is all, which holds more than auto: --steps and --at-most limit the time of the slow "
+    "ones (5 minutes a federation on one core), and a table beside all defences wants the same attacks on each."
+)
 
 
 def _strong_clipping() -> Any:
@@ -79,7 +84,9 @@ class Options(AttackOptions):
     noise_multipliers: tuple[float, ...] = (1e-4, 1e-3)
     """Standard deviations of the noise on an update, in units of --clip-norm, of defences with that option."""
     options: DefenseOptions = field(default_factory=_strong_clipping)  # type: ignore[valid-type]
-    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACK_NAMES_HELP)] = tuple(ATTACKS)
+    attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=ATTACKS_USED)] = (ALL,)
+    budget: str = "10s"
+    """Time that --attacks auto may plan for each audited update, on one CPU core (60s, 2m)."""
     steps: tuple[str, ...] = ("15", "breaching_dlg=2")
     """Steps of the attacks that search, as NUMBER for all or ATTACK=NUMBER."""
     at_most: tuple[str, ...] = ()
@@ -99,7 +106,8 @@ class Options(AttackOptions):
         """Raise `UsageError` for options that cannot be met, before anything is written."""
         from fedmjp.models import MODELS, split_name
 
-        check_names(ATTACKS, self.attacks)
+        check_names(ATTACKS, [name for name in self.attacks if name not in (AUTO, ALL)])
+        read_seconds(self.budget, "--budget")
         check_positive(self, "audit_points", "audit_clients", "test_images")
         if self.audit_points > self.rounds:
             raise UsageError(f"--audit-points {self.audit_points} needs as many --rounds")
@@ -133,22 +141,26 @@ class Options(AttackOptions):
                 return sweep(defense, option, getattr(self, f"{option}s"))
         return [defense]
 
+    def names(self) -> tuple[str, ...]:
+        """The attacks that are asked for, all of them by name; auto stays, because the updates decide what it holds."""
+        return tuple(dict.fromkeys((*self.attacks, *ATTACKS))) if ALL in self.attacks else self.attacks
+
     def not_run(self) -> dict[str, str]:
-        """Every registered attack that is not run, and why."""
+        """Every registered attack that is not run, and why, as far as the options decide it."""
         threat, found = ThreatModel.parse(self.grants), {}
         for name in ATTACKS:
             try:
                 ATTACKS.get(name)().require(threat, name)
             except UsageError as error:
                 found[name] = f"not run: {error}"
-            if name not in self.attacks:
+            if name not in self.names() and AUTO not in self.names():
                 found[name] = "not run: not among --attacks"
         return found
 
     def runnable(self) -> tuple[str, ...]:
-        """The attacks that are asked for and can be run under this threat model."""
+        """The attacks that are asked for and can be run under this threat model, and auto."""
         left_out = self.not_run()
-        return tuple(name for name in self.attacks if name not in left_out)
+        return tuple(name for name in self.names() if name not in left_out and name != ALL)
 
     def limits(self) -> tuple[str, ...]:
         """`at_most`, or what it stands for where it is empty."""

@@ -7,7 +7,7 @@ the gradient of one image each (FedSGD). What the table can tell and what it can
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.render import TRADEOFF
 from experiments.tradeoff.table import point_of
 from fedmjp.audited_federation import check_before_start, run_experiment
-from fedmjp.budgets import searches
+from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import Defense
 from fedmjp.federation import ClientFailure
@@ -129,10 +129,11 @@ def _base(o: Options, partition: str, seed: int) -> RunConfig:
         data=DataConfig(data=o.data, data_path=o.data_path, test_limit=o.test_images),
         audit=AuditConfig(
             attacks=o.runnable(),
+            budget=o.budget,
             audit_clients=tuple(range(min(o.audit_clients, o.clients))),
             audit_rounds=tuple(audited),
             at_most=o.limits(),
-            steps=o.steps if any(searches(name) for name in o.runnable()) else (),
+            steps=o.steps if any(name == AUTO or searches(name) for name in o.runnable()) else (),
             grants=o.grants,
             lpips_net=o.lpips_net,
             lpips_weights=o.lpips_weights,
@@ -203,8 +204,18 @@ def collect(done: Sequence[Federation], options: Options) -> None:
     _rounds(done).to_csv(out / "rounds.csv", index=False)
     titles = sorted(one.title for one in done)
     program = "python benchmarks/federated_tradeoff.py"
-    note_rows(out, program, read_rows(out), federations=titles, not_run=options.not_run())
+    rows = read_rows(out)
+    note_rows(out, program, rows, federations=titles, not_run=_not_run(done, set(rows["attack"])) | options.not_run())
     TRADEOFF.write(out)
+
+
+def _not_run(done: Sequence[Federation], ran: Container[str]) -> dict[str, str]:
+    """Why the suites of the federations left attacks out that ran in none of them."""
+    found: dict[str, str] = {}
+    for one in done:
+        for reasons in json.loads((one.config.out / "run.json").read_text(encoding="utf-8"))["not_run"].values():
+            found |= {name: f"not run: {reason}" for name, reason in reasons.items() if name not in ran}
+    return found
 
 
 def _rounds(done: Sequence[Federation]) -> pd.DataFrame:
