@@ -107,7 +107,7 @@ def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def interval(
-    row: Mapping[str, Any] | pd.Series, name: str, digits: int, parts: Sequence[str] = ("", "_low", "_high")
+    row: Mapping[str, Any] | pd.Series, name: str, digits: int, parts: Sequence[str] = ("_mean", "_low", "_high")
 ) -> str:
     """The cell "mean [low, high]" from the columns of `row` that are called `name` with each of `parts`."""
     value, low, high = (f"{float(row[f'{name}{part}']):z.{digits}f}" for part in parts)
@@ -115,7 +115,6 @@ def interval(
 
 
 MEAN = ("_mean", "_low", "_high")
-PLAIN = ("mean", "low", "high")
 
 
 def _line(cells: Sequence[str]) -> str:

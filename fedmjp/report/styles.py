@@ -149,12 +149,11 @@ def error_bars(axes: Axes, x: Any, table: pd.DataFrame, name: str = "", **change
 
     Args:
         x: (n,) coordinates.
-        table: n lines with the mean and the bounds of its interval: `name`, `name`_low and `name`_high, or
-            `name`_mean where there is no column `name`; mean, low and high where `name` is empty.
+        table: n lines with the mean and the bounds of its interval: `name`_mean, `name`_low and `name`_high; mean, low
+            and high where `name` is empty.
         changes: keyword arguments of `Axes.errorbar`.
     """
-    middle = name if name in table else f"{name}_mean"
-    columns = (middle, f"{name}_low", f"{name}_high") if name else ("mean", "low", "high")
+    columns = [f"{name}_{part}" if name else part for part in ("mean", "low", "high")]
     mean, low, high = (np.asarray(table[column], dtype=float) for column in columns)
     error = np.nan_to_num(np.stack([mean - low, high - mean]).clip(min=0), posinf=0)
     axes.errorbar(x, mean, yerr=error, **{"elinewidth": 0.8, "capsize": 2} | changes)

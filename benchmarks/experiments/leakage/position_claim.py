@@ -49,14 +49,14 @@ def differences(rows: pd.DataFrame, model: str) -> pd.DataFrame:
                     "attack": attack,
                     "setting": setting,
                     "metric": metric,
-                    "with_positions": group[f"{metric}_with"].mean(),
-                    "without": group[f"{metric}_without"].mean(),
-                    "difference": found.mean,
-                    "low": found.low,
-                    "high": found.high,
-                    "images": found.count,
-                    "without_is": "easier" if ends[0] > 0 else "harder" if ends[1] < 0 else "no different",
-                    "paper": theirs if attack == block == "april" else nan,
+                    "with_positions_mean": group[f"{metric}_with"].mean(),
+                    "without_mean": group[f"{metric}_without"].mean(),
+                    "difference_mean": found.mean,
+                    "difference_low": found.low,
+                    "difference_high": found.high,
+                    "count": found.count,
+                    "verdict": "easier" if ends[0] > 0 else "harder" if ends[1] < 0 else "no different",
+                    "paper_difference": theirs if attack == block == "april" else nan,
                 }
             )
     return pd.DataFrame(lines)
@@ -76,10 +76,11 @@ def markdown(table: pd.DataFrame) -> str:
     """The lines of PSNR."""
     lines = []
     for _, row in table[table["metric"] == "psnr"].iterrows():
-        paper = "–" if pd.isna(row.paper) else f"{row.paper:+.1f}"
-        change = f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
-        cells = [row.block, f"`{row.attack}`", f"({row.setting})", f"{row.with_positions:.1f}", f"{row.without:.1f}"]
-        lines.append([*cells, change, row.without_is, str(row.images), paper])
+        paper = "–" if pd.isna(row.paper_difference) else f"{row.paper_difference:+.1f}"
+        change = f"{row.difference_mean:+.2f} [{row.difference_low:+.2f}, {row.difference_high:+.2f}]"
+        cells = [row.block, f"`{row.attack}`", f"({row.setting})", f"{row.with_positions_mean:.1f}"]
+        cells.append(f"{row.without_mean:.1f}")
+        lines.append([*cells, change, row.verdict, f"{row['count']:.0f}", paper])
     heads = ["block", "attack", "setting", "with positions (dB)", "without, token gradient granted (dB)", "difference"]
     return markdown_table([*heads, "without is", "images", "paper's difference"], lines)
 

@@ -52,12 +52,12 @@ def leakage_table(
         UsageError: rows that differ in what the table does not show (an attack's parameters, gamma).
 
     Returns:
-        The columns `BY`, those of `summarise`, `condition` (median condition number of the system solved), `accuracy`,
+        The columns `BY`, those of `summarise`, `condition_median` (condition number of the system solved), `accuracy`,
         and `paper_M` for each column M that the paper gives.
     """
     rows = _one_row_an_image(labelled(rows))
     table = summarise(rows, BY)
-    table["condition"] = rows.groupby(list(BY), sort=False)["condition"].median().to_numpy()
+    table["condition_median"] = rows.groupby(list(BY), sort=False)["condition"].median().to_numpy()
     keys = table[["model", "weights", "block", "setting"]].itertuples(index=False, name=None)
     table["accuracy"] = [accuracy.get(key, np.nan) for key in keys]
     theirs = paper.set_index(["model", "setting"]).add_prefix("paper_")
@@ -146,7 +146,7 @@ def leakage_markdown(table: pd.DataFrame, block: str) -> str:
     """One block's table for a README: PSNR with its interval, SSIM, LPIPS, the condition number, the paper's PSNR."""
     lines = []
     for line in _of_block(table, block).to_dict("records"):
-        condition = "–" if np.isnan(line["condition"]) else f"{line['condition']:.0e}"
+        condition = "–" if np.isnan(line["condition_median"]) else f"{line['condition_median']:.0e}"
         cells = [f"`{line['attack']}`", f"({line['setting']})", line["line"], images_text(line)]
         cells += [interval_text(line, "psnr", digits=1), _number(line["paper_psnr"], 1)]
         lines.append([*cells, _number(line["ssim_mean"], 2), _number(line["lpips_mean"], 2), condition])

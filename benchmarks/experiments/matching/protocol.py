@@ -27,7 +27,7 @@ from fedmjp.records.rows import RowLog
 from fedmjp.report import Panel, Reconstructed, reconstructions_figure
 from fedmjp.report.flags import footnotes, with_table_flags
 
-SHOWN = ["defense", "gamma", "batch", "setting", "attack", "init", "steps", "psnr_mean", "gain_mean", "verdict"]
+SHOWN = ["defense", "gamma", "batch_size", "setting", "attack", "init", "steps", "psnr_mean", "gain_mean", "verdict"]
 MEAN_OF = 128  # images behind the mean image, at most
 PLAIN = Setting("original", defended=False, hidden=False, against="original")
 DEFENDED = (

@@ -27,9 +27,9 @@ def matching_block(folder: Path) -> str:
     Clients under a defence are shown with batches of one.
     """
     table = pd.read_csv(folder / "table.csv", keep_default_na=False)
-    table = table[(table["setting"] == "original") & ((table["defense"] == "none") | (table["batch"] == 1))]
+    table = table[(table["setting"] == "original") & ((table["defense"] == "none") | (table["batch_size"] == 1))]
     table = table.sort_values("steps", kind="stable")
-    keys = ["defense", "gamma", "batch"]
+    keys = ["defense", "gamma", "batch_size"]
     kinds = list(dict.fromkeys(table[keys].itertuples(index=False, name=None)))
     lines = []
     for (attack, init, steps), group in table.groupby(["attack", "init", "steps"], sort=False):

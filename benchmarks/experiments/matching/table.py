@@ -15,7 +15,7 @@ from fedmjp.records.rows import BASELINES
 from fedmjp.report.figures import legend_below
 from fedmjp.report.styles import GREY, MOST_LINES, NORMAL, SMALL, WIDTH, attack_style, dress, error_bars, save
 
-BY = ["model", "weights", "defense", "gamma", "batch", "setting", "attack", "init", "steps"]
+BY = ["model", "weights", "defense", "gamma", "batch_size", "setting", "attack", "init", "steps"]
 GUESS = "mean_image"
 
 
@@ -36,7 +36,6 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
     """
     rows = rows.assign(
         gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
-        batch=rows["batch_size"],
         init=[p.get("init", "") for p in rows["attack_parameters"]],
         steps=[p.get("steps", 0) for p in rows["attack_parameters"]],
         label_accuracy=[float(d.get("label_accuracy", np.nan)) for d in rows["details"]],
@@ -49,7 +48,7 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
         )
     guesses = rows[rows["attack"] == GUESS]
     lines = [_line(dict(zip(BY, key, strict=True)), group, guesses) for key, group in rows.groupby(BY, sort=False)]
-    order = ["model", "batch", "gamma", "setting", "steps", "init"]
+    order = ["model", "batch_size", "gamma", "setting", "steps", "init"]
     return pd.DataFrame(lines).sort_values(order, kind="stable").reset_index(drop=True)
 
 
@@ -59,7 +58,7 @@ def _line(line: dict, group: pd.DataFrame, guesses: pd.DataFrame) -> dict:
         line |= _interval(name, group[name].to_numpy(float))
     gains = np.array([])
     if line["setting"] == "original" and line["attack"] not in BASELINES:
-        same = guesses[guesses["batch_size"] == line["batch"]].set_index("image_id")["psnr"]
+        same = guesses[guesses["batch_size"] == line["batch_size"]].set_index("image_id")["psnr"]
         gains = group["psnr"].to_numpy() - same.groupby(level=0).mean().reindex(group["image_id"]).to_numpy()
     line |= _interval("gain", gains)
     line["verdict"] = _verdict(line)
@@ -89,13 +88,13 @@ def matching_figure(table: pd.DataFrame, path: Path) -> None:
     own, defended = original[original["defense"] == "none"], original[original["defense"] != "none"]
     figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
-    alone = own[own["batch"] == 1]
-    swept = defended[(defended["batch"] == 1) & (defended["gamma"] > 0)]
+    alone = own[own["batch_size"] == 1]
+    swept = defended[(defended["batch_size"] == 1) & (defended["gamma"] > 0)]
     budget = _common_budget(table)
     at = lambda lines: lines[lines["steps"].isin([0, budget])]  # noqa: E731
-    guess = table[(table["attack"] == GUESS) & (table["batch"] == 1)].head(1)
+    guess = table[(table["attack"] == GUESS) & (table["batch_size"] == 1)].head(1)
     _panel(axes[0], alone[alone["steps"] > 0], guess, "steps", "Steps,\none image, no defence")
-    _panel(axes[1], at(own), guess, "batch", f"Images in the batch,\n{budget} steps")
+    _panel(axes[1], at(own), guess, "batch_size", f"Images in the batch,\n{budget} steps")
     _panel(axes[2], at(pd.concat([alone, swept])), guess, "gamma", f"MJP's γ,\none image, {budget} steps")
     axes[0].set_ylabel("PSNR against the original (dB)", fontsize=NORMAL)
     legend_below(figure, list(axes), columns=3)

@@ -103,8 +103,8 @@ def _lines(model: str, batch: int, rounds: int, device: str) -> list[dict[str, o
     ratios = np.stack(bootstrap_statistic(taken, lambda m: m[..., :1] / m), axis=1)  # (4, 3)
     lines = []
     for name, mean, (ratio, low, high) in zip(works, means, ratios, strict=True):
-        line = {"model": model, "batch": batch, "what": name, "ms_a_step": 1e3 * mean}
-        line |= {"times_faster": ratio, "times_faster_low": low, "times_faster_high": high}
+        line = {"model": model, "batch_size": batch, "way": name, "step_ms_mean": 1e3 * mean}
+        line |= {"times_faster_mean": ratio, "times_faster_low": low, "times_faster_high": high}
         lines.append(line | {"peak_mib": peak_memory(Searches, (model, batch, device), name)})
     return lines
 

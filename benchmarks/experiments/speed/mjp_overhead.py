@@ -92,9 +92,9 @@ def _row(options: StepOptions, gamma: float, seconds: dict[str, list[float]], de
         "model": options.model,
         "batch_size": options.batch_size,
         "gamma": gamma,
-        "plain_step_s": middle["plain_step"],
-        "mjp_step_s": middle["mjp_step"],
-        "step_ratio": median(ratios),
+        "plain_step_seconds_median": middle["plain_step"],
+        "mjp_step_seconds_median": middle["mjp_step"],
+        "step_ratio_median": median(ratios),
         "step_ratio_q25": spread[0],
         "step_ratio_q75": spread[1],
         "input_share": middle["mjp_input"] / middle["plain_step"],
@@ -102,7 +102,7 @@ def _row(options: StepOptions, gamma: float, seconds: dict[str, list[float]], de
         "steps": options.steps,
         "device": provenance.device_name(device),
         "commit": provenance.commit(),
-        "torch": torch.__version__,
+        "torch_version": torch.__version__,
     }
 
 
@@ -112,7 +112,9 @@ def run(options: StepOptions, console: Console) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "overhead.csv").write_text(csv(table, 5))
     note_run(options.out, "python benchmarks/mjp_overhead.py", devices=table["device"], overwritten=True)
-    console.print(table.drop(columns=["commit", "torch", "device"]).round(4).to_string(index=False), highlight=False)
-    worst = table["step_ratio"].max()
+    console.print(
+        table.drop(columns=["commit", "torch_version", "device"]).round(4).to_string(index=False), highlight=False
+    )
+    worst = table["step_ratio_median"].max()
     console.print(f"MJP step / plain step: {worst:.3f} at worst (paper: 1.02; aim: under 1.02)", highlight=False)
     console.print(f"table: {options.out}", soft_wrap=True, highlight=False)

@@ -66,9 +66,9 @@ def measure(options: RoundOptions, console: Console) -> pd.DataFrame:
                     "model": model,
                     "clients": options.clients,
                     "batch_size": batch_size,
-                    "federated_s": median(seconds["federated"]),
-                    "plain_s": median(seconds["plain"]),
-                    "ratio": median(ratios),
+                    "federated_seconds_median": median(seconds["federated"]),
+                    "plain_seconds_median": median(seconds["plain"]),
+                    "ratio_median": median(ratios),
                     "ratio_min": min(ratios),
                     "ratio_max": max(ratios),
                     "repeats": options.repeats,
@@ -76,7 +76,9 @@ def measure(options: RoundOptions, console: Console) -> pd.DataFrame:
                     "commit": provenance.commit(),
                 }
             )
-            console.print(f"{model} batch {batch_size}: {rows[-1]['ratio']:.3f}x the plain loop", highlight=False)
+            console.print(
+                f"{model} batch {batch_size}: {rows[-1]['ratio_median']:.3f}x the plain loop", highlight=False
+            )
     return pd.DataFrame(rows)
 
 
@@ -87,4 +89,4 @@ def run(options: RoundOptions, console: Console) -> None:
     (options.out / "overhead.csv").write_text(csv(table, 5))
     note_run(options.out, "python benchmarks/round_overhead.py", devices=table["device"], overwritten=True)
     console.print(table.drop(columns=["device", "commit"]).round(3).to_string(index=False), highlight=False)
-    console.print(f"at most {table['ratio'].max():.3f}x (aim: 1.2x); table: {options.out}", highlight=False)
+    console.print(f"at most {table['ratio_median'].max():.3f}x (aim: 1.2x); table: {options.out}", highlight=False)

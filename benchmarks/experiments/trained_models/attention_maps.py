@@ -138,18 +138,18 @@ def table(models: list[tuple[BuiltModel, DataBundle]], options: AttentionOptions
     reference, lines = found[place], []
     for (model, bundle), own in zip(models, found, strict=True):
         patches = model.grid[0] * model.grid[1]
-        line = {"model": model.name, "weights": model.provenance, "patches": patches, "images": len(own)}
+        line = {"model": model.name, "weights": model.provenance, "patches": patches, "count": len(own)}
         for name in MEASURES:
             line |= _named(name, own[name])
             if model.grid == models[place][0].grid:
                 line |= _named(f"{name}_difference", own[name] - reference[name])
-        lines.append(line | {"data": bundle.provenance})
+        lines.append(line | {"dataset": bundle.provenance})
     return pd.DataFrame(lines).assign(commit=provenance.commit(), seed=options.seed)
 
 
 def _named(name: str, values: pd.Series) -> dict[str, float]:
     interval = bootstrap_mean(values.to_numpy())
-    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {f"{name}_mean": interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def figure(models: list[BuiltModel], photographs: int, path: Path) -> None:
@@ -207,6 +207,6 @@ def run(options: AttentionOptions, console: Console) -> None:
     figure(trained, options.photographs, options.out / "attention.png")
     devices = [provenance.device_name(device)]
     note_run(options.out, "python benchmarks/attention_maps.py", devices=devices, overwritten=True)
-    shown = measured[["model", "weights", *MEASURES]]
+    shown = measured[["model", "weights", *(f"{name}_mean" for name in MEASURES)]]
     console.print(shown.to_string(index=False, float_format="%.4f"), highlight=False)
     console.print(f"table and figure: {options.out}", soft_wrap=True, highlight=False)

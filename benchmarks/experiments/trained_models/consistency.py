@@ -17,12 +17,12 @@ from experiments.scaffold import PAPER
 from experiments.session import prepare_torch
 from experiments.trained_models.checkpoints import load_bundle, load_trained
 from experiments.trained_models.options import ConsistencyOptions
-from fedmjp.evaluation.consistency import measure, summarise
+from fedmjp.evaluation.consistency import SCORES, measure, summarise
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
 from fedmjp.report.styles import NORMAL, SMALL, dress, error_bars, save, style
 
-SHOWN = ("model", "positions", "gamma", "accuracy", "diff_norm", "diff_share", "consistency", "images")
+SHOWN = ("model", "positions", "gamma", *(f"{score}_mean" for score in SCORES), "count")
 
 
 def kept(options: ConsistencyOptions) -> list[pd.DataFrame]:
@@ -45,9 +45,11 @@ def table(options: ConsistencyOptions, device: torch.device) -> pd.DataFrame:
         bundle = load_bundle(options, name)
         model = load_trained(name, source, bundle)
         own = summarise(measure(model, bundle.test, options.gammas, seed=options.seed, device=device))
-        parts.append(own.assign(source="measured", model=name, weights=model.provenance, data=bundle.provenance))
+        parts.append(own.assign(source="measured", model=name, weights=model.provenance, dataset=bundle.provenance))
     ours = pd.concat(parts, ignore_index=True).assign(commit=provenance.commit(), seed=options.seed)
-    return pd.concat([*kept(options), ours, paper_lines()], ignore_index=True)
+    frame = pd.concat([ours, paper_lines()], ignore_index=True)
+    named = frame.rename(columns={score: f"{score}_mean" for score in SCORES} | {"images": "count"})
+    return pd.concat([*kept(options), named], ignore_index=True)
 
 
 def paper_lines() -> pd.DataFrame:

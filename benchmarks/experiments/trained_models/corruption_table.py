@@ -47,7 +47,7 @@ def corruption_files(folder: Path) -> dict[str, str]:
     """table.csv and summary.csv, ours before the paper's."""
     rows = asked_rows(folder)
     weights = dict(zip(rows["model"], rows["weights"], strict=True))
-    origin = {"data": rows["dataset"].iloc[0], "images": rows["images"].iloc[0], "seed": rows["seed"].iloc[0]}
+    origin = {"dataset": rows["dataset"].iloc[0], "count": rows["images"].iloc[0], "seed": rows["seed"].iloc[0]}
     origin["commit"] = "+".join(sorted(rows["commit"].unique()))
     found = {}
     for name, measured in zip(("table.csv", "summary.csv"), measured_tables(folder), strict=True):
@@ -64,18 +64,18 @@ def corruption_block(folder: Path) -> str:
     plain, *others = models
     heads = ["error (%)", f"`{plain}`", *(f"`{m}` (difference)" for m in others), *(f"CE of `{m}`" for m in others)]
     own, whole = ours.set_index(["corruption", "model"]), means.set_index(["corruptions", "model"])
-    printed = paper.set_index(["corruption", "model"])["error"]
+    printed = paper.set_index(["corruption", "model"])["error_mean"]
     rows = [("untouched", whole.loc["none"], "mce", ["", ""])]
     for name in dict.fromkeys(ours["corruption"]):
         rows.append((name.replace("_", " "), own.loc[name], "ce", [printed.get((name, m), "") for m in theirs]))
     ten = whole.loc[TEN]
-    cells = [f"{float(ten.loc[m, 'error']):.1f}, printed {float(ten.loc[m, 'printed_mce']):.1f}" for m in theirs]
+    cells = [f"{float(ten.loc[m, 'error_mean']):.1f}, printed {float(ten.loc[m, 'paper_mce']):.1f}" for m in theirs]
     rows += [("mean of the paper's ten", ten, "mce", cells), ("mean of all", whole.loc["all"], "mce", ["", ""])]
     lines = []
     for name, found, ce, beside in rows:
         found = found.loc[models].apply(pd.to_numeric, errors="coerce")
         cells = [interval(found.loc[plain], "error", 1)]
-        cells += [f"{found.loc[m, 'error']:.1f} ({interval(found.loc[m], 'difference', 1)})" for m in others]
+        cells += [f"{found.loc[m, 'error_mean']:.1f} ({interval(found.loc[m], 'difference', 1)})" for m in others]
         cells += [interval(found.loc[m], ce, 1) for m in others]
         lines.append([name, *cells, *map(str, beside)])
     return markdown_table([*heads, *(f"{model}, paper" for model in theirs)], lines)
@@ -139,10 +139,12 @@ def tables(wrong: dict[str, pd.DataFrame], reference: str) -> tuple[pd.DataFrame
         three = np.stack(bootstrap_statistic(both, partial(measures, groups=groups)), axis=-1)
         found = three.reshape(len(groups), len(MEASURES), 3)
         for name, values in zip(names, found, strict=False):
-            severities = {f"error_{severity}": 100 * share for severity, share in wrong[model][name].mean().items()}
+            severities = {
+                f"error_severity_{severity}": 100 * share for severity, share in wrong[model][name].mean().items()
+            }
             lines.append({"model": model, "corruption": name} | _named(values) | severities)
         for (name, group), values in zip(means.items(), found[len(names) :], strict=True):
-            summary.append({"model": model, "corruptions": name, "counted": len(group)} | _named(values))
+            summary.append({"model": model, "corruptions": name, "corruption_count": len(group)} | _named(values))
     return pd.DataFrame(lines), pd.DataFrame(summary).rename(columns=lambda column: re.sub("^ce", "mce", column))
 
 
@@ -150,10 +152,10 @@ def paper_lines(name: str) -> pd.DataFrame:
     """The paper's Table 9 for table.csv, its Table 4 for summary.csv, there with the mean of Table 9's ten errors."""
     ninth = pd.read_csv(PAPER / "mjp_table9.csv")
     if name == "table.csv":
-        return ninth.assign(source="paper, Table 9")
-    fourth = pd.read_csv(PAPER / "mjp_table4.csv").rename(columns={"mce": "printed_mce"})
-    columns = {"source": "paper, Tables 4 and 9", "corruptions": TEN, "counted": ninth["corruption"].nunique()}
-    return fourth.assign(**columns, error=fourth["model"].map(ninth.groupby("model")["error"].mean()))
+        return ninth.rename(columns={"error": "error_mean"}).assign(source="paper, Table 9")
+    fourth = pd.read_csv(PAPER / "mjp_table4.csv").rename(columns={"mce": "paper_mce"})
+    columns = {"source": "paper, Tables 4 and 9", "corruptions": TEN, "corruption_count": ninth["corruption"].nunique()}
+    return fourth.assign(**columns, error_mean=fourth["model"].map(ninth.groupby("model")["error"].mean()))
 
 
 def figure(table: pd.DataFrame, reference: str, path: Path) -> None:
@@ -168,8 +170,9 @@ def figure(table: pd.DataFrame, reference: str, path: Path) -> None:
         kind = style(index) | {"ls": "", "ms": 3.5, "elinewidth": 0.9, "capsize": 1.5}
         for axes, column in zip(panels, ("error", "difference"), strict=True):
             if column == "error" or model != reference:
-                spread = np.stack([own[column] - own[f"{column}_low"], own[f"{column}_high"] - own[column]]).clip(min=0)
-                axes.errorbar(own[column], places, xerr=spread, label=model, **kind)
+                mean = own[f"{column}_mean"]
+                spread = np.stack([mean - own[f"{column}_low"], own[f"{column}_high"] - mean]).clip(min=0)
+                axes.errorbar(mean, places, xerr=spread, label=model, **kind)
     paper = pd.read_csv(PAPER / "mjp_table9.csv").pivot(index="corruption", columns="model", values="error")
     theirs = (paper["deit_s_mjp"] - paper["deit_s"]).reindex(names)
     panels[1].plot(theirs, np.arange(len(names)), "k|", ms=7, label="paper's Table 9, deit_s_mjp")
@@ -191,7 +194,7 @@ def figure(table: pd.DataFrame, reference: str, path: Path) -> None:
 
 def _named(values: np.ndarray) -> dict[str, float]:
     """(measures, 3) -> a line's entries."""
-    kinds = [f"{measure}{part}" for measure in MEASURES for part in ("", "_low", "_high")]
+    kinds = [f"{measure}{part}" for measure in MEASURES for part in ("_mean", "_low", "_high")]
     return dict(zip(kinds, map(float, values.ravel()), strict=True))
 
 

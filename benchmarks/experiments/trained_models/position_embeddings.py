@@ -131,7 +131,7 @@ def regression(found: Embeddings, shuffles: int, seed: int) -> dict[str, float]:
         for name, penalised in ((f"mae_{space}", False), (f"ridge_{space}", True)):
             draws = [np.random.default_rng([seed, k]) for k in range(shuffles)]
             errors = [held_out_error(found.values, target, draw, penalised) for draw in draws]
-            line |= {name: float(np.mean(errors)), f"{name}_spread": float(np.std(errors))}
+            line |= {f"{name}_mean": float(np.mean(errors)), f"{name}_spread": float(np.std(errors))}
         line[f"guess_{space}"] = float(np.abs(target - target.mean(axis=0)).mean())
     return line
 

@@ -27,7 +27,8 @@ def consistency_block(folder: Path, paper: bool) -> str:
         lines.append([f"`{model}`", way, *cells, interval(own.loc[0.5], "consistency", 1)])
     for _, row in table[table["source"] == "paper, Table 1"].iterrows() if paper else ():
         name = f"{row.model.removesuffix('_mjp')}{' + MJP' if row.defense == 'mjp' else ''}, paper's Table 1"
-        cells = [f"{row.accuracy:g}", *[""] * (len(ratios) - 1), f"{row.diff_norm:g}", "", f"{row.consistency:g}"]
+        cells = [f"{row.accuracy_mean:g}", *[""] * (len(ratios) - 1), f"{row.diff_norm_mean:g}"]
+        cells += ["", f"{row.consistency_mean:g}"]
         lines.append([name, "", *cells])
     heads = ["model", "positions", *(f"γ = {g:g}" for g in ratios)]
     return markdown_table([*heads, "Diff. Norm.", "of another image's", "Consistency (%)"], lines)
@@ -54,7 +55,7 @@ def position_block(folder: Path) -> str:
 
 
 def _spread(row: pd.Series, kind: str, space: str, digits: int) -> str:
-    return f"{row[f'{kind}_{space}']:.{digits}f} ± {row[f'{kind}_{space}_spread']:.{digits}f}"
+    return f"{row[f'{kind}_{space}_mean']:.{digits}f} ± {row[f'{kind}_{space}_spread']:.{digits}f}"
 
 
 def _shares(group: pd.DataFrame, shown: tuple[int, ...]) -> list[str]:
@@ -70,7 +71,7 @@ def attention_block(folder: Path) -> str:
         random = "NOT TRAINED" in row.weights
         cells = [interval(row, name, count) for name, count in digits.items()]
         lines.append([f"`{row.model}`, {'random' if random else 'trained'}", str(row.patches), *cells])
-        if place and not random and not pd.isna(row.entropy_difference):
+        if place and not random and not pd.isna(row.entropy_difference_mean):
             cells = [interval(row, f"{name}_difference", count) for name, count in digits.items()]
             lines.append([f"… minus `{table.model[0]}`", "", *cells])
     heads = ["entropy / uniform", "distance / image side", "head diversity", "content (bits)"]

@@ -16,7 +16,7 @@ def training_block(folder: Path) -> str:
     lines = []
     for _, row in pd.read_csv(folder / "table.csv").iterrows():
         gamma = "" if pd.isna(row.gamma) else f"{row.gamma:g}"
-        cells = [f"`{row.model}`", row.data, gamma, f"{row.epochs}", f"{row.images_seen:,}", f"{row.accuracy:.1f} %"]
+        cells = [f"`{row.model}`", row.dataset, gamma, f"{row.epochs}", f"{row.images_seen:,}", f"{row.accuracy:.1f} %"]
         lines.append(cells)
     return markdown_table(["checkpoint", "data", "γ in training", "epochs", "images seen", "top-1"], lines)
 

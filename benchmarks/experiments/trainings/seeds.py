@@ -1,9 +1,10 @@
 """Tables of trainings repeated over seeds: means, paired differences, and their agreement with a paper's figures.
 
-Two uncertainties are given. `low` and `high` are Student's 95 % interval over seeds: what another training, on other
-images, would give. `images` is half the width of the bootstrap interval over the test images of one training, averaged
-over seeds: what other test images would give of the very same weights. Differences are taken seed by seed between
-variants that share weights at the start, order of images and test images, so that what a seed does to both cancels.
+Two uncertainties are given. `value_low` and `value_high` are Student's 95 % interval over seeds: what another training,
+on other images, would give. `one_seed_margin` is half the width of the bootstrap interval over the test images of one
+training, averaged over seeds: what other test images would give of the very same weights. Differences are taken seed by
+seed between variants that share weights at the start, order of images and test images, so that what a seed does to both
+cancels.
 
 A verdict compares the sign of a difference with the paper's: "agrees" or "contradicts" where the interval over seeds
 excludes 0, "cannot tell" where it contains 0 or there are fewer than three seeds. A paper's difference of 0 can only be
@@ -22,7 +23,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.rendering import PLAIN, interval, markdown_table
+from experiments.rendering import interval, markdown_table
 from fedmjp.metrics import Interval, t_interval
 from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
 
@@ -59,8 +60,8 @@ def seeds_table(
         paper: variant -> metric -> the paper's figure, as far as it gives one.
 
     Returns:
-        columns line, model, defense, metric, mean, low, high (over seeds), seeds, images, paper, against, difference,
-        difference_low, difference_high, paper_difference, verdict.
+        columns line, model, defense, metric, value_mean, value_low, value_high (over seeds), seeds, one_seed_margin,
+        paper_value, against, difference_mean, difference_low, difference_high, paper_difference, verdict.
     """
     lines = []
     for name, group in rows.groupby("line", sort=False):
@@ -74,12 +75,12 @@ def seeds_table(
                 "model": group["model"].iloc[0],
                 "defense": group["defense"].iloc[0],
                 "metric": metric,
-                "mean": mean.mean,
-                "low": mean.low,
-                "high": mean.high,
+                "value_mean": mean.mean,
+                "value_low": mean.low,
+                "value_high": mean.high,
                 "seeds": mean.count,
-                "images": float((at[f"{metric}_high"] - at[f"{metric}_low"]).mean() / 2),
-                "paper": figure,
+                "one_seed_margin": float((at[f"{metric}_high"] - at[f"{metric}_low"]).mean() / 2),
+                "paper_value": figure,
                 "against": against.get(name, ""),
             }
             if against.get(name):
@@ -99,7 +100,7 @@ def _difference(own: pd.Series, other: pd.Series, paper: float) -> dict[str, obj
     seeds = own.index.intersection(other.index)
     found = t_interval((own[seeds] - other[seeds]).to_numpy())
     return {
-        "difference": found.mean,
+        "difference_mean": found.mean,
         "difference_low": found.low,
         "difference_high": found.high,
         "paper_difference": round(paper, 6),
@@ -131,24 +132,27 @@ def markdown(
         cells = [f"{name}: {notes[name]}" if name in notes else name]
         for metric in metrics:
             row, digits = own.loc[metric], METRICS[metric][1]
-            mean = interval(row, "", digits, PLAIN)
-            cells += [mean if pd.isna(row["paper"]) else f"{mean} ({row['paper']:g})", _difference_cell(row, digits)]
+            mean = interval(row, "value", digits)
+            cells += [
+                mean if pd.isna(row["paper_value"]) else f"{mean} ({row['paper_value']:g})",
+                _difference_cell(row, digits),
+            ]
         lines.append([*cells, *(column.get(name, "") for column in more.values())])
     seeds = sorted(set(table["seeds"]))
     count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    images = table[table["metric"] == "accuracy"]["images"].mean()
+    margin = table[table["metric"] == "accuracy"]["one_seed_margin"].mean()
     return markdown_table(heads, lines) + (
         f"\n\nMeans over {count} seeds with Student's 95 % interval over seeds"
-        + (", the paper's figures in parentheses" if table["paper"].notna().any() else "")
+        + (", the paper's figures in parentheses" if table["paper_value"].notna().any() else "")
         + "; differences are paired by seed. The test images of one training alone leave its accuracy uncertain by "
-        f"± {images:.1f} points."
+        f"± {margin:.1f} points."
     )
 
 
 def _difference_cell(row: pd.Series, digits: int) -> str:
     if not row["against"]:
         return ""
-    middle, low, high = (f"{row[key]:+.{digits}f}" for key in ("difference", "difference_low", "difference_high"))
+    middle, low, high = (f"{row[key]:+.{digits}f}" for key in ("difference_mean", "difference_low", "difference_high"))
     cell = f"{middle} [{low}, {high}]"
     if row["verdict"]:
         cell += f" (paper {row['paper_difference']:+g}: {row['verdict']})"
@@ -184,10 +188,11 @@ def difference_points(panel: Axes, table: pd.DataFrame, metric: str, labels: Map
     """
     own = table[table["metric"] == metric].set_index("line").loc[list(labels)]
     places = np.arange(len(own))[::-1]
-    error = np.array([own["difference"] - own["difference_low"], own["difference_high"] - own["difference"]])
+    middle = own["difference_mean"]
+    error = np.array([middle - own["difference_low"], own["difference_high"] - middle])
     points = {"ls": "", "ms": 4}
     panel.axvline(0, color="#808080", lw=0.8)
-    panel.errorbar(own["difference"], places + 0.12, xerr=error, capsize=2, label="ours", **style(0) | points)
+    panel.errorbar(middle, places + 0.12, xerr=error, capsize=2, label="ours", **style(0) | points)
     panel.plot(own["paper_difference"], places - 0.18, label="paper (ImageNet-1k)", **style(1) | points)
     panel.set_yticks(places, list(labels.values()))
     panel.set_xlabel(f"Difference in {METRICS[metric][0]}", fontsize=NORMAL)

@@ -61,11 +61,11 @@ def latency(options: TimedOptions, variants: Sequence[Variant]) -> pd.DataFrame:
                 "line": name,
                 "model": trainer.model.name,
                 "batch_size": len(images),
-                "seconds": own.median(),
-                "ratio": ratios.median(),
+                "seconds_median": own.median(),
+                "ratio_median": ratios.median(),
                 "ratio_q25": ratios.quantile(0.25),
                 "ratio_q75": ratios.quantile(0.75),
-                "rounds": options.timing_rounds,
+                "repeats": options.timing_rounds,
                 "precision": trainer.config.activations(),
                 **provenance.columns(trainer.device),
             }
@@ -79,5 +79,5 @@ def timed_steps(folder: Path) -> dict[str, dict[str, str]]:
     if not path.exists():
         return {}
     rows = pd.read_csv(path, dtype={"line": str}).set_index("line")
-    cells = {name: f"{r.ratio:.2f} ({r.ratio_q25:.2f} to {r.ratio_q75:.2f})" for name, r in rows.iterrows()}
+    cells = {name: f"{r.ratio_median:.2f} ({r.ratio_q25:.2f} to {r.ratio_q75:.2f})" for name, r in rows.iterrows()}
     return {f"step / {rows.index[0]}'s (quartiles)": cells}

@@ -32,7 +32,7 @@ def load(folder: Path) -> tuple[dict[str, object], pd.DataFrame]:
     gamma = config["options"]["mjp"]["gamma"] if defense == "mjp" else None
     line = {
         "model": config["model"]["model"] + ("_mjp" if defense == "mjp" else ""),
-        "data": config["data"]["data"],
+        "dataset": config["data"]["data"],
         "start": config["model"]["weights"],
         "defense": defense,
         "gamma": gamma,
@@ -62,9 +62,9 @@ def run(options: CurveOptions, console: Console) -> None:
     histories = {line["model"]: history for line, history in loaded}
     long = pd.concat([h.assign(model=name) for name, h in histories.items()], ignore_index=True)
     long[["model", *long.columns.drop("model")]].to_csv(options.out / "history.csv", index=False, float_format="%.6g")
-    for data, group in table.groupby("data", sort=False):
+    for data, group in table.groupby("dataset", sort=False):
         history_figure({n: histories[n] for n in group["model"]}, options.out / f"curves_{data}.png")
     note_run(options.out, "python benchmarks/training_curves.py", commits=table["commit"], devices=table["device"])
-    shown = table[["model", "data", "defense", "gamma", "epochs", "images_seen", "accuracy", "test_loss"]]
+    shown = table[["model", "dataset", "defense", "gamma", "epochs", "images_seen", "accuracy", "test_loss"]]
     console.print(shown.to_string(index=False, na_rep="", float_format="%.2f"), highlight=False)
     console.print(f"tables and figures: {options.out}", soft_wrap=True, highlight=False)
