@@ -2,8 +2,8 @@
 
 A page links to a committed file as `../results/FOLDER/FILE`, which works where the repository is browsed; the site gets
 a copy under `results/` and the link to it. In a page, the line `<!-- reference: attacks -->` is replaced by one entry a
-registered attack (`defenses` likewise), and `<!-- help: fedmjp.simulate -->` by what `python -m fedmjp.simulate --help`
-prints.
+registered attack (`defenses` likewise, `columns` by the columns of CSV files), and `<!-- help: fedmjp.simulate -->` by
+what `python -m fedmjp.simulate --help` prints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = re.compile(r"\]\(\.\./(results/[^)\s#]+)\)")
-REFERENCE = re.compile(r"^<!-- reference: (attacks|defenses) -->$", re.MULTILINE)
+REFERENCE = re.compile(r"^<!-- reference: (attacks|defenses|columns) -->$", re.MULTILINE)
 HELP = re.compile(r"^<!-- help: ([\w.]+) -->$", re.MULTILINE)
 
 
@@ -48,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links at the copies, and fill in the reference and the help texts."""
     markdown = RESULT.sub(r"](\1)", markdown)
-    markdown = REFERENCE.sub(lambda match: reference(match[1]), markdown)
+    markdown = REFERENCE.sub(lambda match: columns() if match[1] == "columns" else reference(match[1]), markdown)
     return HELP.sub(lambda match: f"```text\n{help_text(match[1])}\n```", markdown)
 
 
@@ -80,6 +80,19 @@ def reference(kind: str) -> str:
         options = [field.name for field in dataclasses.fields(built)]
         entries.append(_entry(f"{built.__module__}.{built.__qualname__}", options, "show_root_toc_entry: false"))
     return "\n".join(entries)
+
+
+def columns() -> str:
+    """Tables of the columns of CSV files, with their meanings."""
+    from fedmjp.report.columns import COUNTS, KEYS, QUANTITIES, STATISTICS
+
+    heads = {"says what a line is of": KEYS, "counts": COUNTS, "quantity": QUANTITIES, "ending": STATISTICS}
+    tables = []
+    for head, names in heads.items():
+        dash = "_" if names is STATISTICS else ""
+        lines = [f"| `{dash}{name}` | {meaning} |" for name, meaning in names.items()]
+        tables.append("\n".join([f"| {head} | meaning |", "|---|---|", *lines]))
+    return "\n\n".join(tables)
 
 
 def _entry(name: str, members: Sequence[str], option: str) -> str:

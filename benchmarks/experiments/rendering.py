@@ -19,6 +19,7 @@ from attacks.registry import UsageError
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import RESULTS, Schema, load_rows
+from fedmjp.report.columns import check_columns
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,12 @@ def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.D
 
 
 def csv(table: pd.DataFrame, digits: int) -> str:
-    """A table as CSV with so many significant digits."""
+    """A table as CSV with so many significant digits.
+
+    Raises:
+        ValueError: a column that is not named as in `fedmjp.report.columns`.
+    """
+    check_columns(table.columns)
     return table.to_csv(index=False, float_format=f"%.{digits}g")
 
 

@@ -73,11 +73,11 @@ def test_table_and_figure(tmp_path) -> None:
     assert (tmp_path / "out" / "run.json").exists()
     table = pd.read_csv(tmp_path / "out" / "table.csv")
     assert table["model"].tolist() == ["vit_mini_64", "vit_mini_32"] * 2
-    assert table["images"].tolist() == [6] * 4
+    assert table["count"].tolist() == [6] * 4
     # Random weights look nearly everywhere alike, and these checkpoints are the same random weights.
-    assert table["entropy"].min() > 0.99
-    assert table["entropy_difference"].tolist() == pytest.approx([0] * 4, abs=0.01)
-    assert table["content"][0] == table["content"][2]
+    assert table["entropy_mean"].min() > 0.99
+    assert table["entropy_difference_mean"].tolist() == pytest.approx([0] * 4, abs=0.01)
+    assert table["content_mean"][0] == table["content_mean"][2]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def test_table_and_figure(tmp_path) -> None:
     found = pd.read_csv(out / "table.csv")
     ours = found[found["source"] == "measured"]
     assert ours["positions"].tolist() == ["unknown", "own"] * 2
-    assert np.isfinite(ours[["accuracy", "diff_norm", "diff_share", "consistency"]].to_numpy()).all()
+    measured = [f"{name}_mean" for name in ("accuracy", "diff_norm", "diff_share", "consistency")]
+    assert np.isfinite(ours[measured].to_numpy()).all()
     assert (found["source"] == "paper, Table 1").sum() == 6
     other = f"vit_mini_64={checkpoint(tmp_path, 'vit_mini_64')}"
     assert command.main(["--model", other, *options]) == 2

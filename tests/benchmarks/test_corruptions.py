@@ -72,27 +72,27 @@ def test_mce_by_hand() -> None:
     plain.columns = other.columns = pd.MultiIndex.from_tuples(cells)
     table, summary = corruption_table.tables({"plain": plain, "other": other}, "plain")
     found = table.set_index(["model", "corruption"])
-    assert found.loc[("plain", "contrast"), "error"] == 75  # 2 of 4 and 4 of 4
-    assert found.loc[("other", "contrast"), "error"] == 37.5  # 1 of 4 and 2 of 4
-    assert found.loc[("other", "contrast"), "error_2"] == 50
-    assert found.loc[("other", "contrast"), "ce"] == 50
-    assert found.loc[("other", "snow"), "ce"] == pytest.approx(100 * 75 / 87.5)
+    assert found.loc[("plain", "contrast"), "error_mean"] == 75  # 2 of 4 and 4 of 4
+    assert found.loc[("other", "contrast"), "error_mean"] == 37.5  # 1 of 4 and 2 of 4
+    assert found.loc[("other", "contrast"), "error_severity_2"] == 50
+    assert found.loc[("other", "contrast"), "ce_mean"] == 50
+    assert found.loc[("other", "snow"), "ce_mean"] == pytest.approx(100 * 75 / 87.5)
     means = summary.set_index(["model", "corruptions"])
-    assert means.loc[("other", "all"), "mce"] == pytest.approx((50 + 100 * 75 / 87.5) / 2)
-    assert means.loc[("other", "all"), "error"] == pytest.approx((37.5 + 75) / 2)
-    assert means.loc[("other", "all"), "rise"] == pytest.approx((37.5 + 75) / 2 - 50)
-    assert means.loc[("other", "all"), "rise_difference"] == pytest.approx((56.25 - 50) - (81.25 - 25))
-    assert means.loc[("other", "table 9"), "difference"] == -37.5  # snow is none of the paper's ten
-    assert means.loc[("other", "none"), "error"] == 50
-    assert means.loc[("plain", "all"), ["mce", "mce_low", "mce_high"]].tolist() == [100, 100, 100]
+    assert means.loc[("other", "all"), "mce_mean"] == pytest.approx((50 + 100 * 75 / 87.5) / 2)
+    assert means.loc[("other", "all"), "error_mean"] == pytest.approx((37.5 + 75) / 2)
+    assert means.loc[("other", "all"), "rise_mean"] == pytest.approx((37.5 + 75) / 2 - 50)
+    assert means.loc[("other", "all"), "rise_difference_mean"] == pytest.approx((56.25 - 50) - (81.25 - 25))
+    assert means.loc[("other", "table 9"), "difference_mean"] == -37.5  # snow is none of the paper's ten
+    assert means.loc[("other", "none"), "error_mean"] == 50
+    assert means.loc[("plain", "all"), ["mce_mean", "mce_low", "mce_high"]].tolist() == [100, 100, 100]
     assert means.loc[("plain", "all"), ["difference_low", "difference_high"]].tolist() == [0, 0]
 
 
 def test_papers_mce_is_no_mean_of_its_table_9() -> None:
     """DeiT-S's printed mCE is the mean of its ten errors; the MJP model's is not."""
     lines = corruption_table.paper_lines("summary.csv").set_index("model")
-    assert lines["error"].to_dict() == pytest.approx({"deit_s": 44.0, "deit_s_mjp": 43.24})
-    assert lines["printed_mce"].to_dict() == {"deit_s": 44.0, "deit_s_mjp": 41.5}
+    assert lines["error_mean"].to_dict() == pytest.approx({"deit_s": 44.0, "deit_s_mjp": 43.24})
+    assert lines["paper_mce"].to_dict() == {"deit_s": 44.0, "deit_s_mjp": 41.5}
 
 
 @pytest.fixture

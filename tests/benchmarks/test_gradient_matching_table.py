@@ -39,7 +39,7 @@ def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
     rows = load_rows(whole / "rows.jsonl.gz")
     # two images by two batches: two attacks without a defence, two in two settings with it, two guesses
     assert len(rows) == 2 * 2 * (2 + 4 + 2)
-    table = pd.read_csv(whole / "table.csv").set_index(["attack", "gamma", "batch", "setting"])
+    table = pd.read_csv(whole / "table.csv").set_index(["attack", "gamma", "batch_size", "setting"])
     assert table.loc[("patch_embedding", 0.0, 1, "original"), "verdict"] == "beats the mean image"
     assert table.loc[("patch_embedding", 0.0, 2, "original"), "psnr_mean"] < 15
     assert table.loc[("inverting_gradients", 0.0, 2, "original"), "label_accuracy_mean"] == 1.0

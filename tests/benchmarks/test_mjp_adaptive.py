@@ -62,7 +62,7 @@ def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
     one = pd.read_csv(finished / "one_update.csv").set_index("attack")
     assert one.loc["mjp_subspace", "psnr_median"] > one.loc["patch_embedding", "psnr_median"] + 3
     assert one.loc["mjp_subspace", "psnr_median"] > one.loc["april", "psnr_median"] + 3
-    updates = pd.read_csv(finished / "updates.csv").set_index(["setting", "round"])["psnr_median"]
+    updates = pd.read_csv(finished / "updates.csv").set_index(["setting", "updates"])["psnr_median"]
     assert updates["paper", 6] > 60
     assert updates["paper", 6] > updates["paper", 1] + 20
 

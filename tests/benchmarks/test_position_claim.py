@@ -35,8 +35,8 @@ def test_differences_are_paired_by_image(out, capsys) -> None:
     table = pd.read_csv(out / "position_claim.csv").set_index(["setting", "metric"])
     summary = pd.read_csv(out / "table.csv").set_index(["setting", "line"])["psnr_mean"]
     expected = summary["a", "vit_mini_64_nope (token_gradient)"] - summary["a", "vit_mini_64"]
-    assert table.loc[("a", "psnr"), "difference"] == pytest.approx(expected, abs=1e-2)
-    assert table.loc[("a", "psnr"), "images"] == 6
+    assert table.loc[("a", "psnr"), "difference_mean"] == pytest.approx(expected, abs=1e-2)
+    assert table.loc[("a", "psnr"), "count"] == 6
     assert (out / "position_claim.md").read_text().count("\n") == 2 + 3
 
 
@@ -50,8 +50,8 @@ def test_verdicts(shift: float, verdict: str) -> None:
             lines.append(place | scores | {"model": name, "precision": "float32", "threat_model": grants})
     frame = pd.DataFrame(lines).astype({"psnr": float, "ssim": float, "lpips": float})
     table = position_claim.differences(frame, "deit_s")
-    assert table["without_is"].tolist() == [verdict]
-    assert table["paper"].tolist() == [pytest.approx(1.28)]
+    assert table["verdict"].tolist() == [verdict]
+    assert table["paper_difference"].tolist() == [pytest.approx(1.28)]
 
 
 def test_rows_of_one_model_only_are_a_mistake(out, capsys) -> None:

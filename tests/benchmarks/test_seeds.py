@@ -37,11 +37,11 @@ def test_differences_are_scipys_paired_ones() -> None:
     table = seeds_table(rows({"A": list(plain), "E": list(other)}).sample(frac=1, random_state=1), {"E": "A"}, {})
     own = table.set_index(["line", "metric"]).loc[("E", "accuracy")]
     paired = stats.ttest_rel(other, plain)
-    assert own["difference"] == pytest.approx((other - plain).mean())
+    assert own["difference_mean"] == pytest.approx((other - plain).mean())
     assert (own["difference_low"], own["difference_high"]) == pytest.approx(tuple(paired.confidence_interval(0.95)))
     single = stats.ttest_1samp(other, 0).confidence_interval(0.95)
-    assert (own["low"], own["high"]) == pytest.approx((single.low, single.high))
-    assert own["images"] == pytest.approx(3)
+    assert (own["value_low"], own["value_high"]) == pytest.approx((single.low, single.high))
+    assert own["one_seed_margin"] == pytest.approx(3)
     assert own["seeds"] == 3
     assert own["verdict"] == ""
 
@@ -49,12 +49,12 @@ def test_differences_are_scipys_paired_ones() -> None:
 def test_seeds_that_one_line_lacks_are_left_out() -> None:
     table = seeds_table(rows({"A": [40.0, 41.0, 42.0], "E": [41.0, 42.5]}), {"E": "A"}, {"A": {}, "E": {}})
     own = table.set_index(["line", "metric"]).loc[("E", "accuracy")]
-    assert own["difference"] == pytest.approx(1.25)
+    assert own["difference_mean"] == pytest.approx(1.25)
     assert own["seeds"] == 2
 
 
 def test_consistency_stands_at_one_half_and_accuracy_at_none() -> None:
-    table = seeds_table(rows({"A": [40.0]}), {}, {}).set_index("metric")["mean"]
+    table = seeds_table(rows({"A": [40.0]}), {}, {}).set_index("metric")["value_mean"]
     assert table["accuracy"] == 40
     assert table["consistency"] == pytest.approx(40.005)
 

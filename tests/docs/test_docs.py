@@ -20,6 +20,7 @@ import yaml
 
 from attacks import ATTACKS, Observation
 from fedmjp.defenses import DEFENSES
+from fedmjp.report.columns import COUNTS, KEYS, QUANTITIES, STATISTICS
 from tests.attacks.models import timm_vit
 from tests.conftest import photographs
 
@@ -165,6 +166,16 @@ def test_reference_is_made_from_the_registry(kind: str, registry) -> None:
     assert f"<!-- reference: {kind} -->" in text_of(ROOT / "docs" / f"{kind}.md")
     page = hooks().reference(kind)
     assert re.findall(r"^## `(\w+)`", page, re.MULTILINE) == registry.names()
+
+
+def test_the_page_lists_every_column_of_csv_files() -> None:
+    assert "<!-- reference: columns -->" in text_of(ROOT / "docs" / "interfaces.md")
+    page = hooks().columns()
+    assert "| `psnr` | PSNR, of reconstructions |" in page
+    assert set(re.findall(r"^\| `(\w+)` ", page, re.MULTILINE)) == {
+        *(*KEYS, *COUNTS, *QUANTITIES),
+        *(f"_{name}" for name in STATISTICS),
+    }
 
 
 def test_findings_are_figures_of_generated_tables() -> None:

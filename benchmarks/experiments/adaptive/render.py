@@ -33,7 +33,7 @@ def adaptive_block(folder: Path) -> str:
     first = markdown_table(["one update, γ", "attack", "whole image (dB)", "visible patches (dB)", "images"], lines)
     lines = []
     for (gamma, schedule, attack), own in updates.groupby(["gamma", "setting", "attack"], sort=False):
-        columns = {"round": ".0f", "psnr_median": ".1f", "psnr_first_decile": ".1f", "psnr_share_recognisable": ".0%"}
+        columns = {"updates": ".0f", "psnr_median": ".1f", "psnr_first_decile": ".1f", "psnr_share_recognisable": ".0%"}
         cells = [", ".join(format(value, form) for value in own[name]) for name, form in columns.items()]
         cells[-1] += f" of {own['count'].max():.0f}"
         lines.append([f"{gamma}, {schedule}", f"`{attack}`", *cells])

@@ -36,7 +36,8 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
         one = one.merge(
             visible[["attack", "gamma", "psnr_visible_mean", "psnr_visible_median"]], on=["attack", "gamma"]
         )
-    return one, spread_table(rows[over_rounds], ["attack", "setting", "gamma", "round"])
+    over = rows[over_rounds].rename(columns={"round": "updates"})
+    return one, spread_table(over, ["attack", "setting", "gamma", "updates"])
 
 
 def leakage_figure(one: pd.DataFrame, updates: pd.DataFrame, path: Path) -> None:
@@ -68,9 +69,9 @@ def _by_updates(axes: Axes, table: pd.DataFrame) -> None:
         own = table[table["gamma"] == gamma]
         for attack, group in own.groupby("attack", sort=False):
             line = {"color": defence_colour("mjp", ("gamma", gamma)), "marker": attack_style(attack)["marker"]}
-            error_bars(axes, group["round"], group, "psnr", label=f"{attack}, γ {gamma:g}", ms=4, lw=1.3, **line)
+            error_bars(axes, group["updates"], group, "psnr", label=f"{attack}, γ {gamma:g}", ms=4, lw=1.3, **line)
     axes.set_xscale("log")
-    ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= table["round"].max()]
+    ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= table["updates"].max()]
     axes.set_xticks(ticks, [str(t) for t in ticks])
     axes.minorticks_off()
     axes.set_xlabel("Updates of the same image", fontsize=NORMAL)

@@ -17,8 +17,8 @@ def calibration_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         `vouched_mean` and `right_mean` (share of an image's patches, 0 to 1), `excess_mean` with `excess_low` and
-        `excess_high` (their difference, paired by image), `certified` (images), `certified_right` (of them, images with every patch
-        above 25 dB), `residual_max` of certified answers, `count` (of images).
+        `excess_high` (their difference, paired by image), `certified` (images), `certified_right` (of them, images with
+        every patch above 25 dB), `residual_max` of certified answers, `count` (of images).
     """
     rows = rows.assign(gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]], updates=rows["round"])
     lines = []

@@ -99,7 +99,7 @@ def _row(options: StepOptions, gamma: float, seconds: dict[str, list[float]], de
         "step_ratio_q75": spread[1],
         "input_share": middle["mjp_input"] / middle["plain_step"],
         "looped_over_vectorised": middle["looped_input"] / middle["mjp_input"],
-        "steps": options.steps,
+        "repeats": options.steps,
         "device": provenance.device_name(device),
         "commit": provenance.commit(),
         "torch_version": torch.__version__,

@@ -1,0 +1,215 @@
+"""The columns of CSV files: one name for one thing in every table, and how a statistic is appended to it.
+
+A column is the name of a key, of a quantity, or of a quantity with one of `STATISTICS`: psnr_mean, psnr_low, psnr_high.
+A mean with an interval always has all three. What a paper gives for a quantity is called paper_QUANTITY, and a paired
+difference of two lines QUANTITY_difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from fedmjp.metrics import METRIC_DIRECTIONS
+
+# What a line is of.
+KEYS = {
+    "run_id": "digest of the options of a run",
+    "dataset": "the images: name of the data set or where they are from",
+    "model": "its name",
+    "weights": "where its weights are from; NOT TRAINED where they are random",
+    "start": "where the weights of a training started",
+    "block": "first block: standard, or april (no norm, no residual)",
+    "line": "model or variant as the printed table calls it",
+    "defense": "the clients' defence",
+    "defense_parameters": "its options, as JSON",
+    "gamma": "masking ratio of MJP; 0 for none",
+    "training_gamma": "masking ratio of the training, where that at inference is gamma",
+    "positions": "position embeddings of jigsawed patches: own or unknown",
+    "dal": "kind of MJP's localisation term",
+    "partition": "how the data are distributed over clients",
+    "point": "defence with its strength, in words",
+    "setting": "who is attacked and what is compared, as the table's page defines it",
+    "update": "what a client sends: gradient or weights",
+    "updates": "number of a client's updates that the attack had",
+    "round": "round of the federation, from 1; 0 before training",
+    "rounds": "rounds of the federation",
+    "epoch": "of a training, from 1",
+    "epochs": "of a training",
+    "clients": "in a round",
+    "batch_size": "images of an update",
+    "steps": "of a search, or of a training's epoch",
+    "attack": "its name",
+    "init": "where a search started",
+    "strongest": "whether the attack is the strongest on this federation",
+    "threat_model": "what the server was granted",
+    "precision": "type of weights and gradients",
+    "metric": "the quantity of value_mean and difference_mean",
+    "against": "the line that a difference is taken from",
+    "corruption": "its name",
+    "corruptions": "the corruptions that are averaged",
+    "dimension": "number of principal components",
+    "patches": "of an image",
+    "channels": "of a token",
+    "driver": "LAPACK's driver of a linear solve",
+    "way": "how the same search is computed",
+    "method": "a variant of MJP in the paper's words",
+    "source": "measured, or the paper's table",
+    "seed": "fixes all random numbers",
+    "device": "where it was computed",
+    "commit": "of the code",
+    "version": "of fedmjp",
+    "torch_version": "of torch",
+    "diagnosis": "the most common reason why an attack failed",
+    "flags": "what makes the figures doubtful",
+    "verdict": "what the interval of the difference says, in words",
+    "note": "why there is no image, or why not to trust it",
+}
+# How many; a mean without another count is over `count` images.
+COUNTS = {
+    "count": "images behind a mean",
+    "failed": "of them, images of which the attack returned nothing",
+    "certified": "images whose reconstruction reproduces the update",
+    "certified_right": "of them, images with every patch above 25 dB",
+    "seeds": "trainings or federations behind a mean",
+    "repeats": "timed repetitions",
+    "test_images": "images behind an accuracy",
+    "images_seen": "by a training",
+    "corruption_count": "corruptions that are averaged",
+}
+QUANTITIES = {
+    **{name: f"{direction.label}, of reconstructions" for name, direction in METRIC_DIRECTIONS.items()},
+    "psnr_visible": "PSNR over the patches whose position is not hidden (dB)",
+    "gain": "PSNR over the best guess without a gradient, on the same image (dB)",
+    "known": "share of pixels that the attack vouches for",
+    "label_accuracy": "share of labels inferred correctly",
+    "condition": "condition number of the system that the attack solved",
+    "residual": "relative distance of the reconstruction's gradient from the received one",
+    "vouched": "share of patches that the attack vouches for",
+    "right": "share of patches above 25 dB",
+    "excess": "vouched minus right, on the same image",
+    "seconds": "of an attack, a round or a step",
+    "accuracy": "top-1 accuracy: per cent; a share (0 to 1) in rounds.csv and federated_tradeoff",
+    "loss": "on test images",
+    "train_loss": "on training images",
+    "test_loss": "on test images",
+    "test_accuracy": "top-1 accuracy on test images, a share (0 to 1)",
+    "train_seconds": "of an epoch",
+    "images_per_second": "of an epoch",
+    "rate": "learning rate at the end of an epoch",
+    "consistency": "per cent of images whose class a jigsaw does not change",
+    "diff_norm": "squared distance of an image's features before and after a jigsaw",
+    "diff_share": "diff_norm as a share of that between two images",
+    "value": "of the column metric",
+    "difference": "of the line from another one, paired",
+    "with_positions": "value with position embeddings",
+    "without": "value without them",
+    "one_seed_margin": "half the interval over the test images of one training",
+    "error": "top-1 error (%)",
+    "ce": "corruption error relative to the reference (%)",
+    "mce": "mean of ce over corruptions (%)",
+    "rise": "error above that on untouched images (points)",
+    "imagenet_a_accuracy": "top-1 accuracy on ImageNet-A (%)",
+    "imagenet_a_aurra": "area under the response rate accuracy curve (%)",
+    "imagenet_o_aupr": "area under precision and recall (%)",
+    "entropy": "of a head's [CLS] map, as a share of a uniform map's",
+    "distance": "attended, in shares of the image's side",
+    "head_diversity": "divergence of the heads' maps, as a share of its largest value",
+    "content": "divergence of an image's map from the mean map (bits)",
+    "explained_variance": "share in the first components (%)",
+    **{
+        f"{name}_{space}": f"error of {words} of a patch's place, {space} (patches)"
+        for name, words in (("mae", "regression"), ("ridge", "ridge regression"), ("guess", "guessing"))
+        for space in ("1d", "2d")
+    },
+    "relative_error": "of a linear solve",
+    "ratio": "of seconds to those of the plain variant",
+    "step_ratio": "seconds of a step with MJP to those without",
+    "input_share": "seconds of masks and jigsaw to those of a plain step",
+    "looped_over_vectorised": "seconds of masks and jigsaw in loops to those of ours",
+    "times_faster": "seconds of the breaching package's step to those of this one",
+    "ours_over_bare": "seconds of our path to those of a bare forward and backward pass",
+    "peer_over_ours": "seconds of the breaching package to those of our path",
+    **{
+        f"{name}_seconds": f"of {words}"
+        for name, words in (
+            ("plain_step", "a training step"),
+            ("mjp_step", "a training step with MJP"),
+            ("federated", "a round with Flower"),
+            ("plain", "a round without it"),
+        )
+    },
+    **{
+        f"{name}_ms": f"milliseconds an image, {words}"
+        for name, words in (
+            ("bare", "bare pass"),
+            ("ours", "our path"),
+            ("gradients", "its gradients"),
+            ("scores", "its scores"),
+            ("peer", "breaching package"),
+            ("image", "linear solve"),
+            ("step", "step of a search"),
+        )
+    },
+    "peak_mib": "memory above model and images (MiB)",
+    **{
+        f"{name}_peak_mib": f"memory above model and images (MiB), {words}"
+        for name, words in (("bare", "bare pass"), ("ours", "our path"), ("peer", "breaching package"))
+    },
+}
+STATISTICS = {
+    "mean": "mean",
+    "low": "lower end of its 95 % interval",
+    "high": "upper end of its 95 % interval",
+    "median": "median",
+    "first_decile": "a tenth of the images are below it",
+    "share_recognisable": "share of images above 25 dB",
+    "min": "least of the repetitions",
+    "max": "largest of the repetitions or images",
+    "q25": "lower quartile of the repetitions",
+    "q75": "upper quartile of the repetitions",
+    "spread": "standard deviation over repetitions",
+    **{f"severity_{n}": f"at severity {n}" for n in range(1, 6)},
+}
+TOGETHER = (("mean", "low", "high"), ("median", "min", "max"), ("median", "q25", "q75"), ("mean", "spread"))
+
+_STATISTIC = re.compile("(.+)_(" + "|".join(STATISTICS) + ")")
+
+
+def split_column(column: str) -> tuple[str, str]:
+    """A column's quantity and statistic; the statistic is "" for a single value, a key or a count.
+
+    Raises:
+        ValueError: a name that is none of `KEYS`, `COUNTS` and `QUANTITIES`, alone or with a statistic.
+    """
+    if column in KEYS or column in COUNTS:
+        return column, ""
+    found = _STATISTIC.fullmatch(column)
+    whole, statistic = found.groups() if found and column not in QUANTITIES else (column, "")
+    name = whole.removeprefix("paper_").removesuffix("_difference") or whole
+    if whole not in QUANTITIES and name not in QUANTITIES:
+        raise ValueError(f"no table has a column {column!r}; name it in fedmjp/report/columns.py")
+    return whole, statistic
+
+
+def check_columns(columns: Iterable[str]) -> None:
+    """Check the header of a table.
+
+    Raises:
+        ValueError: an unknown name, a name given twice, or an interval without its mean.
+    """
+    columns = list(columns)
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"two columns of one name: {', '.join(columns)}")
+    parts: dict[str, set[str]] = {}
+    for column in columns:
+        name, statistic = split_column(column)
+        parts.setdefault(name, set()).add(statistic)
+    for name, found in parts.items():
+        for bound in found & {"low", "high", "q25", "q75", "min", "spread"}:
+            if not any(bound in group and found >= set(group) for group in TOGETHER):
+                raise ValueError(f"{name}_{bound} stands without {' and '.join(_partners(name, bound))}")
+
+
+def _partners(name: str, bound: str) -> list[str]:
+    return [f"{name}_{part}" for part in next(group for group in TOGETHER if bound in group) if part != bound]
