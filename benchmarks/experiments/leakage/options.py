@@ -96,12 +96,12 @@ class Options(DefendedOptions, SuiteOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        super().validate()
         check_positive(self, "batch_size", "num_images", "accuracy_images")
         if not (self.seeds and self.block):
             raise UsageError("--seeds and --block each need at least one value")
         self.chosen_defense()
         self.sources()
-        super().validate()
         for name in self.named():
             ATTACKS.get(name)().require(ThreatModel.parse(self.grants), name)
 
