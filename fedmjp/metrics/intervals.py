@@ -114,3 +114,11 @@ def t_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -
         return Interval(float(finite[0]), float("-inf"), float("inf"), 1)
     reach = stats.t.ppf((1 + confidence) / 2, count - 1) * finite.std(ddof=1) / np.sqrt(count)
     return Interval(float(finite.mean()), float(finite.mean() - reach), float(finite.mean() + reach), count)
+
+
+def wilson(share: np.ndarray, count: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Wilson's 95 % interval of shares in [0, 1] of `count` independent cases (Wilson 1927)."""
+    z = 1.959964
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    reach = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return middle - reach, middle + reach

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedmjp.audit.verdict import gains_over_guesses, ranked
-from fedmjp.metrics.intervals import bootstrap_mean
+from fedmjp.metrics.intervals import bootstrap_mean, wilson
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.styles import (
     MOST_LINES,
@@ -73,7 +73,7 @@ def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str], test_ima
     """
     if rounds.empty:
         raise ValueError("training_figure needs at least one round")
-    figure = Figure(figsize=(6.6, 2.8), layout="constrained")
+    figure = Figure(figsize=(6.6, 3.0), layout="constrained")
     accuracy, loss = figure.subplots(1, 2)
     labels = list(rounds["defense"].unique())
     for index, (defense, group) in enumerate(rounds.groupby("defense", sort=False)):
@@ -89,16 +89,11 @@ def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str], test_ima
     loss.set_ylabel("Test loss", fontsize=NORMAL)
     for axes in (accuracy, loss):
         _round_axis(axes, sorted(rounds["round"].unique()))
+    words = "One seed a defence; of the loss only the mean is recorded."
+    words += f" Bars: 95 % interval over {test_images} test images." if test_images else ""
+    figure.supxlabel(words, fontsize=SMALL)
     legend_below(figure, [accuracy], columns=4)
     save(figure, path)
-
-
-def wilson(share: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Wilson's 95 % interval of shares in [0, 1] of `count` independent cases (Wilson 1927)."""
-    z = 1.959964
-    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    reach = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return middle - reach, middle + reach
 
 
 def strongest_attacks(rows: pd.DataFrame, most: int = MOST_LINES) -> tuple[list[str], list[str]]:

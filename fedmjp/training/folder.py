@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from attacks import UsageError
+from fedmjp.metrics.intervals import wilson
 from fedmjp.records import provenance
-from fedmjp.report.styles import NORMAL, SMALL, save, style
+from fedmjp.report.styles import NORMAL, SMALL, error_bars, save, style
 from fedmjp.training.config import TrainConfig
 
 
@@ -86,17 +87,22 @@ class TrainingFolder:
 
 
 def history_figure(histories: dict[str, pd.DataFrame], path: Path) -> None:
-    """Draw test accuracy (per cent) and training loss by epoch, one line per training.
+    """Draw test accuracy (per cent) with its 95 % interval over test images, and training loss, by epoch.
 
     Args:
-        histories: label -> columns `epoch`, `test_accuracy`, `train_loss`; an empty label gets no legend.
+        histories: label -> columns `epoch`, `test_accuracy`, `test_images`, `train_loss` of one training each; an empty
+            label gets no legend.
         path: the .png to write; a .pdf is written too.
     """
-    figure = Figure(figsize=(6.6, 2.8), layout="constrained")
+    figure = Figure(figsize=(6.6, 3.0), layout="constrained")
     panels = figure.subplots(1, 2)
     for index, (label, history) in enumerate(histories.items()):
         line_style = style(index) | {"ms": 3.5, "lw": 1.3}
-        panels[0].plot(history["epoch"], 100 * history["test_accuracy"], label=label, **line_style)
+        share = history["test_accuracy"].to_numpy(float)
+        low, high = wilson(share, history["test_images"].to_numpy(float))
+        table = pd.DataFrame({"mean": 100 * share, "low": 100 * low, "high": 100 * high})
+        beside = 0.05 * (index - (len(histories) - 1) / 2)
+        error_bars(panels[0], history["epoch"] + beside, table, label=label, **line_style)
         panels[1].plot(history["epoch"], history["train_loss"], **line_style)
     for axes, words in zip(panels, ("Test accuracy (%)", "Training loss"), strict=True):
         axes.set_xlabel("Epoch", fontsize=NORMAL)
@@ -104,6 +110,9 @@ def history_figure(histories: dict[str, pd.DataFrame], path: Path) -> None:
         axes.tick_params(labelsize=SMALL)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.spines[["top", "right"]].set_visible(False)
+    images = ", ".join(f"{count:,}" for count in sorted({n for h in histories.values() for n in h["test_images"]}))
+    words = f"One seed a model. Bars: 95 % interval over {images} test images; of the loss only the mean is recorded."
+    figure.supxlabel(words, fontsize=SMALL)
     if any(histories):
         figure.legend(loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False)
     save(figure, path)

@@ -80,7 +80,7 @@ class Trainer:
 
         Returns:
             The record for the history: epoch, steps, rate (of the last step), train_loss, test_loss, test_accuracy in
-            [0, 1], train_seconds and images_per_second (without evaluation).
+            [0, 1], test_images, train_seconds and images_per_second (without evaluation).
 
         Raises:
             UsageError: the loss is no longer finite.
@@ -101,6 +101,7 @@ class Trainer:
             "train_loss": sum(losses) / len(losses),
             "test_loss": test_loss,
             "test_accuracy": accuracy,
+            "test_images": len(self.data.test),
             "train_seconds": seconds,
             "images_per_second": len(losses) * self.recipe.batch_size / seconds,
         }

@@ -13,6 +13,7 @@ from scipy import stats
 
 from attacks import ATTACKS
 from fedmjp.defenses import DEFENSES
+from fedmjp.metrics.intervals import wilson
 from fedmjp.report import (
     Panel,
     Reconstructed,
@@ -21,7 +22,6 @@ from fedmjp.report import (
     reconstructions_figure,
     training_figure,
 )
-from fedmjp.report.figures import wilson
 from fedmjp.report.styles import DEFENCES, attack_order, attack_style, label_colour
 from tests.records.sample_rows import make_row
 

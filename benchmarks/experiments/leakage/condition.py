@@ -47,6 +47,7 @@ def condition_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) -> None:
         axes.plot(bounds, -20 * np.log10(bounds * FLOAT32_UNIT), color="#404040", lw=1, ls="--", label=GUIDE)
         axes.set_title(f"{attack}, {block} block", fontsize=NORMAL)
         _log_axis(axes)
+    panels[0].set_ylim(0, 1.05 * points["psnr"].max())
     panels[0].set_ylabel("PSNR (dB), higher = more leakage", fontsize=NORMAL)
     handles = {h.get_label(): h for axes in panels for h in axes.get_legend_handles_labels()[0]}
     shown = [name for name in (*styles, GUIDE) if name in handles]
@@ -66,6 +67,5 @@ def _log_axis(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(10, numticks=8))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("Condition number", fontsize=SMALL)
     dress(axes, grid="both")

@@ -83,21 +83,28 @@ def _verdict(line: dict) -> str:
 
 
 def matching_figure(table: pd.DataFrame, path: Path) -> None:
-    """Draw PSNR against steps, images in the batch, and gamma; of each the six attacks that come nearest."""
+    """Draw PSNR against steps, images in the batch, and gamma, each on its own scale, where there are several.
+
+    Of each the six attacks that come nearest.
+    """
     original = table[table["setting"] == "original"]
     own, defended = original[original["defense"] == "none"], original[original["defense"] != "none"]
-    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
     alone = own[own["batch_size"] == 1]
     swept = defended[(defended["batch_size"] == 1) & (defended["gamma"] > 0)]
     budget = _common_budget(table)
     at = lambda lines: lines[lines["steps"].isin([0, budget])]  # noqa: E731
     guess = table[(table["attack"] == GUESS) & (table["batch_size"] == 1)].head(1)
-    _panel(axes[0], alone[alone["steps"] > 0], guess, "steps", "Steps,\none image, no defence")
-    _panel(axes[1], at(own), guess, "batch_size", f"Images in the batch,\n{budget} steps")
-    _panel(axes[2], at(pd.concat([alone, swept])), guess, "gamma", f"MJP's γ,\none image, {budget} steps")
-    axes[0].set_ylabel("PSNR against the original (dB)", fontsize=NORMAL)
-    legend_below(figure, list(axes), columns=3)
+    panels = [
+        (alone[alone["steps"] > 0], "steps", "Steps,\none image, no defence"),
+        (at(own), "batch_size", f"Images in the batch,\n{budget} steps"),
+        (at(pd.concat([alone, swept])), "gamma", f"MJP's γ,\none image, {budget} steps"),
+    ]
+    panels = [panel for panel in panels if panel[0][panel[1]].nunique() > 1] or panels[1:2]  # a curve has two points
+    figure = Figure(figsize=(WIDTH if len(panels) > 1 else 0.7 * WIDTH, 3.9), layout="constrained")
+    for axes, (lines, by, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _panel(axes, lines, guess, by, label)
+    figure.axes[0].set_ylabel("PSNR against the original (dB)", fontsize=NORMAL)
+    legend_below(figure, figure.axes, columns=3)
     save(figure, path)
 
 

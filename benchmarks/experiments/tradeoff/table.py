@@ -24,8 +24,9 @@ from experiments.rendering import MEAN, interval, markdown_table
 from fedmjp.audit.verdict import gains_over_guesses, strongest
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import bootstrap_mean
+from fedmjp.metrics.intervals import wilson
 from fedmjp.records.rows import BASELINES
-from fedmjp.report.figures import draw_by_round, legend_below, strongest_attacks, wilson
+from fedmjp.report.figures import draw_by_round, legend_below, strongest_attacks
 from fedmjp.report.styles import NORMAL, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
 from fedmjp.report.tables import summarise
 

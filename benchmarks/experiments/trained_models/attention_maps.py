@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -41,9 +42,10 @@ from fedmjp.models.attention import last_attention
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
 from fedmjp.report.pictures import draw_picture
-from fedmjp.report.styles import SMALL, save
+from fedmjp.report.styles import SMALL, WIDTH, save
 
 BATCH = 50
+PER_LINE, HEAD = 2, 0.5  # models in a line of the figure; inches of their headings
 MEASURES = ("entropy", "distance", "head_diversity", "content")
 
 
@@ -153,7 +155,7 @@ def _named(name: str, values: pd.Series) -> dict[str, float]:
 
 
 def figure(models: list[BuiltModel], photographs: int, path: Path) -> None:
-    """Figure 4: [CLS] maps of the last block, heads averaged and head by head, a row a photograph.
+    """Figure 4: [CLS] maps of the last block, heads averaged and head by head, a row a photograph, two models a line.
 
     All maps share one scale, attention in multiples of a uniform map's, its colours by the square root.
     """
@@ -166,32 +168,41 @@ def figure(models: list[BuiltModel], photographs: int, path: Path) -> None:
         drawn.append(maps.reshape(photographs, -1, *model.grid).numpy())
     largest = max(model.image_size for model in models)
     shown = load_gallery("photos", size=largest, limit=photographs).images.images(range(photographs))
-    widths = [1, *(maps.shape[1] for maps in drawn)]
-    drawing = Figure(figsize=(0.72 * sum(widths) + 0.9, 0.74 * photographs + 0.5))
-    left, right, bottom, top, gap = 0.01, 0.925, 0.02, 1 - 0.45 / drawing.get_figheight(), 0.012
-    unit = (right - left - gap * len(drawn)) / sum(widths)
+    pairs = [range(start, min(start + PER_LINE, len(models))) for start in range(0, len(models), PER_LINE)]
+    most = max(sum(drawn[i].shape[1] for i in pair) for pair in pairs)
+    left, right, gap = 0.05, 0.62, 0.08  # inches
+    cell = (WIDTH - left - right - gap * PER_LINE) / (1 + most)
+    block = HEAD + photographs * cell
+    drawing = Figure(figsize=(WIDTH, len(pairs) * block))
     ceiling = float(np.quantile(np.concatenate([maps.ravel() for maps in drawn]), 0.99))
-    scale = PowerNorm(0.5, vmin=0, vmax=ceiling)
-    height, image = (top - bottom) / photographs, None
-    for row in range(photographs):
-        edge, base = left, top - (row + 1) * height
-        draw_picture(drawing.add_axes((edge, base, 0.95 * unit, 0.95 * height)), shown[row], None)
-        edge += unit + gap
-        for model, maps in zip(models, drawn, strict=True):
-            for column, one in enumerate(maps[row]):
-                axes = drawing.add_axes((edge + column * unit, base, 0.95 * unit, 0.95 * height))
-                image = axes.imshow(one, norm=scale, cmap="viridis", interpolation="nearest")
-                axes.set_axis_off()
-                if row == 0:
-                    axes.set_title("mean" if column == 0 else f"head {column}", fontsize=SMALL, pad=3)
-            if row == 0:
-                middle = edge + unit * maps.shape[1] / 2
-                title = f"{model.name}, {model.grid[0]} × {model.grid[1]} patches"
-                drawing.text(middle, 1 - 0.05 / drawing.get_figheight(), title, fontsize=SMALL, ha="center", va="top")
-            edge += unit * maps.shape[1] + gap
+    scale, height = PowerNorm(0.5, vmin=0, vmax=ceiling), drawing.get_figheight()
+
+    def place(x: float, y: float) -> Axes:
+        return drawing.add_axes((x / WIDTH, y / height, 0.95 * cell / WIDTH, 0.95 * cell / height))
+
+    for line, pair in enumerate(pairs):
+        top = height - line * block
+        for row in range(photographs):
+            draw_picture(place(left, top - HEAD - (row + 1) * cell), shown[row], None)
+        edge = left + cell + gap
+        for index in pair:
+            model, maps = models[index], drawn[index]
+            title = f"{model.name}, {model.grid[0]} × {model.grid[1]} patches"
+            middle = (edge + cell * maps.shape[1] / 2) / WIDTH
+            drawing.text(middle, (top - 0.1) / height, title, fontsize=SMALL, ha="center", va="top")
+            for row in range(photographs):
+                for column, one in enumerate(maps[row]):
+                    axes = place(edge + column * cell, top - HEAD - (row + 1) * cell)
+                    image = axes.imshow(one, norm=scale, cmap="viridis", interpolation="nearest")
+                    axes.set_axis_off()
+                    if row == 0:
+                        axes.set_title("mean" if column == 0 else f"head {column}", fontsize=SMALL, pad=3)
+            edge += cell * maps.shape[1] + gap
     marks = [mark for mark in (0, 1, 2, 5, 10, 20, 50, 100) if mark <= ceiling]
-    bar = drawing.colorbar(image, cax=drawing.add_axes((0.935, bottom, 0.012, top - bottom)), extend="max", ticks=marks)
-    bar.set_label("attention / uniform", fontsize=SMALL)
+    edge = (WIDTH - right + 0.1) / WIDTH
+    scaled = drawing.add_axes((edge, 0.05 / height, 0.1 / WIDTH, photographs * cell / height))
+    bar = drawing.colorbar(image, cax=scaled, extend="max", ticks=marks)
+    bar.set_label("attention / uniform", fontsize=SMALL, labelpad=1)
     bar.ax.tick_params(labelsize=SMALL)
     save(drawing, path)
 

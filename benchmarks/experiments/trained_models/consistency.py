@@ -71,7 +71,7 @@ def figure(frame: pd.DataFrame, path: Path) -> None:
     for axes, words in zip(panels, ("Accuracy on jigsawed images (%)", "Consistency (%)"), strict=True):
         axes.set_xlabel("Masking ratio at inference", fontsize=NORMAL)
         axes.set_ylabel(words, fontsize=NORMAL)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         dress(axes)
     handles, labels = panels[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -27,7 +28,9 @@ from fedmjp.models import build_model, split_name
 from fedmjp.models.weights import classes_of, shipped_names
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
-from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
+from fedmjp.report.styles import NORMAL, SMALL, WIDTH, dress, save, style
+
+PER_LINE = 4  # models in a line of the figure of projections
 
 FOLDS = 5
 PENALTIES = np.logspace(-6, 6, 25)  # of ridge regression, in units of the embeddings' mean squared deviation
@@ -195,23 +198,37 @@ def project(values: np.ndarray, way: str, seed: int) -> np.ndarray:
     return UMAP(random_state=seed, n_jobs=1).fit_transform(values)
 
 
+def _projected(axes: Axes, found: Embeddings, plane: np.ndarray) -> None:
+    """Points (N, 2), colour and lines after rows of the grid."""
+    points = plane.reshape(*found.grid, 2)
+    for line in (*points, *points.transpose(1, 0, 2)):
+        axes.plot(line[:, 0], line[:, 1], color="#b5b5b5", lw=0.5, zorder=1)
+    rows = np.repeat(np.arange(found.grid[0]), found.grid[1])
+    axes.scatter(points[..., 0], points[..., 1], c=rows, s=8, cmap="viridis", zorder=2, linewidths=0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    dress(axes)
+
+
 def projection_figure(found: list[Embeddings], ways: Sequence[str], seed: int, path: Path) -> None:
-    """Figures 1 and 7: a column a model, a row a way of projecting, colour and lines after rows of the grid."""
-    figure = Figure(figsize=(1.75 * len(found), 0.3 + 1.75 * len(ways)), layout="constrained")
-    panels = figure.subplots(len(ways), len(found), squeeze=False)
-    for way, row in zip(ways, panels, strict=True):
-        for axes, one in zip(row, found, strict=True):
-            plane = project(one.values, way, seed).reshape(*one.grid, 2)
-            for line in (*plane, *plane.transpose(1, 0, 2)):
-                axes.plot(line[:, 0], line[:, 1], color="#b5b5b5", lw=0.5, zorder=1)
-            rows = np.repeat(np.arange(one.grid[0]), one.grid[1])
-            axes.scatter(plane[..., 0], plane[..., 1], c=rows, s=8, cmap="viridis", zorder=2, linewidths=0)
-            axes.set_xticks([])
-            axes.set_yticks([])
-            dress(axes)
-        row[0].set_ylabel(PROJECTIONS[way], fontsize=NORMAL)
-    for axes, one in zip(panels[0], found, strict=True):
-        axes.set_title(one.label.replace(", ", ",\n"), fontsize=SMALL)
+    """Figures 1 and 7: a column a model, four a line, below each other the ways of projecting."""
+    per_line, ways = min(PER_LINE, len(found)), list(ways)
+    lines = -(-len(found) // per_line)
+    side = WIDTH / PER_LINE
+    figure = Figure(figsize=(side * per_line, 0.3 + side * lines * len(ways)), layout="constrained")
+    panels = figure.subplots(lines * len(ways), per_line, squeeze=False)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    for number, one in enumerate(found):
+        line, column = divmod(number, per_line)
+        for row, way in enumerate(ways, start=line * len(ways)):
+            axes = panels[row, column]
+            axes.set_axis_on()
+            _projected(axes, one, project(one.values, way, seed))
+            if row == line * len(ways):
+                axes.set_title(one.label.replace(", ", ",\n"), fontsize=SMALL)
+            if column == 0:
+                axes.set_ylabel(PROJECTIONS[way], fontsize=NORMAL)
     words = "a point a patch, coloured by its row in the grid; lines join neighbours in the grid"
     figure.supxlabel(words, fontsize=SMALL)
     save(figure, path)

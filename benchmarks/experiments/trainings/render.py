@@ -9,6 +9,7 @@ import pandas as pd
 from experiments.rendering import Rendering, markdown_table
 from experiments.trainings import ablation, backbones, masking_ratio, precision
 from experiments.trainings.options import AblationOptions, BackboneOptions, PrecisionOptions, RatioOptions
+from experiments.trainings.training_curves import curves
 
 
 def training_block(folder: Path) -> str:
@@ -22,7 +23,7 @@ def training_block(folder: Path) -> str:
 
 
 RENDERINGS = (
-    Rendering("training", blocks={"training": training_block}),
+    Rendering("training", blocks={"training": training_block}, figures=curves),
     backbones.table(BackboneOptions()).rendering(),
     ablation.table(AblationOptions()).rendering(),
     masking_ratio.table(RatioOptions()).rendering(),

@@ -170,11 +170,13 @@ def ratio_curves(panel: Axes, rows: pd.DataFrame, metric: str, labels: Mapping[s
         found = [t_interval(values.to_numpy()) for _, values in group]
         x = np.array(sorted(group.groups)) + 0.01 * (index - (len(labels) - 1) / 2)
         mean = np.array([i.mean for i in found])
-        error = np.nan_to_num(np.array([[i.mean - i.low for i in found], [i.high - i.mean for i in found]]), posinf=0)
+        most = 100 if metric == "consistency" else np.inf  # an interval may reach beyond what there is
+        bounds = [[i.mean - i.low for i in found], [min(i.high, most) - i.mean for i in found]]
+        error = np.nan_to_num(np.array(bounds), posinf=0)
         look = style(index) | {"ms": 4, "lw": 1.2, "elinewidth": 0.7, "capsize": 2}
         panel.errorbar(x, mean, yerr=error, label=label, **look)
-    if metric == "consistency":  # an interval may reach beyond what there is
-        panel.set_ylim(top=101)
+    if metric == "consistency":
+        panel.set_ylim(top=102)
     panel.set_xlabel("Masking ratio at inference", fontsize=NORMAL)
     panel.set_ylabel(METRICS[metric][0], fontsize=NORMAL)
     dress(panel)

@@ -49,6 +49,14 @@ def load(folder: Path) -> tuple[dict[str, object], pd.DataFrame]:
     return line, history
 
 
+def curves(folder: Path) -> None:
+    """Draw curves_DATA.png of a folder's trainings, from table.csv and history.csv."""
+    table, history = (pd.read_csv(folder / name) for name in ("table.csv", "history.csv"))
+    for data, group in table.groupby("dataset", sort=False):
+        own = {name: history[history["model"] == name] for name in group["model"]}
+        history_figure(own, folder / f"curves_{data}.png")
+
+
 def run(options: CurveOptions, console: Console) -> None:
     """Write tables and figure, and print the table."""
     if not options.folders:
@@ -62,8 +70,7 @@ def run(options: CurveOptions, console: Console) -> None:
     histories = {line["model"]: history for line, history in loaded}
     long = pd.concat([h.assign(model=name) for name, h in histories.items()], ignore_index=True)
     long[["model", *long.columns.drop("model")]].to_csv(options.out / "history.csv", index=False, float_format="%.6g")
-    for data, group in table.groupby("dataset", sort=False):
-        history_figure({n: histories[n] for n in group["model"]}, options.out / f"curves_{data}.png")
+    curves(options.out)
     note_run(options.out, "python benchmarks/training_curves.py", commits=table["commit"], devices=table["device"])
     shown = table[["model", "dataset", "defense", "gamma", "epochs", "images_seen", "accuracy", "test_loss"]]
     console.print(shown.to_string(index=False, na_rep="", float_format="%.2f"), highlight=False)
