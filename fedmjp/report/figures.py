@@ -91,8 +91,7 @@ def training_figure(rounds: pd.DataFrame, path: str | os.PathLike[str], test_ima
         _round_axis(axes, sorted(rounds["round"].unique()))
     words = "One seed a defence; of the loss only the mean is recorded."
     words += f" Bars: 95 % interval over {test_images} test images." if test_images else ""
-    figure.supxlabel(words, fontsize=SMALL)
-    legend_below(figure, [accuracy], columns=4)
+    legend_below(figure, [accuracy], columns=4, title=words)
     save(figure, path)
 
 
@@ -126,13 +125,14 @@ def draw_by_round(axes: Axes, rows: pd.DataFrame, names: list[str]) -> None:
         error_bars(axes, x, table, label=name, ms=4, lw=1.2, **attack_style(name))
 
 
-def legend_below(figure: Figure, panels: list[Axes], columns: int) -> None:
-    """One legend for all panels below them, each label once."""
+def legend_below(figure: Figure, panels: list[Axes], columns: int, title: str = "") -> None:
+    """One legend for all panels below them, each label once, under a line of text."""
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     shown = attack_order(handles)
     words = [f"{name} (no gradient)" if name in BASELINES else name for name in shown]
     if handles:
         place = {"loc": "outside lower center", "ncols": min(len(shown), columns)}
+        place |= {"title": title, "title_fontsize": SMALL} if title else {}
         figure.legend([handles[name] for name in shown], words, fontsize=SMALL, frameon=False, **place)
 
 

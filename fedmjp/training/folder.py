@@ -112,7 +112,9 @@ def history_figure(histories: dict[str, pd.DataFrame], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     images = ", ".join(f"{count:,}" for count in sorted({n for h in histories.values() for n in h["test_images"]}))
     words = f"One seed a model. Bars: 95 % interval over {images} test images; of the loss only the mean is recorded."
-    figure.supxlabel(words, fontsize=SMALL)
     if any(histories):
-        figure.legend(loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False)
+        look = {"ncols": 4, "fontsize": SMALL, "frameon": False, "title": words, "title_fontsize": SMALL}
+        figure.legend(loc="outside lower center", **look)
+    else:
+        figure.supxlabel(words, fontsize=SMALL)
     save(figure, path)

@@ -104,7 +104,7 @@ def matching_figure(table: pd.DataFrame, path: Path) -> None:
     for axes, (lines, by, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _panel(axes, lines, guess, by, label)
     figure.axes[0].set_ylabel("PSNR against the original (dB)", fontsize=NORMAL)
-    legend_below(figure, figure.axes, columns=3)
+    legend_below(figure, figure.axes, columns=3 if len(panels) > 1 else 2)
     save(figure, path)
 
 
