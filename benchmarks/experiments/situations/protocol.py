@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,13 +29,15 @@ def run(options: Options, console: Console) -> None:
         raise UsageError(f"--only {unknown[0]} is no situation; choose from: {', '.join(CASES)}")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{options.column}.json"
-    answers = read_answers(path)
+    answers, seconds, started = read_answers(path), {}, time.perf_counter()
     for name, answer in asked(options.only or list(CASES), options.tree.resolve()):
         answers[name] = answer
+        seconds[name] = round(time.perf_counter() - started, 1)
+        started = time.perf_counter()
         console.print(f"{name}: {answer.kind}. {answer.words}", highlight=False, markup=False, soft_wrap=True)
         kept = {key: vars(answers[key]) for key in CASES if key in answers}
         path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    _note(options)
+    _note(options, seconds)
     SITUATIONS.write(options.out)
 
 
@@ -58,8 +61,8 @@ def asked(names: Sequence[str], tree: Path) -> Iterator[tuple[str, Answer]]:
             yield left.pop(0), Answer(CRASHED, ended)
 
 
-def _note(options: Options) -> None:
-    """Which version answered for which column."""
+def _note(options: Options, seconds: Mapping[str, float]) -> None:
+    """Which version answered for which column, and how long each situation took; those of earlier calls are kept."""
     path = options.out / "run.json"
     run = (
         json.loads(path.read_text(encoding="utf-8"))
@@ -68,5 +71,6 @@ def _note(options: Options) -> None:
     )
     git = ["git", "-C", str(options.tree), "rev-parse", "--short=10", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    run[options.column] = {"commit": commit or provenance.commit(), "versions": provenance.versions()}
+    taken = run.get(options.column, {}).get("seconds", {}) | seconds
+    run[options.column] = {"commit": commit or provenance.commit(), "versions": provenance.versions(), "seconds": taken}
     path.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
