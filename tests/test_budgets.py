@@ -12,7 +12,17 @@ from attacks import UsageError
 from attacks.closed_form.april import April
 from attacks.mjp.subspace import MJPSubspace
 from fedmjp import simulate
-from fedmjp.budgets import EVERY, build_attack, named_attacks, read_attack_options, read_budget, spread_evenly, steps_of
+from fedmjp.budgets import (
+    EVERY,
+    attack_settings,
+    build_attack,
+    named_attacks,
+    read_attack_options,
+    read_budget,
+    read_seconds,
+    spread_evenly,
+    steps_of,
+)
 from fedmjp.config import from_flat
 
 UPDATES = [(number, client) for number in (1, 5, 9) for client in range(4)]
@@ -25,6 +35,27 @@ def test_reading() -> None:
             read_budget((wrong,), "--steps")
     with pytest.raises(UsageError, match="did you mean 'unmix'"):
         read_budget(("unmixx=2",), "--steps")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("10s", 10), ("2m", 120), ("1h", 3600), ("0.5", 0.5)])
+def test_times(text: str, seconds: float) -> None:
+    assert read_seconds(text, "--budget") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "10 s", "1.2.3s", "-1s"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(UsageError, match="--budget takes a time such as 10s, 2m or 1h"):
+        read_seconds(text, "--budget")
+
+
+def test_settings_of_attacks_by_name_and_of_all() -> None:
+    given = attack_settings(("dlg", "april"), ("7",), ("dlg.restarts=2",))
+    assert given == {"dlg": {"steps": 7, "restarts": "2"}, "april": {}}
+    every = attack_settings(("all",), ("gradvit=3",))
+    assert every["gradvit"] == {"steps": 3}
+    assert {name for name, settings in every.items() if settings} == {"gradvit"}
+    with pytest.raises(UsageError, match="dlg does not run"):
+        attack_settings(("april",), options=("dlg.steps=2",))
 
 
 def test_steps_reach_searches_only() -> None:

@@ -14,6 +14,7 @@ from fedmjp.audit import campaign as campaign_module
 from fedmjp.audit.campaign import Campaign
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.per_image import observe_groups
+from fedmjp.audit.suite import select_attacks
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
@@ -54,6 +55,23 @@ def campaign_on(victims: Victims, rows: RowLog, batch_size: int = 3, **changes) 
         "on_batch": lambda count, psnr: None,
     }
     return Campaign(victims, **(options | changes))
+
+
+def test_the_update_to_choose_attacks_by_is_of_the_first_client_that_can_be_read(subject, tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a.png", "b.png"):
+        Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(tmp_path / name)
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:200])
+    warnings: list[str] = []
+    victims = victims_of(str(tmp_path), warnings=warnings)
+    view = victims.sample(subject, SEEN)[0]
+    assert len(warnings) == 1
+    chosen = select_attacks(["auto"], [view], subject.threat_model, budget=1.0).chosen
+    assert set(chosen) == {"patch_embedding", "mjp_subspace"}  # half of the positions are hidden
+    bare = victims.sample(subject, ORIGINAL)
+    assert set(select_attacks(["auto"], bare, subject.threat_model, budget=1.0).chosen) == {"patch_embedding"}
+    (tmp_path / "b.png").unlink()
+    assert victims_of(str(tmp_path)).sample(subject, SEEN) == []
 
 
 def rows_of(rows: RowLog) -> list[dict]:

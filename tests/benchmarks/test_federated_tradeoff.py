@@ -10,6 +10,7 @@ import federated_tradeoff
 import numpy as np
 import pandas as pd
 import pytest
+from experiments.tradeoff.options import Options
 from experiments.tradeoff.table import final_accuracy, tradeoff_table
 
 from attacks import ATTACKS
@@ -208,3 +209,15 @@ def test_any_registered_defence_has_its_federation(tmp_path) -> None:
     assert list(dict.fromkeys(table.index.get_level_values(0))) == ["frozen_positions", "spp, spp_probability = 0.25"]
     assert "the gradient of pos_embed is zero everywhere" in table.loc[("frozen_positions", "patch_embedding"), "note"]
     assert len(list((out / "federations").iterdir())) == 2
+
+
+def test_all_is_every_attack_that_is_granted_and_auto_is_left_to_the_updates() -> None:
+    assert Options().attacks == ("all",)
+    assert set(Options().runnable()) | set(Options().not_run()) == set(ATTACKS)
+    granted = Options(grants=("position_gradient",), attacks=("all",))
+    assert "unmix" not in granted.runnable()
+    assert "model_weights" in granted.not_run()["unmix"]
+    auto = Options(attacks=("auto", "dlg"), budget="3s")
+    assert auto.runnable() == ("auto", "dlg")
+    assert auto.not_run() == {}
+    assert Options(attacks=("dlg",)).not_run()["april"] == "not run: not among --attacks"

@@ -90,6 +90,7 @@ MISTAKES = [
     (["--steps", "0"], "--steps takes numbers of at least 1"),
     (["--gammas", "1.5"], "--gamma must lie in"),
     (["--model", "vit_nano"], "unknown model"),
+    (["--attacks", "auto"], "--attacks auto keeps to a time, which --steps sets here"),
 ]
 
 

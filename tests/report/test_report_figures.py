@@ -22,7 +22,7 @@ from fedmjp.report import (
     reconstructions_figure,
     training_figure,
 )
-from fedmjp.report.styles import DEFENCES, attack_order, attack_style, label_colour
+from fedmjp.report.styles import DEFENCES, SMALL, attack_order, attack_style, label_colour
 from tests.records.sample_rows import make_row
 
 
@@ -50,6 +50,20 @@ def test_reconstructions(tmp_path, count):
     height, width, _ = pixels(path).shape
     assert 1000 < width < 1600  # a label and five cells of 1.2 inches
     assert 200 * count < height <= 880
+
+
+def test_many_reconstructions_fit_the_width_of_a_page_and_no_name_is_cut(tmp_path, monkeypatch):
+    drawn, names = [], ["see_through_gradients", "april_optimisation", "inverting_gradients", "dlg", "idlg", "gradvit"]
+    monkeypatch.setattr("fedmjp.report.pictures.save", lambda figure, path, dpi: drawn.append(figure))
+    image = np.zeros((3, 4, 4))
+    cells = {name: Reconstructed(image, 9.0) for name in names}
+    reconstructions_figure([Panel("one", image, image, cells)], tmp_path / "r.png")
+    assert drawn[0].get_figwidth() == pytest.approx(7)
+    titles = [axes.title for axes in drawn[0].axes]
+    assert [title.get_text().strip() for title in titles] == ["original", *names]
+    assert {title.get_fontsize() for title in titles} == {SMALL}
+    raised = [title.get_text().endswith("\n") for title in titles]
+    assert raised == [False, True] * 3 + [False]  # every other name stands a line higher
 
 
 def test_reconstructions_show_the_pixels_they_are_given(tmp_path):
