@@ -59,9 +59,10 @@ def campaign_on(victims: Victims, rows: RowLog, batch_size: int = 3, **changes) 
 
 def test_the_update_to_choose_attacks_by_is_of_the_first_client_that_can_be_read(subject, tmp_path) -> None:
     rng = np.random.default_rng(0)
-    for name in ("a.png", "b.png"):
-        Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(tmp_path / name)
-    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:200])
+    for name in ("a.jpg", "b.jpg"):
+        Image.fromarray(rng.integers(0, 255, (200, 200, 3), dtype=np.uint8)).save(tmp_path / name)
+    whole = (tmp_path / "a.jpg").read_bytes()
+    (tmp_path / "a.jpg").write_bytes(whole[: len(whole) // 2])
     warnings: list[str] = []
     victims = victims_of(str(tmp_path), warnings=warnings)
     view = victims.sample(subject, SEEN)[0]
@@ -70,7 +71,7 @@ def test_the_update_to_choose_attacks_by_is_of_the_first_client_that_can_be_read
     assert set(chosen) == {"patch_embedding", "mjp_subspace"}  # half of the positions are hidden
     bare = victims.sample(subject, ORIGINAL)
     assert set(select_attacks(["auto"], bare, subject.threat_model, budget=1.0).chosen) == {"patch_embedding"}
-    (tmp_path / "b.png").unlink()
+    (tmp_path / "b.jpg").unlink()
     assert victims_of(str(tmp_path)).sample(subject, SEEN) == []
 
 

@@ -134,7 +134,7 @@ def test_leakage_by_round(tmp_path, frame, keep):
 def test_training_and_no_global_figures(tmp_path):
     rounds = pd.DataFrame({"defense": ["none", "mjp"], "round": 1, "loss": [1.0, 1.2], "accuracy": [0.5, 0.4]})
     training_figure(rounds, tmp_path / "training.png")
-    assert pixels(tmp_path / "training.png").shape[:2] == (560, 1320)
+    assert pixels(tmp_path / "training.png").shape[:2] == (600, 1320)
     assert matplotlib.pyplot.get_fignums() == []
 
 
