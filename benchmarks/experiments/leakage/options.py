@@ -15,7 +15,7 @@ from fedmjp.config import ATTACKS_HELP, AuditConfig
 
 AUTO_HELP = (
     f"{ATTACKS_HELP} Chosen for each model, block and kind of input by its first client's update: at the default "
-    "budget a DeiT-S gets the closed forms (1 to 2 s an image, block and kind of input on one core), and the searches, "
+    "budget a DeiT-S gets the closed forms (1 to 3 s an image, block and kind of input on one core), and the searches, "
     "which take 10 minutes an image, are left out."
 )
 PAPER_MODELS = ("vit_s", "deit_s", "deit_s_nope", "deit_s_mjp")
