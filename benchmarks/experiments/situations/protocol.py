@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -29,11 +28,10 @@ def run(options: Options, console: Console) -> None:
         raise UsageError(f"--only {unknown[0]} is no situation; choose from: {', '.join(CASES)}")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{options.column}.json"
-    answers, seconds, started = read_answers(path), {}, time.perf_counter()
-    for name, answer in asked(options.only or list(CASES), options.tree.resolve()):
+    answers, seconds = read_answers(path), {}
+    for name, answer, taken in asked(options.only or list(CASES), options.tree.resolve()):
         answers[name] = answer
-        seconds[name] = round(time.perf_counter() - started, 1)
-        started = time.perf_counter()
+        seconds |= {} if taken is None else {name: taken}
         console.print(f"{name}: {answer.kind}. {answer.words}", highlight=False, markup=False, soft_wrap=True)
         kept = {key: vars(answers[key]) for key in CASES if key in answers}
         path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -41,8 +39,11 @@ def run(options: Options, console: Console) -> None:
     SITUATIONS.write(options.out)
 
 
-def asked(names: Sequence[str], tree: Path) -> Iterator[tuple[str, Answer]]:
-    """The answers under the version in `tree`; a situation that ends its process gets what is known of the end."""
+def asked(names: Sequence[str], tree: Path) -> Iterator[tuple[str, Answer, float | None]]:
+    """The answers under the version in `tree` with their seconds of CPU time.
+
+    A situation that ends its process gets what is known of the end, and no time.
+    """
     path = os.pathsep.join([str(tree), str(BENCHMARKS)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
     left = list(names)
@@ -52,17 +53,17 @@ def asked(names: Sequence[str], tree: Path) -> Iterator[tuple[str, Answer]]:
             command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             for line in process.stdout:
-                name, kind, words = json.loads(line)
+                name, kind, words, seconds = json.loads(line)
                 left.remove(name)
-                yield name, Answer(kind, words)
+                yield name, Answer(kind, words), seconds
             said = process.stderr.read().strip().splitlines()
         if left:
             ended = f"still running after {SECONDS} s" if process.returncode == -14 else (said or ["killed"])[-1]
-            yield left.pop(0), Answer(CRASHED, ended)
+            yield left.pop(0), Answer(CRASHED, ended), None
 
 
 def _note(options: Options, seconds: Mapping[str, float]) -> None:
-    """Which version answered for which column, and how long each situation took; those of earlier calls are kept."""
+    """Which version answered for which column, and each situation's CPU seconds; those of earlier calls are kept."""
     path = options.out / "run.json"
     run = (
         json.loads(path.read_text(encoding="utf-8"))
