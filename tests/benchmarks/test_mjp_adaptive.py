@@ -13,7 +13,7 @@ import torch
 from experiments.adaptive import protocol
 from rich.console import Console
 
-from attacks import ATTACKS
+from attacks import ATTACKS, Capability
 from fedmjp.audit.victims import drifted
 from fedmjp.records.rows import load_rows
 
@@ -125,6 +125,20 @@ def test_attacks_over_updates_are_chosen_where_the_last_update_of_a_client_is_no
         plan = bench.plan(case, bench.session.victims(bench.gallery, case.defense, 0))
         assert set(plan) == {2}
         assert set(plan[2]) == {"mjp_rounds", "unmix_rounds"}
+
+
+@pytest.mark.slow
+def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None:
+    out = tmp_path / "out"
+    options = ["--model", "vit_mini_32", "--num-images", "1", "--gammas", "0.1", "--update-gammas", "0.1"]
+    options += ["--updates", "2", "--schedules", "paper", "--attacks", "all", "--update-attacks", "all", "--steps", "1"]
+    options += ["--attack-options", "unmix.search.rounds=1", "unmix_rounds.search.rounds=1"]
+    assert mjp_adaptive.main([*options, "--out", str(out)]) == 0
+    rows = load_rows(out / "rows.jsonl.gz")
+    over = {name for name in ATTACKS if Capability.SEVERAL_ROUNDS in ATTACKS.get(name).needs}
+    assert set(rows.loc[rows["round"] == 2, "attack"]) == over
+    assert set(rows.loc[rows["round"] == 1, "attack"]) >= {"dlg", "unmix", "patch_embedding", "april"}
+    assert set(rows["attack"]) | set(json.loads((out / "run.json").read_text())["not_run"]) == set(ATTACKS)
 
 
 MISTAKES = [

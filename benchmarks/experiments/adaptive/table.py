@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.rendering import spread_table
 from fedmjp.report.pictures import draw_picture
-from fedmjp.report.styles import NORMAL, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
+from fedmjp.report.styles import MOST_LINES, NORMAL, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
 
 
 def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -25,7 +25,7 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """
     rows = rows.assign(
         gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
-        psnr_visible=[float(d.get("psnr_visible", np.nan)) for d in rows["details"]],
+        psnr_visible=[np.nan if (value := d.get("psnr_visible")) is None else float(value) for d in rows["details"]],
     ).sort_values(["gamma", "round"], kind="stable")
     # Attacks over updates also attack the first one, where they do no more than the one-update attacks.
     over_rounds = rows["attack"].isin(rows.loc[rows["round"] > 1, "attack"].unique())
@@ -57,9 +57,12 @@ def leakage_figure(one: pd.DataFrame, updates: pd.DataFrame, path: Path) -> None
 
 
 def _by_gamma(axes: Axes, table: pd.DataFrame) -> None:
-    for attack, group in table.groupby("attack"):
+    best = table.groupby("attack")["psnr_mean"].max().dropna().sort_values(ascending=False)
+    for attack in sorted(best.index[:MOST_LINES]):
+        group = table[table["attack"] == attack]
         error_bars(axes, group["gamma"], group, "psnr", label=attack, **attack_style(attack) | {"ms": 4, "lw": 1.3})
-    axes.set_xlabel("Masking ratio γ", fontsize=NORMAL)
+    words = f",\nthe six strongest of {len(best)} attacks" if len(best) > MOST_LINES else ""
+    axes.set_xlabel(f"Masking ratio γ{words}", fontsize=NORMAL)
     axes.set_title("one update", fontsize=NORMAL)
     _dress(axes)
 
