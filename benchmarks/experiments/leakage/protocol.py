@@ -7,7 +7,7 @@ Settings, threat models and what the paper leaves open: `options.Options`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 import pandas as pd
@@ -18,9 +18,11 @@ from attacks import ATTACKS, Capability, ThreatModel
 from experiments.leakage.options import Options
 from experiments.leakage.render import ACCURACY, LEAKAGE, known_accuracies, rendered_table
 from experiments.leakage.table import leakage_text
+from experiments.rendering import read_rows
 from experiments.session import AttackSession
 from fedmjp.audit.campaign import Campaign, run_attacks
-from fedmjp.audit.harness import scorer
+from fedmjp.audit.harness import BASELINES, scorer
+from fedmjp.audit.verdict import gains_over_guesses, ranked
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient, lacks_positions
 from fedmjp.data import load_gallery
 from fedmjp.models import build_model
@@ -61,6 +63,20 @@ def label(subject: Subject) -> str:
     return subject.built.name + (" + dL/dz" if Capability.TOKEN_GRADIENT in subject.threat_model.grants else "")
 
 
+def strongest_first(rows: pd.DataFrame, block: str, models: Sequence[str], attacks: Sequence[str]) -> list[str]:
+    """Attacks that returned an image on undefended clients (setting a) of these models, by `verdict.ranked`.
+
+    Args:
+        rows: as `load_rows` gives them, guesses among them.
+    """
+    own = rows[rows["setting"] == SETTINGS[0].name]
+    guesses = own[own["attack"].isin(BASELINES)]
+    attacked = own[(own["block"] == block) & own["model"].isin(models) & own["attack"].isin(attacks)]
+    lines = attacked.groupby(["model", "weights", "precision"], sort=False)
+    gains = [gains_over_guesses(pd.concat([line, guesses])) for _, line in lines]
+    return ranked(pd.concat(gains, ignore_index=True)) if gains else []
+
+
 def run(options: Options, console: Console) -> None:
     """Attack, measure accuracies, write tables and figures."""
     Run(options, console)()
@@ -81,7 +97,7 @@ class Run:
         self.session.finish("april_attack", LEAKAGE)
         table = rendered_table(self.options.out)
         for block in dict.fromkeys(s.built.block for s in subjects):
-            self.picture([s for s in subjects if s.built.block == block], table)
+            self.picture([s for s in subjects if s.built.block == block])
             self.console.print(leakage_text(table, block))
 
     def attack(self, rows: RowLog) -> list[Subject]:
@@ -144,17 +160,17 @@ class Run:
             lines = pd.DataFrame([(*key, value) for key, value in found.items()], columns=ACCURACY)
             lines.to_csv(o.out / "accuracy.csv", index=False)
 
-    def picture(self, subjects: list[Subject], table: pd.DataFrame) -> None:
+    def picture(self, subjects: list[Subject]) -> None:
         """Draw reconstructions of the embedded photographs on one block, in the manner of the paper's Figure 5.
 
         The paper's attack on the paper's block, the strongest on the other.
         """
         block = subjects[0].built.block
-        own = table[(table["block"] == block) & (table["setting"] == "a") & table["attack"].isin(self.options.attacks)]
-        if own["psnr_mean"].isna().all():
+        shown = [subject.built.name for subject in subjects if not lacks_positions(subject.built)]
+        names = strongest_first(read_rows(self.options.out), block, shown, self.options.attacks)
+        if not names:
             return  # no attack gave an image, and the table says why
-        strongest = own.groupby("attack")["psnr_mean"].mean().idxmax()
-        name = "april" if block == "april" and "april" in self.options.attacks else strongest
+        name = "april" if block == "april" and "april" in self.options.attacks else names[0]
         attack, panels = {name: ATTACKS.get(name)()}, []
         for subject in subjects:
             if lacks_positions(subject.built):
