@@ -16,6 +16,7 @@ from attacks import ATTACKS, Attack, Observation, ThreatModel, UsageError
 from fedmjp.budgets import ALL, AUTO, build_attack
 
 DEFAULT_BUDGET = 10.0  # seconds of one CPU core for each update
+BY_NAME_ONLY = "repeats another attack with another package; run it by name or with --attacks all"
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,17 @@ def select_attacks(
         if name in chosen:
             continue
         try:
+            # Before anything is built: what runs by name only may need a package that takes seconds to import.
+            if ALL not in names and not (AUTO in names and ATTACKS.get(name).in_suite):
+                left_out[name] = BY_NAME_ONLY if AUTO in names else "not among --attacks"
+                continue
             attack = build_attack(name, settings.get(name))
             attack.require(threat_model, name)
         except UsageError as error:  # a capability that is not granted, or a package that is not installed
             left_out[name] = str(error)
             continue
         candidates[name] = attack
-    if ALL in names:
-        chosen |= candidates
-    elif AUTO in names:
-        chosen |= _within_budget(candidates, observations, budget, left_out)
-    else:
-        left_out |= dict.fromkeys(candidates, "not among --attacks")
+    chosen |= candidates if ALL in names else _within_budget(candidates, observations, budget, left_out)
     return Suite(chosen, {name: left_out[name] for name in ATTACKS if name in left_out})
 
 
@@ -84,8 +84,6 @@ def _within_budget(
     seconds: dict[str, float] = {}
     for name, attack in candidates.items():
         reason = attack.obstacle(observations)
-        if not attack.in_suite:
-            reason = "repeats another attack with another package; run it by name or with --attacks all"
         if reason:
             left_out[name] = reason
         else:

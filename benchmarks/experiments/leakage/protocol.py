@@ -21,13 +21,13 @@ from experiments.leakage.table import leakage_text
 from experiments.rendering import read_rows
 from experiments.session import AttackSession
 from fedmjp.audit.campaign import Campaign, run_attacks
-from fedmjp.audit.harness import BASELINES, scorer
+from fedmjp.audit.harness import scorer
 from fedmjp.audit.verdict import gains_over_guesses, ranked
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient, lacks_positions
 from fedmjp.data import load_gallery
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
-from fedmjp.records.rows import RowLog
+from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.report import Panel, Reconstructed, reconstructions_figure
 
 SETTINGS = (
