@@ -16,6 +16,8 @@ from attacks.observation import Observation
 
 # Entries of a parameter, and of one of its rows, from which on a grid of 256 values is no chance.
 LEAST_LARGE, LEAST_IN_A_ROW = 4096, 16
+# Rows that are looked at for a grid of each row's own.
+SOME_ROWS = 32
 # Updates of fewer entries have no statistics, and of each parameter at most SAMPLE entries are looked at.
 LEAST_ENTRIES, SAMPLE = 1000, 65536
 # Share of the entries that must show a mark.
@@ -56,7 +58,8 @@ def find_precision(observation: Observation, values: Mapping[str, Tensor]) -> Fi
     coarse = [len(s.unique()) <= min(256, s.count_nonzero() // 4) for s in map(sample, large)]
     if coarse and sum(coarse) > ALMOST_ALL * len(coarse):
         return Finding("precision", f"no parameter's gradient has more than 256 different values (int8): {MEANS}")
-    coarse = [any(_on_a_grid(rows) for rows in (g.flatten(1), g.flatten(1).mT)) for g in large if g.dim() > 1]
+    tables = [g.flatten(1) for g in large if g.dim() > 1]
+    coarse = [any(_on_a_grid(rows[:SOME_ROWS]) for rows in (table, table.mT)) for table in tables]
     if coarse and sum(coarse) > ALMOST_ALL * len(coarse):
         return Finding("precision", f"each channel's gradient lies on a grid of 256 values of its own (int8): {MEANS}")
     return None

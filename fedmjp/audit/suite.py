@@ -16,6 +16,7 @@ from attacks import ATTACKS, Attack, Observation, ThreatModel, UsageError
 from fedmjp.budgets import ALL, AUTO, build_attack
 
 DEFAULT_BUDGET = 10.0  # seconds of one CPU core for each update
+OVERRUN = 1.2  # times the budget from which on it is said what took longer
 BY_NAME_ONLY = "repeats another attack with another package; run it by name or with --attacks all"
 
 
@@ -26,10 +27,31 @@ class Suite:
     Attributes:
         chosen: name -> attack, in the order in which they run.
         left_out: name of every other registered attack -> why it does not run.
+        planned: attack that `AUTO` chose -> the seconds of one CPU core that its formula gives.
     """
 
     chosen: Mapping[str, Attack]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    planned: Mapping[str, float] = field(default_factory=dict)
+
+    def overrun(self, taken: Mapping[str, float], budget: float) -> str:
+        """What took longer than planned, where the attacks of `AUTO` together exceeded the budget; else "".
+
+        Attacks are chosen by formula, so that the same command runs the same ones on every machine; on a busy or slow
+        one they take longer.
+
+        Args:
+            taken: attack -> wall-clock seconds.
+        """
+        own = {name: taken[name] for name in self.planned if name in taken}
+        total = sum(own.values())
+        if total <= OVERRUN * budget:
+            return ""
+        longest = max(own, key=lambda name: own[name] - self.planned[name])
+        return (
+            f"the attacks took {total:.0f} s, beyond the budget of {budget:g} s: {longest} took {own[longest]:.1f} s "
+            f"where {self.planned[longest]:.1f} s of one idle CPU core were planned"
+        )
 
 
 def select_attacks(
@@ -73,14 +95,15 @@ def select_attacks(
             left_out[name] = str(error)
             continue
         candidates[name] = attack
-    chosen |= candidates if ALL in names else _within_budget(candidates, observations, budget, left_out)
-    return Suite(chosen, {name: left_out[name] for name in ATTACKS if name in left_out})
+    planned = {} if ALL in names else _within_budget(candidates, observations, budget, left_out)
+    chosen |= candidates if ALL in names else {name: candidates[name] for name in planned}
+    return Suite(chosen, {name: left_out[name] for name in ATTACKS if name in left_out}, planned)
 
 
 def _within_budget(
     candidates: Mapping[str, Attack], observations: Sequence[Observation], budget: float, left_out: dict[str, str]
-) -> dict[str, Attack]:
-    """The candidates that `auto` runs, fastest first; the reasons of the others go to `left_out`."""
+) -> dict[str, float]:
+    """Estimated seconds of those that `auto` runs, fastest first; the reasons of the others go to `left_out`."""
     seconds: dict[str, float] = {}
     for name, attack in candidates.items():
         reason = attack.obstacle(observations)
@@ -88,12 +111,12 @@ def _within_budget(
             left_out[name] = reason
         else:
             seconds[name] = attack.estimated_seconds(observations)
-    chosen, spent = {}, 0.0
+    planned, spent = {}, 0.0
     for name in sorted(seconds, key=seconds.__getitem__):
         if spent + seconds[name] > budget:
             left_out[name] = (
                 f"takes about {seconds[name]:.0f} s, beyond the budget of {budget:g} s an update (--budget)"
             )
         else:
-            chosen[name], spent = candidates[name], spent + seconds[name]
-    return chosen
+            planned[name], spent = seconds[name], spent + seconds[name]
+    return planned

@@ -99,6 +99,8 @@ def audit_gradient(
             findings=findings,
         )
     )
+    overrun = suite.overrun({one.attack: one.seconds for one in scored}, budget)
+    findings += [Finding("budget", overrun, fixed=True)] if overrun else []
     rows = [row for one in scored for row in subject.rows(observation, one, [f"image {i}" for i in range(len(images))])]
     table = pd.DataFrame(rows, columns=list(ROW_KEYS)).astype(dict.fromkeys((*METRICS, "seconds"), "float64"))
     return Audit(
@@ -151,4 +153,5 @@ def choose_attacks(
         copies = sum(type(other) is type(attack) for other in chosen.values())
         chosen[f"{name}_{copies + 1}" if copies else name] = attack
     left_out = {name: reason for name, reason in suite.left_out.items() if name not in chosen}
-    return Suite({**chosen, **{n: a for n, a in suite.chosen.items() if n not in chosen}}, left_out)
+    chosen |= {n: a for n, a in suite.chosen.items() if n not in chosen}
+    return Suite(chosen, left_out, suite.planned)

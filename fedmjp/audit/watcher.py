@@ -153,8 +153,14 @@ class Watcher:
         if self._folder is None:
             self._folder = AuditFolder(self.out, self._subject)
             atexit.register(self.finish)
+        taken = {}
         for name, attack in suite.chosen.items():
-            self._keep(observation, name, attack, answer(attack, observations, weights_granted=True), findings)
+            found = answer(attack, observations, weights_granted=True)
+            self._keep(observation, name, attack, found, findings)
+            taken[name] = found.seconds
+        overrun = suite.overrun(taken, self.budget)
+        if overrun:
+            self.findings.setdefault("budget", overrun)
         self._earlier[node].append(remember(observation))
 
     def _observe(self, sent: Mapping, received: Mapping, node: int, number: int) -> tuple[Observation, list[Finding]]:

@@ -104,6 +104,17 @@ def test_every_other_attack_is_named_with_a_reason() -> None:
     assert "APRIL's equation does not hold" in auto["april"]
 
 
+def test_what_took_longer_than_the_budget_is_named() -> None:
+    suite = select_attacks(["auto"], plain(), ThreatModel(), budget=60.0)
+    planned = dict(suite.planned)
+    assert list(planned) == list(suite.chosen)
+    assert suite.overrun(planned, 60.0) == ""
+    assert suite.overrun({name: 100.0 for name in planned}, 1e6) == ""
+    slow = suite.overrun(planned | {"patch_embedding": 90.0}, 60.0)
+    assert "beyond the budget of 60 s: patch_embedding took 90.0 s where 0.0 s" in slow
+    assert select_attacks(["all"], plain(), ThreatModel(), budget=1.0).planned == {}
+
+
 SELECT = """
 import sys, torch
 from attacks import Observation, ThreatModel
