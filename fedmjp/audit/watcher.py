@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Observation, Reconstruction, ThreatModel, UsageError
+from attacks.classifier import read_step
 from attacks.findings import Finding
 from attacks.fingerprints import repair
 from attacks.memory import remember
@@ -42,6 +43,12 @@ from fedmjp.records.run_folder import save_image
 SENDS = ("weights", "gradient")
 SGD = "sgd"
 MOST_PANELS = 8  # updates in the page's figure
+UNCHECKED = Finding(
+    "unchecked_step",
+    "that the update is one gradient step as stated is assumed: it holds no classifier's gradient of three classes or "
+    "more, by whose rank that could be checked",
+    fixed=True,
+)
 LOG = logging.getLogger(__name__)
 
 
@@ -198,7 +205,8 @@ class Watcher:
             client=node,
         )
         observation, recognised = repair(observation)
-        return observation, recognised
+        unread = not recognised and read_step(observation) is None
+        return observation, [*recognised, UNCHECKED] if unread else recognised
 
     def _keep(
         self, observation: Observation, name: str, attack: Attack, found: Reconstruction, findings: Sequence[Finding]

@@ -259,6 +259,16 @@ def test_weight_decay_is_removed_given_or_not(given: dict, name: str | None, tmp
     assert watcher.finish().exists()
 
 
+def without_head(state: dict, partition: int) -> dict:
+    return {n: t for n, t in state.items() if not n.startswith("head.")}
+
+
+def test_what_cannot_be_checked_of_the_step_is_said_to_be_assumed(tmp_path) -> None:
+    watcher, _ = watch(own_app(spoil=without_head), tmp_path, batch_size=1, local_steps=1)
+    assert "one gradient step as stated is assumed" in watcher.findings["unchecked_step"]
+    assert watcher.verdict().certified == 0
+
+
 def without_positions(state: dict, partition: int) -> dict:
     return {n: t for n, t in state.items() if n != "pos_embed" or partition}
 
