@@ -5,6 +5,9 @@ honest float32 gradient does not have:
 
 *Adaptive steps* (Adam, RMSprop, Adagrad, signs). Dividing by a running norm makes all entries of one size. An honest
 gradient's largest entry is 20 to 500 times its rms, that of eight steps of Adam 2 times (on five ViTs and a ResNet).
+After many steps that is no longer so, but sums that vanish for every sum of gradients (`attacks.identities`) are broken
+by more than noise could: as if by noise of two sizes, one of them above the rms of the update (1.8 to 4 times after 20,
+60 and 100 steps of Adam, RMSprop and Adagrad on two ViTs).
 
 *Weight decay* (update = gradient + lambda w). Sums that vanish for a gradient (`attacks.identities`) are lambda times
 the same sums of the weights: D equations for one number. It is subtracted where the fit is clean. Position embeddings
@@ -14,29 +17,30 @@ bias of the patch projection (`attacks.linear.position_rows`).
 *Added noise* breaks both identities by the same standard deviation; where they are not both at hand, the rest of the
 linear system (`attacks.linear.least_squares`) gives a second estimate.
 
-*Precision, sparsification, clipping*: values on a coarser grid than float32's; exact zeros scattered within rows and
-columns that are not zero; a norm that is a round number.
+*Clipping*: a norm that is a round number. *Half precision, int8, sparsification*: `attacks.compression`.
+
+*Several steps, another scale*: the classifier's gradient has a rank above the number of images (`attacks.classifier`);
+for one image it gives the scale, with which the update is put right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attacks.base import NEGLIGIBLE_NORM
+from attacks.classifier import Step, read_step
+from attacks.compression import LEAST_ENTRIES, find_precision, find_sparsification, sample
+from attacks.findings import Finding
 from attacks.identities import classifier_sums, position_balance, tokenizer_of
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows, remove_localisation
 from attacks.observation import Observation
 from attacks.registry import UsageError
 
-# Updates of fewer entries have no statistics, and of each parameter at most SAMPLE entries are looked at.
-LEAST_ENTRIES, SAMPLE = 1000, 65536
-# Share of the entries that must show a mark.
-ALMOST_ALL = 0.98
 # Entries count as equal when they differ from the median by less; at least MOST of them after one step of Adam.
 EQUAL, MOST = 0.02, 0.9
 # Largest entry in units of the rms, and ratio of the parameters' rms, below which steps are adaptive.
@@ -47,27 +51,11 @@ CLEAN = 0.1
 ROUND_OFF_UNITS = 4.0
 # Largest ratio of two estimates of the same noise.
 AGREEING = 1.6
-# Share of scattered zeros from which an update is sparsified.
-SPARSE = 0.2
+ADVICE = "send the gradient itself, or weights after plain SGD"
 # Relative distance from a round number.
 ROUND = 1e-5
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is unusual about an update.
-
-    Attributes:
-        name: in short: adaptive_steps, second_moments, weight_decay, noise, precision, sparsification, clipping.
-        sentence: what was seen, what it means for the attacks and what to do.
-        fixed: it was undone, or does not matter to the attacks.
-        hinders: the attacks' equations do not hold on such an update, so that no answer is to be trusted.
-    """
-
-    name: str
-    sentence: str
-    fixed: bool = False
-    hinders: bool = False
+# Relative distance of the classifier's scale from 1 that half precision explains.
+SCALED = 1e-2
 
 
 def recognise(observation: Observation) -> list[Finding]:
@@ -78,19 +66,27 @@ def recognise(observation: Observation) -> list[Finding]:
 
 
 def repair(observation: Observation) -> tuple[Observation, list[Finding]]:
-    """The update without weight decay, where that can be removed, and everything that was recognised."""
+    """The update without weight decay and at the scale of one step, as far as it shows them, and what is unusual."""
     observation = replace(observation, gradients={n: _full(g) for n, g in observation.gradients.items()})
     found = recognise(observation)
-    decay = None if _is_adaptive(found) else find_weight_decay(observation)
-    if decay is None:
+    if any(finding.name in ("adaptive_steps", "second_moments") for finding in found):
         return observation, found
-    rest = remove_weight_decay(observation, decay)
-    removed = Finding(
-        "weight_decay",
-        f"the update contains the weights times {decay:.2g} (weight decay); they were known and were subtracted",
-        fixed=True,
-    )
-    return rest, [removed, *(finding for finding in recognise(rest) if finding.name != "weight_decay")]
+    decay = find_weight_decay(observation)
+    if decay is not None:
+        observation = remove_weight_decay(observation, decay)
+        removed = Finding(
+            "weight_decay",
+            f"the update contains the weights times {decay:.2g} (weight decay); they were known and were subtracted",
+            fixed=True,
+        )
+        found = [removed, *(finding for finding in recognise(observation) if finding.name != "weight_decay")]
+    return _rescaled(observation, _scale(observation, read_step(observation))), found
+
+
+def scaled_loss(factor: float) -> Finding:
+    """A gradient that is `factor` times that of the mean cross-entropy."""
+    said = f"the gradient is {factor:.4g} times that of the mean cross-entropy (a summed or scaled loss): no hindrance"
+    return Finding("scaled_loss", said, fixed=True)
 
 
 def _findings(observation: Observation) -> Iterator[Finding | None]:
@@ -99,23 +95,23 @@ def _findings(observation: Observation) -> Iterator[Finding | None]:
         return
     adaptive = _adaptive_steps(values)
     yield adaptive
-    precision = _precision(observation, values)
+    precision = find_precision(observation, values)
     yield precision
-    yield _clipping(observation)
+    clipping = _clipping(observation)
+    yield clipping
     if adaptive is not None:
         return
     decay = find_weight_decay(observation)
     if decay is not None:
         yield Finding("weight_decay", f"the update contains the weights times {decay:.2g} (weight decay)", hinders=True)
-    if precision is None:
-        sparse = _sparsification(observation, values)
-        yield sparse
-        if sparse is None and decay is None:
-            yield _noise(observation)
-
-
-def _is_adaptive(found: list[Finding]) -> bool:
-    return any(finding.name in ("adaptive_steps", "second_moments") for finding in found)
+    sparse = find_sparsification(observation, values) if precision is None else None
+    yield sparse
+    if sparse is not None or decay is not None:
+        return
+    beside = (_noise(observation) or _broken_sums(observation)) if precision is None else None
+    yield beside
+    if beside is None or not beside.hinders:
+        yield _step(observation, clipped=clipping is not None)
 
 
 def _full(gradient: Tensor) -> Tensor:
@@ -123,21 +119,14 @@ def _full(gradient: Tensor) -> Tensor:
     return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """At most `SAMPLE` entries, spread evenly, flat."""
-    flat = tensor.flatten()
-    return flat[:: -(-len(flat) // SAMPLE)]
-
-
 def _adaptive_steps(values: Mapping[str, Tensor]) -> Finding | None:
-    sampled = torch.cat([_sample(g).float() for g in values.values()])
+    sampled = torch.cat([sample(g).float() for g in values.values()])
     sizes = sampled[sampled != 0].abs()
-    advice = "send the gradient itself, or weights after plain SGD"
     if all(bool((g >= 0).all()) for g in values.values()):
         return Finding(
             "second_moments",
             "no entry is negative: these are squares, such as the second moments of Adam, and no gradient; the signs "
-            f"are lost ({advice})",
+            f"are lost ({ADVICE})",
             hinders=True,
         )
     equal = float(((sizes / sizes.median() - 1).abs() < EQUAL).float().mean())
@@ -145,7 +134,7 @@ def _adaptive_steps(values: Mapping[str, Tensor]) -> Finding | None:
         return Finding(
             "adaptive_steps",
             f"{equal:.0%} of the entries have the same magnitude: this is the first step of Adam, AdamW or a sign "
-            f"optimiser, which keeps the signs of the gradient only ({advice})",
+            f"optimiser, which keeps the signs of the gradient only ({ADVICE})",
             hinders=True,
         )
     rms = torch.stack([g.float().square().mean().sqrt() for g in values.values() if g.numel() >= 64] or [sizes.mean()])
@@ -155,31 +144,9 @@ def _adaptive_steps(values: Mapping[str, Tensor]) -> Finding | None:
         return Finding(
             "adaptive_steps",
             f"the largest entry is {peak:.1f} times the rms and all parameters have the same rms: these are steps of "
-            f"an adaptive optimiser (Adam, RMSprop, Adagrad), and no gradient ({advice})",
+            f"an adaptive optimiser (Adam, RMSprop, Adagrad), and no gradient ({ADVICE})",
             hinders=True,
         )
-    return None
-
-
-def _precision(observation: Observation, values: Mapping[str, Tensor]) -> Finding | None:
-    means = "the attacks reach what that precision leaves of the image, about 20 to 45 dB"
-    if observation.kind == "weights" and observation.learning_rate:
-        sent = dict(observation.model.named_parameters())
-        rate, slack = observation.learning_rate, 4 * torch.finfo(torch.float32).eps
-        returned = [(sent[n].detach() - rate * g)[g != 0] for n, g in values.items() if n in sent]
-        sampled, what = torch.cat([_sample(r).float() for r in returned]), "returned weights"
-    else:
-        sampled, what, slack = torch.cat([_sample(g).float() for g in values.values()]), "entries", 0.0
-    sampled = sampled[sampled != 0]
-    for kind in (torch.bfloat16, torch.float16):  # in this order: nearly all bfloat16 numbers are float16 numbers too
-        share = float(((sampled.to(kind).float() - sampled).abs() <= slack * sampled.abs()).float().mean())
-        if share > ALMOST_ALL:
-            name = str(kind).removeprefix("torch.")
-            return Finding("precision", f"all {what} are {name} numbers: {means}")
-    large = [_sample(g) for g in values.values() if g.numel() >= 4096]
-    coarse = [len(g.unique()) <= min(256, g.count_nonzero() // 4) for g in large]
-    if coarse and sum(coarse) > ALMOST_ALL * len(coarse):
-        return Finding("precision", f"no parameter's gradient has more than 256 different values (int8): {means}")
     return None
 
 
@@ -198,37 +165,6 @@ def _clipping(observation: Observation) -> Finding | None:
     )
 
 
-def _sparsification(observation: Observation, values: Mapping[str, Tensor]) -> Finding | None:
-    """Zeros within rows and columns that are not zero: a layer's honest gradient is zero in whole rows or columns."""
-    tables = {n for n, module in observation.model.named_modules() if isinstance(module, nn.Embedding)}
-    zeros = entries = 0
-    for name, gradient in values.items():
-        if gradient.dim() not in (2, 4) or name.rpartition(".")[0] in tables:
-            continue
-        rows = gradient.flatten(1)
-        rows = rows[(rows != 0).any(dim=1)][:, (rows != 0).any(dim=0)]
-        zeros, entries = zeros + int((rows == 0).sum()), entries + rows.numel()
-    if entries < LEAST_ENTRIES or zeros < SPARSE * entries or _is_rounded(observation, values):
-        return None
-    return Finding(
-        "sparsification",
-        f"{zeros / entries:.0%} of the entries are zero, scattered over rows and columns: only the largest were sent "
-        "(top-k sparsification); closed forms need all entries of the first layers",
-        hinders=True,
-    )
-
-
-def _is_rounded(observation: Observation, values: Mapping[str, Tensor]) -> bool:
-    """Whether the weights moved by no more than a few units of their round-off, so that many did not move at all."""
-    if observation.kind != "weights" or not observation.learning_rate:
-        return False
-    sent = dict(observation.model.named_parameters())
-    steps = torch.cat([_sample(g).float() for n, g in values.items() if n in sent]) * observation.learning_rate
-    weights = torch.cat([_sample(sent[n].detach()).float() for n in values if n in sent])
-    kept = weights != 0
-    return bool((steps[kept].abs() / weights[kept].abs()).median() < 100 * torch.finfo(torch.float32).eps)
-
-
 def _noise(observation: Observation) -> Finding | None:
     identities = (classifier_sums(observation), position_balance(observation))
     levels = [identity.noise() for identity in identities if identity is not None and identity.is_broken()]
@@ -238,15 +174,50 @@ def _noise(observation: Observation) -> Finding | None:
     levels = sorted([*levels, rest] if rest is not None else levels)
     if len(levels) < 2 or not levels[-1] < AGREEING * levels[0]:
         return None
-    squares = [g.double().square().sum() for g in observation.gradients.values()]
-    rms = float(sum(squares) / sum(g.numel() for g in observation.gradients.values())) ** 0.5
-    level = (levels[0] * levels[-1]) ** 0.5
+    level, rms = (levels[0] * levels[-1]) ** 0.5, _rms_of(observation)
     return Finding(
         "noise",
         f"noise of standard deviation {level:.1e} was added to every entry of the update, whose rms is {rms:.1e}; a "
         "reconstruction above the guesses is a leak all the same, and a failed one shows that the noise holds against "
         "these attacks only",
     )
+
+
+def _broken_sums(observation: Observation) -> Finding | None:
+    """Sums that vanish for every sum of gradients, broken by something that is neither noise nor weight decay."""
+    classes, places = classifier_sums(observation), position_balance(observation)
+    if classes is None or not classes.is_broken():
+        return None
+    if places is None:
+        return Finding(
+            "unknown_optimiser",
+            "sums over the classes that vanish for the gradient of a softmax cross-entropy do not: the client has "
+            "another loss, or an adaptive optimiser (Adam); plain SGD is assumed, because without trained positions "
+            "the update does not show which",
+        )
+    largest = max(classes.noise(), places.noise())
+    if not places.is_broken() or largest < AGREEING * min(classes.noise(), places.noise()):
+        return None  # another loss, whose places balance; or noise
+    if largest < AGREEING * _rms_of(observation) or _explained_by_localisation(observation):
+        return None
+    return Finding(
+        "adaptive_steps",
+        "sums that vanish for every sum of gradients are as large as the update itself: these are many steps of an "
+        f"adaptive optimiser (Adam, RMSprop, Adagrad), and no gradient ({ADVICE})",
+        hinders=True,
+    )
+
+
+def _explained_by_localisation(observation: Observation) -> bool:
+    """Whether the position rows balance once a localisation loss is subtracted."""
+    tokenizer = tokenizer_of(observation)
+    rows = tokenizer.position_rows(observation.gradients)[tokenizer.prefix :]
+    return remove_localisation(observation, tokenizer, rows)[3] < CLEAN
+
+
+def _rms_of(observation: Observation) -> float:
+    """Root mean square of all entries of the update."""
+    return observation.gradient_norm() / sum(g.numel() for g in observation.gradients.values()) ** 0.5
 
 
 def _rest_of_system(observation: Observation) -> float | None:
@@ -259,6 +230,46 @@ def _rest_of_system(observation: Observation) -> float | None:
     if observation.num_examples > 1 or observation.local_steps > 1 or spare <= 0:
         return None
     return solve_masked(rows).noise
+
+
+def _step(observation: Observation, clipped: bool) -> Finding | None:
+    """Whether the update is the sum of more gradients than stated, or of one at another scale."""
+    step = read_step(observation)
+    stated = observation.num_examples * observation.local_steps
+    if step is not None and step.terms > stated:
+        images = f"{observation.num_examples} image{'s' * (observation.num_examples > 1)}"
+        steps = "one gradient step" if observation.local_steps == 1 else f"{observation.local_steps} gradient steps"
+        return Finding(
+            "several_steps",
+            f"the update is not {steps} of {images}: the classifier's gradient is a sum of at least {step.terms} "
+            "different ones (more local steps, or larger batches, than stated)",
+            hinders=True,
+        )
+    factor, rate = _scale(observation, step), observation.learning_rate
+    if factor == 1:
+        return None
+    if observation.kind == "weights" and rate:
+        return Finding(
+            "learning_rate",
+            f"the update is not one gradient step at the learning rate {rate:g}: by the classifier's gradient it is "
+            f"{factor:.4g} times as long, and was taken for one step at {rate * factor:.4g}",
+            fixed=True,
+        )
+    return None if clipped else scaled_loss(factor)
+
+
+def _scale(observation: Observation, step: Step | None) -> float:
+    """By what one step's update exceeds the gradient of the mean cross-entropy; 1 where that cannot be told."""
+    known = step is not None and observation.local_steps == 1
+    return step.factor if known and abs(step.factor - 1) > SCALED else 1.0
+
+
+def _rescaled(observation: Observation, factor: float) -> Observation:
+    """The update divided by `factor`, which is exact in the learning rate where weights were sent."""
+    if factor == 1:
+        return observation
+    gradients = {name: gradient / factor for name, gradient in observation.gradients.items()}
+    return replace(observation, gradients=gradients, learning_rate=observation.learning_rate * factor)
 
 
 def find_weight_decay(observation: Observation) -> float | None:

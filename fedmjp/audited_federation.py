@@ -8,13 +8,15 @@ is rendered from the rows alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
-from fedmjp.audit.harness import BASELINES, Scored, audit_update, scorer
+from attacks.findings import Finding
+from attacks.fingerprints import repair
+from fedmjp.audit.harness import Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import observe_update
 from fedmjp.audit.suite import Suite, select_attacks
@@ -25,7 +27,7 @@ from fedmjp.metrics import load_lpips
 from fedmjp.metrics.baselines import mean_image
 from fedmjp.progress import RunProgress
 from fedmjp.records import provenance
-from fedmjp.records.rows import RowLog
+from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.records.run_folder import RunFolder
 
 BASELINE_IMAGES = 128  # training images behind the mean image
@@ -144,6 +146,7 @@ class FederationAudit:
             received=view.received,
             labels=batch.labels,
         )
+        observation, findings = repair(observation)
         observations = [*(self.memory.before(observation) if self.memory else []), observation]
         if audited:
             audit = self.config.audit
@@ -155,7 +158,8 @@ class FederationAudit:
                 settings=self.settings,
             )
             self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
-            self._attack(observations, suite, self._wanted(view, suite), batch, seen.images, view)
+            self.folder.note_findings(self.defense, findings)
+            self._attack(observations, suite, self._wanted(view, suite), batch, seen.images, view, findings)
         if self.memory:
             self.memory.add(observation)
 
@@ -167,6 +171,7 @@ class FederationAudit:
         batch: Batch,
         seen: Tensor,
         view: ServerView,
+        findings: Sequence[Finding],
     ) -> None:
         """Write rows and pictures of the guesses and attacks that are wanted."""
         originals, observation = batch.images.to(self.task.device), observations[-1]
@@ -182,6 +187,7 @@ class FederationAudit:
             score_images=self.score_images,
             skip=lambda name: name not in wanted,
             weights_granted=Capability.MODEL_WEIGHTS in self.threat_model.grants,
+            findings=findings,
         ):
             self._write(scored, observation, batch, norm)
 

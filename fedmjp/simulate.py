@@ -52,7 +52,7 @@ def report(folder: RunFolder, console: Console) -> Path:
     for line in as_headlines(found):
         console.print(line)
     console.print(as_text(summarise(rows), width=max(console.width, 100)))
-    for line in as_terminal_lines(rows, found):
+    for line in as_terminal_lines(rows, found, folder.description):
         console.print(line)
     return page
 

@@ -128,6 +128,20 @@ def test_failed_client_is_named_and_its_run_resumes(tmp_path, monkeypatch, capsy
     assert run(tmp_path / "run", "--resume") == 0
 
 
+def test_what_is_noticed_about_updates_is_said_as_in_an_audit_of_ones_own(tmp_path, capsys) -> None:
+    """The update is clipped to norm 0.5: named in run.json, on the page and below the table, and certified even so."""
+    out = tmp_path / "out"
+    options = ["--defense", "noise", "--noise-multiplier", "0", "--clip-norm", "0.5", "--rounds", "1"]
+    assert run(out, *options) == 0
+    said = json.loads((out / "run.json").read_text())["findings"]["noise"]
+    assert "the norm of the update is 0.5: it was clipped to that" in said["clipping"]
+    assert "it was clipped to that" in (out / "report.html").read_text()
+    assert "it was clipped" in " ".join(capsys.readouterr().out.split())
+    solved = [row for row in rows_of(out) if row["attack"] == "patch_embedding"]
+    assert solved
+    assert all(row["certified"] for row in solved)
+
+
 def test_an_attack_that_raises_is_a_diagnosis_in_its_rows(tmp_path, monkeypatch) -> None:
     def break_down(self, cases):
         raise ZeroDivisionError("no pivot in column 3")

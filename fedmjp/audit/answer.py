@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from attacks.fingerprints import Finding
+from attacks.findings import Finding
 from fedmjp.audit.folder import DEFENSE, AuditFolder, Subject
 from fedmjp.audit.verdict import Verdict
 from fedmjp.records.rows import METRICS, load_rows

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from attacks import Attack, UsageError
 from attacks.base import OUT_OF_MEMORY
-from fedmjp.audit.harness import BASELINES, Scored, ScoreImages, score_found
+from fedmjp.audit.harness import Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
-from fedmjp.records.rows import RowLog
+from fedmjp.records.rows import BASELINES, RowLog
 
 Cases = Mapping[tuple[Setting, str], dict[str, Any]]
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from attacks import Attack, Observation, Reconstruction
 from attacks.certificate import certify
+from attacks.findings import Finding
 from fedmjp.audit.assignment import match
+from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.metrics import METRIC_DIRECTIONS, score
 
-BASELINES = ("mean_image", "other_image")
 ScoreImages = Callable[[Tensor, Tensor], list[dict[str, float]]]
 
 
@@ -77,6 +78,39 @@ def _share_known(found: Reconstruction) -> float | None:
     return None if found.known is None else float(found.known.float().mean())
 
 
+def answer(attack: Attack, observations: Sequence[Observation], *, weights_granted: bool = False) -> Reconstruction:
+    """An attack's answer to the last of `observations`, certified where it can be.
+
+    Args:
+        weights_granted: the adversary may use the model's weights, so that the answer can be certified.
+    """
+    found = attack(observations)
+    if not weights_granted:
+        return found
+    certified, residual = certify(observations[-1], found)
+    return replace(found, certified=certified, residual=residual)
+
+
+def explained(scored: Scored, findings: Sequence[Finding]) -> Scored:
+    """An attack's answer on an update about which something was noticed.
+
+    What hinders the attacks becomes part of the diagnosis, and nothing is vouched for, unless the answer is certified
+    or an image was recovered all the same. What else is unusual is added to a diagnosis that the attack has anyway: it
+    may be the reason.
+    """
+    found = scored.reconstruction
+    certified = found is not None and found.certified
+    recovered = certified or any(record["psnr"] > RECOGNISABLE for record in scored.records)
+    hindrances = [finding.sentence for finding in findings if finding.hinders and not recovered]
+    others = [f.sentence for f in findings if not (f.fixed or f.hinders) and scored.diagnosis]
+    diagnosis = "; ".join(text for text in (scored.diagnosis, *hindrances, *others) if text)
+    if not hindrances or found is None or found.known is None:
+        return replace(scored, diagnosis=diagnosis)
+    nothing = None if scored.known is None else torch.zeros_like(scored.known)
+    found = replace(found, known=torch.zeros_like(found.known))
+    return replace(scored, diagnosis=diagnosis, reconstruction=found, known=nothing)
+
+
 def run_attack(
     attack: Attack,
     name: str,
@@ -96,10 +130,7 @@ def run_attack(
         score_images: see `scorer`.
         weights_granted: the adversary may use the model's weights, so that the answer can be certified.
     """
-    found = attack(observations)
-    if weights_granted:
-        certified, residual = certify(observations[-1], found)
-        found = replace(found, certified=certified, residual=residual)
+    found = answer(attack, observations, weights_granted=weights_granted)
     return score_found(attack, name, [found], [originals], score_images)[0]
 
 
@@ -162,6 +193,7 @@ def audit_update(
     score_images: ScoreImages,
     skip: Callable[[str], bool] = lambda name: False,
     weights_granted: bool = False,
+    findings: Sequence[Finding] = (),
 ) -> Iterator[Scored]:
     """Score the baselines, then the attacks, on one update.
 
@@ -173,6 +205,7 @@ def audit_update(
         score_images: see `scorer`.
         skip: whether to leave out an attack or baseline, by name.
         weights_granted: the adversary may use the model's weights, so that answers can be certified.
+        findings: what was noticed about the audited update (`attacks.fingerprints.repair`); see `explained`.
     """
     for name, guess in baselines.items():
         if not skip(name):
@@ -180,4 +213,7 @@ def audit_update(
     for name, attack in attacks.items():
         if not skip(name):
             with torch.no_grad():
-                yield run_attack(attack, name, observations, originals, score_images, weights_granted=weights_granted)
+                scored = run_attack(
+                    attack, name, observations, originals, score_images, weights_granted=weights_granted
+                )
+            yield explained(scored, findings)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from attacks import Observation, UsageError
 from attacks.certificate import reproduce
-from attacks.fingerprints import Finding
+from attacks.findings import Finding
+from attacks.fingerprints import scaled_loss
 
 # What wrappers put before the names of a model's parameters.
 PREFIXES = ("module.", "_orig_mod.")
@@ -283,8 +284,7 @@ def _is_random(module: nn.Module) -> bool:
 def _scaled(factor: float, found: Sequence[Finding]) -> list[Finding]:
     if abs(factor - 1) < DIFFERENT or any(finding.name == "clipping" for finding in found):
         return []
-    said = f"the gradient is {factor:.4g} times that of the mean cross-entropy (a summed or scaled loss): no hindrance"
-    return [Finding("scaled_loss", said, fixed=True)]
+    return [scaled_loss(factor)]
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -16,6 +16,8 @@ from attacks import ATTACKS, Attack, Observation, ThreatModel, UsageError
 from fedmjp.budgets import ALL, AUTO, build_attack
 
 DEFAULT_BUDGET = 10.0  # seconds of one CPU core for each update
+OVERRUN = 1.2  # times the budget from which on it is said what took longer
+BY_NAME_ONLY = "repeats another attack with another package; run it by name or with --attacks all"
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,31 @@ class Suite:
     Attributes:
         chosen: name -> attack, in the order in which they run.
         left_out: name of every other registered attack -> why it does not run.
+        planned: attack that `AUTO` chose -> the seconds of one CPU core that its formula gives.
     """
 
     chosen: Mapping[str, Attack]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    planned: Mapping[str, float] = field(default_factory=dict)
+
+    def overrun(self, taken: Mapping[str, float], budget: float) -> str:
+        """What took longer than planned, where the attacks of `AUTO` together exceeded the budget; else "".
+
+        Attacks are chosen by formula, so that the same command runs the same ones on every machine; on a busy or slow
+        one they take longer.
+
+        Args:
+            taken: attack -> wall-clock seconds.
+        """
+        own = {name: taken[name] for name in self.planned if name in taken}
+        total = sum(own.values())
+        if total <= OVERRUN * budget:
+            return ""
+        longest = max(own, key=lambda name: own[name] - self.planned[name])
+        return (
+            f"the attacks took {total:.0f} s, beyond the budget of {budget:g} s: {longest} took {own[longest]:.1f} s "
+            f"where {self.planned[longest]:.1f} s of one idle CPU core were planned"
+        )
 
 
 def select_attacks(
@@ -62,40 +85,38 @@ def select_attacks(
         if name in chosen:
             continue
         try:
+            # Before anything is built: what runs by name only may need a package that takes seconds to import.
+            if ALL not in names and not (AUTO in names and ATTACKS.get(name).in_suite):
+                left_out[name] = BY_NAME_ONLY if AUTO in names else "not among --attacks"
+                continue
             attack = build_attack(name, settings.get(name))
             attack.require(threat_model, name)
         except UsageError as error:  # a capability that is not granted, or a package that is not installed
             left_out[name] = str(error)
             continue
         candidates[name] = attack
-    if ALL in names:
-        chosen |= candidates
-    elif AUTO in names:
-        chosen |= _within_budget(candidates, observations, budget, left_out)
-    else:
-        left_out |= dict.fromkeys(candidates, "not among --attacks")
-    return Suite(chosen, {name: left_out[name] for name in ATTACKS if name in left_out})
+    planned = {} if ALL in names else _within_budget(candidates, observations, budget, left_out)
+    chosen |= candidates if ALL in names else {name: candidates[name] for name in planned}
+    return Suite(chosen, {name: left_out[name] for name in ATTACKS if name in left_out}, planned)
 
 
 def _within_budget(
     candidates: Mapping[str, Attack], observations: Sequence[Observation], budget: float, left_out: dict[str, str]
-) -> dict[str, Attack]:
-    """The candidates that `auto` runs, fastest first; the reasons of the others go to `left_out`."""
+) -> dict[str, float]:
+    """Estimated seconds of those that `auto` runs, fastest first; the reasons of the others go to `left_out`."""
     seconds: dict[str, float] = {}
     for name, attack in candidates.items():
         reason = attack.obstacle(observations)
-        if not attack.in_suite:
-            reason = "repeats another attack with another package; run it by name or with --attacks all"
         if reason:
             left_out[name] = reason
         else:
             seconds[name] = attack.estimated_seconds(observations)
-    chosen, spent = {}, 0.0
+    planned, spent = {}, 0.0
     for name in sorted(seconds, key=seconds.__getitem__):
         if spent + seconds[name] > budget:
             left_out[name] = (
                 f"takes about {seconds[name]:.0f} s, beyond the budget of {budget:g} s an update (--budget)"
             )
         else:
-            chosen[name], spent = candidates[name], spent + seconds[name]
-    return chosen
+            planned[name], spent = seconds[name], spent + seconds[name]
+    return planned

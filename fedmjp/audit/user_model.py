@@ -5,20 +5,20 @@ For a running Flower app, where only updates are seen: `fedmjp.audit.watcher.Wat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
-import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Capability, Observation, ThreatModel, Tokenizer, UsageError, check_tokenizer, find_tokenizer
-from attacks.fingerprints import Finding, repair
+from attacks.findings import Finding
+from attacks.fingerprints import repair
 from fedmjp.audit.answer import Audit
 from fedmjp.audit.folder import Subject
 from fedmjp.audit.guesses import ORIGIN, embedded_guesses
-from fedmjp.audit.harness import Scored, ScoreImages, audit_update, scorer
+from fedmjp.audit.harness import audit_update, scorer
 from fedmjp.audit.inputs import (
     check_gradients,
     check_images,
@@ -29,7 +29,7 @@ from fedmjp.audit.inputs import (
     unwrap,
 )
 from fedmjp.audit.suite import DEFAULT_BUDGET, Suite, select_attacks
-from fedmjp.audit.verdict import RECOGNISABLE, judge
+from fedmjp.audit.verdict import judge
 from fedmjp.budgets import AUTO, named_attacks
 from fedmjp.metrics import load_lpips
 from fedmjp.records.rows import METRICS, ROW_KEYS
@@ -88,7 +88,19 @@ def audit_gradient(
     findings += [Finding("guesses", ORIGIN, fixed=True)] if guesses else []
     score_images = scorer(tokenizer.patch_size, load_lpips(lpips_net, lpips_weights, images.device))
     subject = Subject(type(model).__name__, "own images", "scored against the original", threat_model)
-    scored = list(_attack(observation, images, suite, guesses, score_images, findings))
+    scored = list(
+        audit_update(
+            [observation],
+            images,
+            attacks=suite.chosen,
+            baselines=guesses,
+            score_images=score_images,
+            weights_granted=True,
+            findings=findings,
+        )
+    )
+    overrun = suite.overrun({one.attack: one.seconds for one in scored}, budget)
+    findings += [Finding("budget", overrun, fixed=True)] if overrun else []
     rows = [row for one in scored for row in subject.rows(observation, one, [f"image {i}" for i in range(len(images))])]
     table = pd.DataFrame(rows, columns=list(ROW_KEYS)).astype(dict.fromkeys((*METRICS, "seconds"), "float64"))
     return Audit(
@@ -141,40 +153,5 @@ def choose_attacks(
         copies = sum(type(other) is type(attack) for other in chosen.values())
         chosen[f"{name}_{copies + 1}" if copies else name] = attack
     left_out = {name: reason for name, reason in suite.left_out.items() if name not in chosen}
-    return Suite({**chosen, **{n: a for n, a in suite.chosen.items() if n not in chosen}}, left_out)
-
-
-def _attack(
-    observation: Observation,
-    images: Tensor,
-    suite: Suite,
-    guesses: Mapping[str, Tensor],
-    score_images: ScoreImages,
-    findings: Sequence[Finding],
-) -> Iterator[Scored]:
-    """The scored guesses and attacks, with what hinders them added to their diagnoses."""
-    for scored in audit_update(
-        [observation],
-        images,
-        attacks=suite.chosen,
-        baselines=guesses,
-        score_images=score_images,
-        weights_granted=True,
-    ):
-        yield scored if scored.attack in guesses else explained(scored, findings)
-
-
-def explained(scored: Scored, findings: Sequence[Finding]) -> Scored:
-    """An attack's answer on an update about which something was noticed.
-
-    What hinders the attacks becomes part of the diagnosis, and nothing is vouched for, unless an image was recovered
-    all the same. What else is unusual is added to a diagnosis that the attack has anyway: it may be the reason.
-    """
-    recovered = any(record["psnr"] > RECOGNISABLE for record in scored.records)
-    hindrances = [finding.sentence for finding in findings if finding.hinders and not recovered]
-    others = [f.sentence for f in findings if not (f.fixed or f.hinders) and scored.diagnosis]
-    diagnosis = "; ".join(text for text in (scored.diagnosis, *hindrances, *others) if text)
-    found = scored.reconstruction
-    if hindrances and found is not None and found.known is not None:
-        found = replace(found, known=torch.zeros_like(found.known))
-    return replace(scored, diagnosis=diagnosis, reconstruction=found)
+    chosen |= {n: a for n, a in suite.chosen.items() if n not in chosen}
+    return Suite(chosen, left_out, suite.planned)

@@ -9,8 +9,10 @@ the adversary is left with that guess, so its gain there is 0.
 2. *partly*: no whole image, but an attack brought more patches above that PSNR than the best guess did, or the
    strongest attack is better than the best guess, each by an interval that excludes 0 (one image has no interval; there
    the share of patches decides by its value). With few images the interval of the patches is wide: one that includes 0
-   but also reaches more than `NEGLIGIBLE_SHARE` is *partly* too. So is an answer that is certified although it is far
-   from the original, because only the places of its patches are wrong.
+   but also reaches more than `NEGLIGIBLE_SHARE` is *partly* too. An answer that is farther from the original than a
+   guess has flat patches that agree by chance (2 of 64 when a mirrored image is compared with the original); its
+   patches count only if their share, or its interval, exceeds `NEGLIGIBLE_SHARE`. An answer that is certified although
+   it is far from the original is *partly* too: its patches are in other places, or the client fed another view.
 3. *no leak shown*: attacks whose assumptions held were run and none of this was found. That is a statement on those
    attacks under those grants, not on the defence; attacks that did not run are listed with their reasons.
 4. *not tested*: no attack's assumptions held on any update.
@@ -113,20 +115,33 @@ class Verdict:
                 f"{self.attack} vouches for pixels of {number}, but no answer is certified, and the originals are not "
                 "known"
             )
-        if self.answer is Answer.PARTLY and self.patches.mean > 0:
-            share = _interval(self.patches, 100, "{:.0f}")
-            return f"no whole image above {bar}, but {share} % of patches ({self._figures()})"
-        if self.answer is Answer.PARTLY and self.certified:
-            number = f"{self.certified} of {_images(self.images)}"
-            return f"no whole image above {bar}, but {number} certified: patches are known, not all of their places"
         if self.answer is Answer.PARTLY:
-            return f"no image and no patch above {bar}, but nearer to the originals than guesses ({self._figures()})"
+            return self._partly(bar)
         if self.answer is Answer.NOT_SHOWN:
             of = f"{self.tested} of " if self.tested < self.images else ""
             return f"by {_count(self.held, 'attack')} ({', '.join(self.held)}) on {of}{_images(self.images)}"
         if not self.failed:
             return "no attack was run"
         return f"the assumptions of {_count(self.failed, 'attack')} ({', '.join(self.failed)}) failed on every update"
+
+    def _partly(self, bar: str) -> str:
+        """What is known of images of which none is above the bar, by what decides."""
+        nearer = self.gain.mean > 0 and self.patches.mean > 0
+        if self.certified and not nearer:
+            number = f"{self.certified} of {_images(self.images)}"
+            return (
+                f"no whole image above {bar}, but {number} certified: they reproduce the update, so that patches are "
+                f"known, if not in their places or in the view that is the original ({self._figures()})"
+            )
+        share = _interval(self.patches, 100, "{:.0f}")
+        if not self.patches.mean > 0:
+            return f"no image and no patch above {bar}, but nearer to the originals than guesses ({self._figures()})"
+        if self.patches.count > 1 and not self.patches.low > 0 and self.gain.low > 0:
+            return (
+                f"no whole image above {bar} and {share} % of patches, but nearer to the originals than guesses "
+                f"({self._figures()})"
+            )
+        return f"no whole image above {bar}, but {share} % of patches ({self._figures()})"
 
     def details(self) -> list[str]:
         """What stands behind the headline and what was not tested, one sentence a line."""
@@ -195,7 +210,7 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     counts = above.sum().sort_values(ascending=False, kind="stable")
     shared |= {"recovered": int(above.any(axis=1).sum()), "by_attack": counts[counts > 0].to_dict()}
     attack, reported, split = strongest(gains)
-    partial = _most_patches(rows)
+    partial = _most_patches(rows, gains)
     figures = _figures_of(rows, gains, attack, reported) | {"split": split}
     if above.any(axis=None):
         answer = Answer.LEAKS
@@ -296,13 +311,22 @@ def _better(one: pd.Series, other: pd.Series) -> bool:
     return interval.low > 0 if interval.count > 1 else interval.mean > 0
 
 
-def _most_patches(rows: pd.DataFrame) -> str:
-    """The attack that brought most patches above the bar, if more than the best guess or possibly so; else ""."""
+def _most_patches(rows: pd.DataFrame, psnr: pd.DataFrame) -> str:
+    """The attack that brought most patches above the bar, if more than the best guess or possibly so; else "".
+
+    Args:
+        psnr: gains in PSNR, as `gains_over_guesses` gives them.
+    """
     gains = gains_over_guesses(rows, "patch_recovery")
     found = {name: bootstrap_mean(gains[name].to_numpy()) for name in gains}
-    shown = {
-        name: i for name, i in found.items() if i.mean > 0 and (i.count == 1 or i.low > 0 or i.high > NEGLIGIBLE_SHARE)
-    }
+
+    def counts(name: str, share: Interval) -> bool:
+        """Whether it may be more than a few patches, or is surely some of an answer nearer than the guesses."""
+        low, high = (share.low, share.high) if share.count > 1 else (share.mean, share.mean)
+        nearer = name in psnr and psnr[name].mean() > 0
+        return share.mean > 0 and (high > NEGLIGIBLE_SHARE or (low > 0 and nearer))
+
+    shown = {name: share for name, share in found.items() if counts(name, share)}
     return max(shown, key=lambda name: (shown[name].low, shown[name].mean), default="")
 
 

@@ -24,15 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Observation, Reconstruction, ThreatModel, UsageError
-from attacks.certificate import certify
-from attacks.fingerprints import Finding, repair
+from attacks.classifier import read_step
+from attacks.findings import Finding
+from attacks.fingerprints import repair
 from attacks.memory import remember
 from fedmjp.audit.folder import AuditFolder, Subject, holds_results
-from fedmjp.audit.harness import Scored
+from fedmjp.audit.harness import Scored, answer, explained
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
 from fedmjp.audit.observe import model_as_sent
 from fedmjp.audit.suite import DEFAULT_BUDGET
-from fedmjp.audit.user_model import choose_attacks, explained, readable_tokenizer
+from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO
 from fedmjp.metrics import METRIC_DIRECTIONS
@@ -42,6 +43,12 @@ from fedmjp.records.run_folder import save_image
 SENDS = ("weights", "gradient")
 SGD = "sgd"
 MOST_PANELS = 8  # updates in the page's figure
+UNCHECKED = Finding(
+    "unchecked_step",
+    "that the update is one gradient step as stated is assumed: it holds no classifier's gradient of three classes or "
+    "more, by whose rank that could be checked",
+    fixed=True,
+)
 LOG = logging.getLogger(__name__)
 
 
@@ -153,11 +160,14 @@ class Watcher:
         if self._folder is None:
             self._folder = AuditFolder(self.out, self._subject)
             atexit.register(self.finish)
+        taken = {}
         for name, attack in suite.chosen.items():
-            found = attack(observations)
-            certified, residual = certify(observation, found)
-            found = replace(found, certified=certified, residual=residual)
+            found = answer(attack, observations, weights_granted=True)
             self._keep(observation, name, attack, found, findings)
+            taken[name] = found.seconds
+        overrun = suite.overrun(taken, self.budget)
+        if overrun:
+            self.findings.setdefault("budget", overrun)
         self._earlier[node].append(remember(observation))
 
     def _observe(self, sent: Mapping, received: Mapping, node: int, number: int) -> tuple[Observation, list[Finding]]:
@@ -195,7 +205,8 @@ class Watcher:
             client=node,
         )
         observation, recognised = repair(observation)
-        return observation, recognised
+        unread = not recognised and read_step(observation) is None
+        return observation, [*recognised, UNCHECKED] if unread else recognised
 
     def _keep(
         self, observation: Observation, name: str, attack: Attack, found: Reconstruction, findings: Sequence[Finding]
@@ -205,7 +216,7 @@ class Watcher:
         size = observation.num_examples
         unscored = [dict.fromkeys(METRIC_DIRECTIONS, float("nan"))] * size
         scored = Scored(name, attack.parameters(), images, unscored, found.seconds, found.diagnosis, found)
-        scored = scored if found.certified else explained(scored, findings)
+        scored = explained(scored, findings)
         place = observation.round, observation.client
         self.found.append((observation.client, name, replace(scored.reconstruction, diagnosis=scored.diagnosis)))
         for row in self._subject.rows(observation, scored, [f"image {i}" for i in range(size)]):
@@ -312,7 +323,10 @@ def _assumed(
     if optimiser is None:
         found.append("optimiser was not given: plain SGD is assumed")
     if learning_rate is None:
-        found.append("learning_rate was not given: the update is known up to a factor, and no answer can be certified")
+        found.append(
+            "learning_rate was not given: it is read from the classifier's gradient of one step on one image; "
+            "otherwise the update is known up to a factor, and no answer can be certified"
+        )
     if weight_decay is None:
         found.append("weight_decay was not given: it is removed where it can be recognised")
     if momentum and (local_steps or 1) > 1:

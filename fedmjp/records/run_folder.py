@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from attacks.findings import Finding
 from attacks.registry import UsageError
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
@@ -39,7 +40,7 @@ class RunFolder:
         self.config, self.out = config, config.out
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
-        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}}
+        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}}
         self._open(identity)
 
     def _open(self, identity: dict) -> None:
@@ -75,7 +76,7 @@ class RunFolder:
                 f"{found} cannot be read ({type(error).__name__}); start again in another --out"
             ) from error
         provenance.require_same(self.out, "run", before, identity)
-        for entry in ("weights", "ran", "not_run"):
+        for entry in ("weights", "ran", "not_run", "findings"):
             self.description[entry] = before.get(entry, {})
 
     def note_task(self, task: ClientTask) -> None:
@@ -102,6 +103,14 @@ class RunFolder:
         reasons = {**self.description["not_run"].get(defense, {}), **left_out}
         self.description["not_run"][defense] = {n: reason for n, reason in reasons.items() if n not in ran}
         self._write_description()
+
+    def note_findings(self, defense: str, findings: Sequence[Finding]) -> None:
+        """Record in run.json what was noticed about a federation's updates: of each kind the first sentence."""
+        own = self.description["findings"].setdefault(defense, {})
+        fresh = {finding.name: finding.sentence for finding in findings if finding.name not in own}
+        if fresh:
+            own |= fresh
+            self._write_description()
 
     def finish(self) -> None:
         """Mark the run as finished and drop the states kept for resuming."""

@@ -16,7 +16,7 @@ from fedmjp.report.figures import leakage_by_round_figure, training_figure
 from fedmjp.report.page import write_page
 from fedmjp.report.panels import read_panels
 from fedmjp.report.pictures import MAX_PANELS, Panel, Reconstructed, reconstructions_figure
-from fedmjp.report.remarks import as_headlines, as_terminal_lines, notes, verdicts
+from fedmjp.report.remarks import as_headlines, as_terminal_lines, notes, noticed, verdicts
 from fedmjp.report.tables import as_csv, as_latex, as_text, summarise
 
 __all__ = [
@@ -80,7 +80,7 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
         rounds=rounds,
         rows=rows,
         figures=figures,
-        notes=[*run.get("notes", []), *notes(rows)],
+        notes=[*run.get("notes", []), *noticed(run), *notes(rows)],
     )
     return page
 

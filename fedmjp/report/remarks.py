@@ -113,8 +113,23 @@ def notes(rows: pd.DataFrame) -> list[str]:
     return found + [f"Warning, {line}." for line in footnotes(with_table_flags(rows))]
 
 
-def as_terminal_lines(rows: pd.DataFrame, found: Mapping[Place, Verdict]) -> list[RenderableType]:
-    """Diagnoses, attacks not run and notes, as lines for below the table of a terminal."""
+def noticed(run: Mapping[str, Any]) -> list[str]:
+    """What was noticed about the updates of each defence, from run.json; one sentence a finding and its defences."""
+    together: dict[str, list[str]] = {}
+    for defense, own in (run.get("findings") or {}).items():
+        for sentence in own.values():
+            together.setdefault(sentence, []).append(defence_words(defense))
+    return [f"{'; '.join(defences)}: {sentence}." for sentence, defences in together.items()]
+
+
+def as_terminal_lines(
+    rows: pd.DataFrame, found: Mapping[Place, Verdict], run: Mapping[str, Any]
+) -> list[RenderableType]:
+    """Diagnoses, attacks not run and notes, as lines for below the table of a terminal.
+
+    Args:
+        run: content of run.json.
+    """
     everywhere = "; ".join(dict.fromkeys(defence_words(place[2]) for place in found))
 
     def under(line: Mapping[str, str], words: str) -> str:
@@ -127,7 +142,7 @@ def as_terminal_lines(rows: pd.DataFrame, found: Mapping[Place, Verdict]) -> lis
         "Registered attacks that were not run": [
             under(line, f"{line['attacks']}: {line['reason']}") for line in not_run(found)
         ],
-        "Notes": notes(rows),
+        "Notes": [*noticed(run), *notes(rows)],
     }
     lines: list[RenderableType] = []
     for heading, items in parts.items():

@@ -18,7 +18,14 @@ from attacks.linear.position_rows import read_position_rows
 from attacks.tokenizer import logits_of
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
-from tests.attacks.models import ReleasedMJP, hugging_face_deit, hugging_face_vit, timm_vit, torchvision_vit
+from tests.attacks.models import (
+    FixedPositions,
+    ReleasedMJP,
+    hugging_face_deit,
+    hugging_face_vit,
+    timm_vit,
+    torchvision_vit,
+)
 from tests.conftest import observe, photographs
 
 HALF = (0.5, 0.5, 0.5)
@@ -56,15 +63,17 @@ def honest(make: Callable[[], nn.Module], batch: int = 1, smoothing: float = 0.0
     return observation_of(model, {n: g for n, g in zip(names, found, strict=True) if g is not None}, batch)
 
 
-def trained(kind: type[torch.optim.Optimizer], steps: int = 1, rate: float = 1e-2, **options) -> Observation:
+def trained(
+    kind: type[torch.optim.Optimizer], steps: int = 1, rate: float = 1e-2, make=timm_vit, loss=None, **options
+) -> Observation:
     """Weights after some local steps of an optimiser, as the server turns them into an update."""
     torch.manual_seed(0)
-    model = timm_vit()
+    model, loss = make(), loss or functional.cross_entropy
     twin, images = copy.deepcopy(model), (photographs(32, 8) - 0.5) / 0.5
     optimiser = kind(twin.parameters(), lr=rate, **options)
     for step in range(steps):
         optimiser.zero_grad()
-        functional.cross_entropy(twin(images[step : step + 1]), torch.tensor([step % 5])).backward()
+        loss(twin(images[step % 8 : step % 8 + 1]), torch.tensor([step % 5])).backward()
         optimiser.step()
     after = dict(twin.named_parameters())
     gradients = {n: (p - after[n]).detach() / rate for n, p in model.named_parameters()}
@@ -84,7 +93,8 @@ def names(view: Observation) -> list[str]:
 def test_honest_gradients_raise_no_alarm(make: Callable[[], nn.Module], batch: int) -> None:
     view = honest(make, batch)
     assert recognise(view) == []
-    assert recognise(changed(view, lambda g: 65536 * g)) == []  # a loss scaled for mixed precision
+    scaled = recognise(changed(view, lambda g: 65536 * g))  # a loss scaled for mixed precision; one image shows it
+    assert [(finding.name, finding.fixed) for finding in scaled] == [("scaled_loss", True)] * (batch == 1)
     same, found = repair(view)
     assert not found
     assert all(torch.equal(same.gradients[n], g) for n, g in view.gradients.items())
@@ -119,10 +129,35 @@ def test_adaptive_optimisers(kind: type, steps: int, words: str) -> None:
     assert not found[0].fixed
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_many_steps_of_adaptive_optimisers(kind: type) -> None:
+    """Their entries are no longer of one size; sums that vanish for any number of gradients are what shows them."""
+    found = recognise(trained(kind, 30, rate=1e-3))
+    assert [(finding.name, finding.hinders) for finding in found] == [("adaptive_steps", True)]
+    assert not names(trained(torch.optim.SGD, 30))
+    heavy = trained(torch.optim.SGD, 30, momentum=0.9, weight_decay=0.05)
+    assert "adaptive_steps" not in names(heavy)
+
+
+def binary_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits, functional.one_hot(labels, logits.shape[1]).float())
+
+
+def test_what_a_model_without_positions_cannot_show_is_said_to_be_assumed() -> None:
+    for options in (
+        {"kind": torch.optim.Adam, "steps": 30, "rate": 1e-3},
+        {"kind": torch.optim.SGD, "loss": binary_loss},
+    ):
+        found = recognise(trained(make=FixedPositions, **options))
+        unknown = next(f for f in found if f.name in ("unknown_optimiser", "adaptive_steps"))
+        assert unknown.name == "adaptive_steps" or "plain SGD is assumed" in unknown.sentence
+    assert names(trained(torch.optim.SGD, make=FixedPositions)) == []
+
+
 def test_moments_of_adam() -> None:
     view = honest(timm_vit)
     assert names(changed(view, torch.square)) == ["second_moments"]
-    assert names(changed(view, lambda g: 0.1 * g)) == []  # the first moment after one step: the gradient, scaled
+    assert names(changed(view, lambda g: 0.1 * g)) == ["scaled_loss"]  # the first moment after one step
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -151,6 +186,33 @@ def test_eight_bits() -> None:
     found = recognise(changed(honest(timm_vit), quantise))
     assert [finding.name for finding in found] == ["precision"]
     assert "int8" in found[0].sentence
+
+
+def affine(rows: Tensor) -> Tensor:
+    low, high = rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)
+    step = ((high - low) / 255).clamp(min=1e-30)
+    return ((rows - low) / step).round() * step + low
+
+
+def symmetric(rows: Tensor) -> Tensor:
+    step = (rows.abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-30)
+    return (rows / step).round() * step
+
+
+@pytest.mark.parametrize("quantise", [symmetric, affine])
+@pytest.mark.parametrize("of_columns", [False, True])
+def test_eight_bits_a_channel(quantise: Callable[[Tensor], Tensor], of_columns: bool) -> None:
+    def each(gradient: Tensor) -> Tensor:
+        if gradient.dim() < 2:
+            return gradient
+        rows = gradient.flatten(1) if not of_columns else gradient.flatten(1).mT
+        rows = quantise(rows)
+        return (rows.mT if of_columns else rows).reshape(gradient.shape)
+
+    found = recognise(changed(honest(timm_vit), each))
+    assert [finding.name for finding in found] == ["precision"]
+    assert "each channel" in found[0].sentence
+    assert names(changed(honest(timm_vit), lambda g: g * (1 + 1e-4 * torch.rand(g.shape[-1])))) != ["precision"]
 
 
 @pytest.mark.parametrize("kept", [0.01, 0.1, 0.5])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +102,39 @@ def test_every_other_attack_is_named_with_a_reason() -> None:
     auto = select_attacks(["auto"], plain(), ThreatModel()).left_out
     assert all("another package" in auto[name] for name in PEERS)
     assert "APRIL's equation does not hold" in auto["april"]
+
+
+def test_what_took_longer_than_the_budget_is_named() -> None:
+    suite = select_attacks(["auto"], plain(), ThreatModel(), budget=60.0)
+    planned = dict(suite.planned)
+    assert list(planned) == list(suite.chosen)
+    assert suite.overrun(planned, 60.0) == ""
+    assert suite.overrun({name: 100.0 for name in planned}, 1e6) == ""
+    slow = suite.overrun(planned | {"patch_embedding": 90.0}, 60.0)
+    assert "beyond the budget of 60 s: patch_embedding took 90.0 s where 0.0 s" in slow
+    assert select_attacks(["all"], plain(), ThreatModel(), budget=1.0).planned == {}
+
+
+SELECT = """
+import sys, torch
+from attacks import Observation, ThreatModel
+from fedmjp.audit.suite import select_attacks
+from tests.attacks.models import timm_vit
+model = timm_vit()
+gradients = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+view = Observation(gradients, model, 1, (3, 32, 32), (0.5,) * 3, (0.5,) * 3)
+suite = select_attacks(sys.argv[1:], [view], ThreatModel())
+assert set(suite.chosen) >= {"patch_embedding"}, suite
+assert "breaching" not in sys.modules and "breaching_dlg" in suite.left_out
+"""
+
+
+@pytest.mark.parametrize("names", [["auto"], ["patch_embedding"]])
+def test_attacks_that_run_by_name_only_are_not_built(names: list[str]) -> None:
+    """The package `breaching` takes seconds to import, and may not be installed."""
+    command = [sys.executable, "-c", SELECT, *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
 
 
 def test_named_attacks_are_refused_what_is_not_granted() -> None:

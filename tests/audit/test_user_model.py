@@ -146,17 +146,22 @@ def test_own_model_that_is_no_vit() -> None:
         audit_gradient(timm.create_model("resnet18"), photographs(32, 1), {})
 
 
-def own_app(rate: float = 1.0, decay: float = 0.0, spoil=lambda state, partition: state) -> ClientApp:
-    """Clients that take one SGD step on one photograph and return weights."""
+def own_app(
+    rate: float = 1.0, decay: float = 0.0, spoil=lambda state, partition: state, batches=(0,), make=timm_vit
+) -> ClientApp:
+    """Clients that take an SGD step on each of some photographs, by number, and return weights."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        mine = timm_vit()
+        mine = make()
         mine.load_state_dict(message.content["arrays"].to_torch_state_dict())
         optimiser = torch.optim.SGD(mine.parameters(), lr=rate, weight_decay=decay)
-        functional.cross_entropy(mine((photographs(32, 1) - 0.5) / 0.5), torch.tensor([2])).backward()
-        optimiser.step()
+        for number in batches:
+            optimiser.zero_grad()
+            image = photographs(32, 2)[number : number + 1]
+            functional.cross_entropy(mine((image - 0.5) / 0.5), torch.tensor([2])).backward()
+            optimiser.step()
         state = spoil(dict(mine.state_dict()), context.node_config["partition-id"])
         content = {"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": 1})}
         return Message(RecordDict(content), reply_to=message)
@@ -164,9 +169,9 @@ def own_app(rate: float = 1.0, decay: float = 0.0, spoil=lambda state, partition
     return app
 
 
-def watch(app: ClientApp, out: Path, rounds: int = 1, **options) -> tuple[Watcher, TapGrid]:
+def watch(app: ClientApp, out: Path, rounds: int = 1, make=timm_vit, **options) -> tuple[Watcher, TapGrid]:
     torch.manual_seed(0)
-    model = timm_vit()
+    model = make()
     options = {"mean": HALF, "std": HALF, "learning_rate": 1.0, "attacks": ("patch_embedding",)} | options
     watcher = Watcher(model, image_shape=(3, 32, 32), out=out, **options)
     grid = TapGrid(LocalGrid(app, 2), watcher)
@@ -216,14 +221,34 @@ def test_what_is_not_told_is_assumed_and_said(tmp_path) -> None:
         watcher.verdict()
 
 
-def test_an_unknown_rate_leaves_answers_vouched_for_but_not_certified(tmp_path) -> None:
-    watcher, _ = watch(own_app(rate=0.5), tmp_path, learning_rate=None)
+@pytest.mark.parametrize("stated", [None, 0.05, 5.0])
+def test_an_unknown_or_wrong_rate_is_read_from_the_update_and_said(stated: float | None, tmp_path) -> None:
+    watcher, _ = watch(own_app(rate=0.5), tmp_path, learning_rate=stated)
     verdict = watcher.verdict()
-    assert verdict.answer is Answer.PARTLY
-    assert verdict.headline().startswith(
-        "partly: patch_embedding vouches for pixels of 2 of 2 images, but no answer is"
-    )
-    assert "patch_embedding vouches for pixels" in watcher.finish().read_text()
+    assert verdict.answer is Answer.LEAKS
+    assert verdict.certified == 2
+    said = f"the update is not one gradient step at the learning rate {stated or 1:g}"
+    assert said in watcher.findings["learning_rate"]
+    assert "one step at 0.5" in watcher.findings["learning_rate"]
+    assert said in watcher.finish().read_text()
+
+
+def narrow_vit() -> nn.Module:
+    """64 patches in 48 channels: a closed form has a solution for any update, and no equation to check it by."""
+    return timm.models.VisionTransformer(32, 4, embed_dim=48, depth=2, num_heads=2, num_classes=5)
+
+
+@pytest.mark.parametrize("make", [timm_vit, narrow_vit])
+@pytest.mark.parametrize("images", [(0, 1), (0, 0)])
+def test_steps_that_nobody_told_of_are_found_and_nothing_is_vouched_for(make, images: tuple, tmp_path) -> None:
+    """Two local steps, on different images or on one: never a vouching for an update that is not what was stated."""
+    app = own_app(batches=images, make=make)
+    watcher, _ = watch(app, tmp_path, make=make, batch_size=1, local_steps=1)
+    verdict = watcher.verdict()
+    assert verdict.answer is Answer.NOT_TESTED
+    assert not any(found.known.any() or found.certified for _, _, found in watcher.found)
+    assert "is not one gradient step of 1 image" in watcher.findings["several_steps"]
+    assert all("is not one gradient step of 1 image" in found.diagnosis for _, _, found in watcher.found)
 
 
 @pytest.mark.parametrize(("given", "name"), [({"weight_decay": 0.05}, None), ({}, "weight_decay")])
@@ -232,6 +257,16 @@ def test_weight_decay_is_removed_given_or_not(given: dict, name: str | None, tmp
     assert all(float(psnr(r.images, photographs(32, 1))[0]) > 30 for _, _, r in watcher.found)
     assert list(watcher.findings) == ([name] if name else [])
     assert watcher.finish().exists()
+
+
+def without_head(state: dict, partition: int) -> dict:
+    return {n: t for n, t in state.items() if not n.startswith("head.")}
+
+
+def test_what_cannot_be_checked_of_the_step_is_said_to_be_assumed(tmp_path) -> None:
+    watcher, _ = watch(own_app(spoil=without_head), tmp_path, batch_size=1, local_steps=1)
+    assert "one gradient step as stated is assumed" in watcher.findings["unchecked_step"]
+    assert watcher.verdict().certified == 0
 
 
 def without_positions(state: dict, partition: int) -> dict:

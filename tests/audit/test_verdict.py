@@ -56,7 +56,7 @@ CASES = {
         dict(best=[9.0] * 4),
         {},
         {"best": {"certified": True}},
-        "partly: no whole image above 25 dB, but 4 of 4 images certified: patches are known",
+        "partly: no whole image above 25 dB, but 4 of 4 images certified: they reproduce the update",
     ),
     "no leak shown": (
         dict(best=[11.0, 13.0, 15.0, 10.0], other=[8.0] * 4),
@@ -90,6 +90,21 @@ CASES = {
     ),
     "one image": (dict(best=[31.0]), {}, {}, "leaks: 1 of 1 image above 25 dB (best, median 31.0 dB, +19.0 dB over"),
     "one image, patches": (dict(best=[18.0]), {"best": 0.5}, {}, "but 50 % of patches (best, median 18.0 dB, +6.0 dB"),
+    "one image, patches of a worse answer that are too many for chance": (
+        dict(best=[9.0]),
+        {"best": 0.2},
+        {},
+        "but 20 % of patches (best, median 9.0 dB, -3.0 dB",
+    ),
+    "one image, few patches of a worse answer": (dict(best=[10.0]), {"best": 2 / 64}, {"best": FAILED}, "not tested"),
+    "few patches of worse answers": (dict(best=[10.0] * 4), {"best": 2 / 64}, {}, "no leak shown by 1 attack (best)"),
+    "few patches of nearer answers": (dict(best=[16.0] * 4), {"best": 2 / 64}, {}, "but 3 [3, 3] % of patches (best"),
+    "another view of the image": (
+        dict(best=[10.0]),
+        {"best": 2 / 64},
+        {"best": {"certified": True}},
+        "partly: no whole image above 25 dB, but 1 of 1 image certified: they reproduce the update",
+    ),
     "one image, a little nearer": (dict(best=[12.2]), {}, {}, "no leak shown by 1 attack (best) on 1 image"),
 }
 

@@ -40,7 +40,7 @@ def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
     # two images by two batches: two attacks without a defence, two in two settings with it, two guesses
     assert len(rows) == 2 * 2 * (2 + 4 + 2)
     table = pd.read_csv(whole / "table.csv").set_index(["attack", "gamma", "batch_size", "setting"])
-    assert table.loc[("patch_embedding", 0.0, 1, "original"), "verdict"] == "beats the mean image"
+    assert table.loc[("patch_embedding", 0.0, 1, "original"), "verdict"] == "leaks"
     assert table.loc[("patch_embedding", 0.0, 2, "original"), "psnr_mean"] < 15
     assert table.loc[("inverting_gradients", 0.0, 2, "original"), "label_accuracy_mean"] == 1.0
     assert "one_mask_assumed" in table.loc[("inverting_gradients", 0.5, 2, "original"), "flags"]
@@ -66,20 +66,23 @@ def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
     assert "pass another --out" in capsys.readouterr().err
 
 
-def test_verdicts_are_on_the_same_images() -> None:
+def test_the_verdict_is_the_common_one_over_the_best_guess_on_the_same_images() -> None:
     def rows(attack: str, values: list[float], **changes) -> list[dict]:
-        common = {"setting": "original", "attack": attack, "defense_parameters": {}, **changes}
+        common = {"setting": "original", "attack": attack, "defense_parameters": {}, "patch_recovery": 0.0, **changes}
         return [make_row(image_id=f"i{i}", psnr=v, **common) for i, v in enumerate(values)]
 
-    guess = rows("mean_image", [10.0, 20.0, 12.0], attack_parameters={}, model="(no gradient)")
-    strong = rows("gradvit", [11.0, 21.5, 13.0], attack_parameters={"steps": 5, "init": "randn"})
-    weak = rows("idlg", [9.0, 19.0, 11.5], attack_parameters={"steps": 5, "init": "randn"})
-    mixed = rows("dlg", [9.0, 21.0, 12.0], attack_parameters={"steps": 5, "init": "randn"})
-    table = matching_table(pd.DataFrame(guess + strong + weak + mixed)).set_index("attack")
-    assert table.loc["gradvit", "gain_mean"] == pytest.approx(3.5 / 3)
-    verdicts = ("beats the mean image", "below the mean image", "no better than the mean image")
-    assert tuple(table.loc[["gradvit", "idlg", "dlg"], "verdict"]) == verdicts
-    assert table.loc["mean_image", "verdict"] == ""
+    mean = rows("mean_image", [10.0, 20.0, 12.0], attack_parameters={}, model="(no gradient)")
+    other = rows("other_image", [9.0, 8.0, 13.5], attack_parameters={}, model="(no gradient)")
+    searched = {"attack_parameters": {"steps": 5, "init": "randn"}}
+    better = rows("gradvit", [11.0, 21.5, 14.0], **searched)
+    exact = rows("dlg", [60.0, 19.0, 13.0], **searched)
+    worse = rows("idlg", [9.0, 19.0, 12.5], **searched)  # above the mean image on one, never above both guesses
+    unlike = rows("april_optimisation", [9.0, 19.0, 12.5], diagnosis="no such block", **searched)
+    table = matching_table(pd.DataFrame(mean + other + better + exact + worse + unlike)).set_index("attack")
+    assert table.loc["gradvit", "gain_mean"] == pytest.approx(3.0 / 3)
+    answers = ["partly", "leaks", "no leak shown", "not tested"]
+    assert list(table.loc[["gradvit", "dlg", "idlg", "april_optimisation"], "verdict"]) == answers
+    assert table.loc["mean_image", "verdict"] == table.loc["other_image", "verdict"] == ""
 
 
 MISTAKES = [

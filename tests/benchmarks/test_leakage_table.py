@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from experiments.leakage.condition import condition_figure
+from experiments.leakage.protocol import strongest_first
 from experiments.leakage.render import LEAKAGE
 from experiments.leakage.table import (
     labelled,
@@ -144,3 +145,19 @@ def test_files(tmp_path, table, rows) -> None:
 def test_nothing_to_draw_is_said(tmp_path, rows) -> None:
     with pytest.raises(ValueError, match="condition number"):
         condition_figure(labelled(rows.assign(psnr=np.nan)), tmp_path / "x.png")
+
+
+def test_the_pictured_attack_is_the_strongest_by_the_rule_of_the_verdict() -> None:
+    """Not by the mean PSNR: one exact answer of many does not outweigh being better on every other image."""
+
+    def rows_of(attack: str, values: list[float | None], model: str = "m", setting: str = "a") -> list[dict]:
+        return [row(model, "standard", attack, setting, image, value) for image, value in enumerate(values)]
+
+    lucky, steady = [9.0, 9.5, 120.0, 9.0], [24.0, 23.0, 24.5, 22.0]
+    attacks = rows_of("lucky", lucky) + rows_of("steady", steady) + rows_of("silent", [None] * 4)
+    elsewhere = rows_of("lucky", [100.0] * 4, setting="b") + rows_of("lucky", [100.0] * 4, model="m_nope")
+    guesses = rows_of("mean_image", [10.0, 11.0, 12.0, 10.0], model="(no gradient)")
+    rows = pd.DataFrame(attacks + elsewhere + guesses)
+    assert strongest_first(rows, "standard", ["m"], lambda name: True) == ["steady", "lucky"]
+    assert strongest_first(rows, "standard", ["m"], "silent".__eq__) == []
+    assert strongest_first(rows, "april", ["m"], "lucky".__eq__) == []

@@ -7,7 +7,7 @@ Settings, threat models and what the paper leaves open: `options.Options`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
 import pandas as pd
@@ -18,15 +18,17 @@ from attacks import ATTACKS, Capability, ThreatModel
 from experiments.leakage.options import Options
 from experiments.leakage.render import ACCURACY, LEAKAGE, known_accuracies, rendered_table
 from experiments.leakage.table import leakage_text
+from experiments.rendering import read_rows
 from experiments.session import AttackSession
 from fedmjp.audit.campaign import Campaign, run_attacks
 from fedmjp.audit.harness import scorer
+from fedmjp.audit.verdict import gains_over_guesses, ranked
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient, lacks_positions
 from fedmjp.budgets import ALL, AUTO, build_attack
 from fedmjp.data import load_gallery
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
-from fedmjp.records.rows import RowLog
+from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.report import Panel, Reconstructed, reconstructions_figure
 
 SETTINGS = (
@@ -63,6 +65,21 @@ def label(subject: Subject) -> str:
     return subject.built.name + (" + dL/dz" if Capability.TOKEN_GRADIENT in subject.threat_model.grants else "")
 
 
+def strongest_first(rows: pd.DataFrame, block: str, models: Sequence[str], asked: Callable[[str], bool]) -> list[str]:
+    """Attacks that returned an image on undefended clients (setting a) of these models, by `verdict.ranked`.
+
+    Args:
+        rows: as `load_rows` gives them, guesses among them.
+        asked: whether an attack of this name is to be compared.
+    """
+    own = rows[rows["setting"] == SETTINGS[0].name]
+    guesses = own[own["attack"].isin(BASELINES)]
+    attacked = own[(own["block"] == block) & own["model"].isin(models) & own["attack"].map(asked)]
+    lines = attacked.groupby(["model", "weights", "precision"], sort=False)
+    gains = [gains_over_guesses(pd.concat([line, guesses])) for _, line in lines]
+    return ranked(pd.concat(gains, ignore_index=True)) if gains else []
+
+
 def run(options: Options, console: Console) -> None:
     """Attack, measure accuracies, write tables and figures."""
     Run(options, console)()
@@ -83,7 +100,7 @@ class Run:
         self.session.finish("april_attack", LEAKAGE)
         table = rendered_table(self.options.out)
         for block in dict.fromkeys(s.built.block for s in subjects):
-            self.picture([s for s in subjects if s.built.block == block], table)
+            self.picture([s for s in subjects if s.built.block == block])
             self.console.print(leakage_text(table, block))
 
     def attack(self, rows: RowLog) -> list[Subject]:
@@ -149,7 +166,7 @@ class Run:
             lines = pd.DataFrame([(*key, value) for key, value in found.items()], columns=ACCURACY)
             lines.to_csv(o.out / "accuracy.csv", index=False)
 
-    def picture(self, subjects: list[Subject], table: pd.DataFrame) -> None:
+    def picture(self, subjects: list[Subject]) -> None:
         """Draw reconstructions of the embedded photographs on one block, in the manner of the paper's Figure 5.
 
         Settings (a) and (b) have a figure each.
@@ -157,21 +174,17 @@ class Run:
         The paper's attack on the paper's block, the strongest on the other.
         """
         block = subjects[0].built.block
-        own = table[(table["block"] == block) & (table["setting"] == "a") & table["attack"].isin(self.asked(table))]
-        if own["psnr_mean"].isna().all():
-            return  # no attack gave an image, and the table says why
-        strongest = own.groupby("attack")["psnr_mean"].mean().idxmax()
-        name = "april" if block == "april" and "april" in self.asked(table) else strongest
         shown = [subject for subject in subjects if not lacks_positions(subject.built)]  # the table says why
+        names = strongest_first(read_rows(self.options.out), block, [s.built.name for s in shown], self.asked)
+        if not names:
+            return  # no attack gave an image, and the table says why
+        name = "april" if block == "april" and self.asked("april") else names[0]
         for setting in SETTINGS[:2]:
             self.draw(name, setting, shown[:MOST_PICTURED])
 
-    def asked(self, table: pd.DataFrame) -> list[str]:
-        """The attacks of this call that have lines in the table."""
-        every = {AUTO, ALL} & set(self.options.attacks)
-        return [
-            name for name in table["attack"].unique() if name in ATTACKS and (every or name in self.options.attacks)
-        ]
+    def asked(self, name: str) -> bool:
+        """Whether this call asked for the attack `name`."""
+        return name in ATTACKS and bool({AUTO, ALL, name} & set(self.options.attacks))
 
     def draw(self, name: str, setting: Setting, subjects: list[Subject]) -> None:
         """Draw what one attack makes of the embedded photographs in one setting, a column a model on the same block."""

@@ -26,7 +26,7 @@ class Options(DefendedOptions):
     number of images in the batch, defence (none, and --defense, where it has the option gamma at each of --gammas) and
     number of steps, closed forms beside them. The clients' loss is the cross-entropy alone. Every answer is compared
     with the original images (setting `original`) and, under a defence, with what the model saw (setting `seen`). A
-    table says by how much each attack beats the mean image of the data, which needs no gradient, on the same images.
+    table says by how much each attack beats the best guess without a gradient, image by image, and gives the verdict.
 
         python benchmarks/gradient_matching.py --batches 1 2 4 8 --gammas 0.1 0.5 0.9 --steps 60
         python benchmarks/gradient_matching.py --batches 1 --gammas --steps 15 240 --attacks gradvit --resume
@@ -70,7 +70,7 @@ class Options(DefendedOptions):
     """Starts for each client."""
     seed: int = 0
     """Fixes random weights, masks, jigsaws and starts."""
-    together: Annotated[int, tyro.conf.arg(aliases=("--lanes",))] = 8
+    together: int = 8
     """Images searched for at once."""
     pictures: int = 3
     """Embedded photographs in the figure of reconstructions (0: no figure)."""

@@ -8,6 +8,7 @@ import pandas as pd
 
 from experiments.matching.table import matching_figure, matching_table
 from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
+from fedmjp.audit.verdict import Answer
 from fedmjp.report.flags import with_table_flags
 
 
@@ -41,7 +42,7 @@ def matching_block(folder: Path) -> str:
 
 def _cell(row: pd.Series) -> str:
     mean, bounds = interval(row, "psnr", 1, MEAN).split(" ", 1)
-    mark = "**" if row["verdict"] == "beats the mean image" else ""
+    mark = "**" if row["verdict"] in (Answer.LEAKS, Answer.PARTLY) else ""
     return f"{mark}{mean}{mark} {bounds}"
 
 

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attacks.registry import UsageError
+from fedmjp.audit.verdict import gains_over_guesses, judge
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.figures import legend_below
@@ -30,9 +31,9 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         The columns `BY`, `count` (of images), for psnr, ssim, lpips and label_accuracy M_mean with M_low and M_high
-        (95 % bootstrap interval), `gain_mean` with `gain_low` and `gain_high` (dB over the mean image on the same
-        images, where the answer is compared with the original), `verdict` on it, `seconds_median` an update, `flags`
-        and `diagnosis`.
+        (95 % bootstrap interval), `gain_mean` with `gain_low` and `gain_high` (dB over the best guess without a
+        gradient on the same images, where the answer is compared with the original), `verdict` (of
+        `fedmjp.audit.verdict`, on this attack alone), `seconds_median` an update, `flags` and `diagnosis`.
     """
     rows = rows.assign(
         gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
@@ -46,7 +47,7 @@ def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
             f"the rows hold {rows[twice]['attack'].iloc[0]!r} with several parameters of the attack or the defence; "
             "give each a folder of its own (--out)"
         )
-    guesses = rows[rows["attack"] == GUESS]
+    guesses = rows[rows["attack"].isin(BASELINES)]
     lines = [_line(dict(zip(BY, key, strict=True)), group, guesses) for key, group in rows.groupby(BY, sort=False)]
     order = ["model", "batch_size", "gamma", "setting", "steps", "init"]
     return pd.DataFrame(lines).sort_values(order, kind="stable").reset_index(drop=True)
@@ -56,12 +57,13 @@ def _line(line: dict, group: pd.DataFrame, guesses: pd.DataFrame) -> dict:
     line["count"] = int(group["psnr"].notna().sum())
     for name in ("psnr", "ssim", "lpips", "label_accuracy"):
         line |= _interval(name, group[name].to_numpy(float))
-    gains = np.array([])
+    gains, line["verdict"] = np.array([]), ""
     if line["setting"] == "original" and line["attack"] not in BASELINES:
-        same = guesses[guesses["batch_size"] == line["batch_size"]].set_index("image_id")["psnr"]
-        gains = group["psnr"].to_numpy() - same.groupby(level=0).mean().reindex(group["image_id"]).to_numpy()
+        like = guesses[guesses["batch_size"] == line["batch_size"]]
+        compared = pd.concat([group, like[like["image_id"].isin(group["image_id"])]])
+        gains = gains_over_guesses(compared)[line["attack"]].to_numpy()
+        line["verdict"] = str(judge(compared).answer)
     line |= _interval("gain", gains)
-    line["verdict"] = _verdict(line)
     line["seconds_median"] = group["seconds"].median()
     line["flags"] = " ".join(sorted({flag for flags in group["flags"] for flag in flags}))
     line["diagnosis"] = next((d for d in group["diagnosis"] if d), "")
@@ -71,15 +73,6 @@ def _line(line: dict, group: pd.DataFrame, guesses: pd.DataFrame) -> dict:
 def _interval(name: str, values: np.ndarray) -> dict[str, float]:
     interval = bootstrap_mean(values)
     return {f"{name}_mean": interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
-
-
-def _verdict(line: dict) -> str:
-    """Whether the attack beats the mean image, by the interval of the difference."""
-    if np.isnan(line["gain_mean"]):
-        return ""
-    if line["gain_low"] > 0:
-        return "beats the mean image"
-    return "below the mean image" if line["gain_high"] < 0 else "no better than the mean image"
 
 
 def matching_figure(table: pd.DataFrame, path: Path) -> None:

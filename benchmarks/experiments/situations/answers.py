@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 REFUSED, CRASHED, TABLE = "refused", "crashed", "no verdict"
+OF_THE_MACHINE = ("guesses", "budget")  # findings that say nothing about the situation
 CHIPS = {"Leaks.": "leaks", "Undecided.": "undecided", "No leak shown.": "no leak shown"}  # of earlier pages
 
 
@@ -72,7 +73,7 @@ def of_audit(result: Any) -> Answer:
     """The answer of `audit_gradient`, of this version or of one that returned a table."""
     if not hasattr(result, "verdict"):
         return Answer(TABLE, _of_table(result))
-    noticed = [finding.sentence for finding in result.findings if finding.name != "guesses"]
+    noticed = [finding.sentence for finding in result.findings if finding.name not in OF_THE_MACHINE]
     return Answer(str(result.verdict.answer), _joined([result.verdict.headline(), *noticed, *_reasons(result.verdict)]))
 
 
@@ -82,7 +83,8 @@ def of_watcher(watcher: Any) -> Answer:
         said = dict.fromkeys(f"`{name}`: {result.diagnosis or 'recovered'}" for _, name, result in watcher.found)
         return Answer(TABLE, _joined(list(said)))
     watcher.finish()
-    noticed = [*watcher.findings.values(), *watcher.assumptions, *watcher.problems]
+    found = getattr(watcher, "findings", {}).items()
+    noticed = [said for name, said in found if name not in OF_THE_MACHINE] + [*watcher.assumptions, *watcher.problems]
     if not watcher.found:
         return Answer(TABLE, _joined(noticed))
     verdict = watcher.verdict()
