@@ -46,10 +46,13 @@ class Step:
     factor: float
 
 
-def read_step(observation: Observation) -> Step | None:
+def read_step(observation: Observation, relative_error: float = 0.0) -> Step | None:
     """What the classifier's gradient says of the step; None where it cannot show more terms than one (two classes).
 
     None too where the update lacks the classifier's weight, or the model's logits are no linear layer's output.
+
+    Args:
+        relative_error: of the gradient by its precision, where the sums over the classes may not show it all.
     """
     layer = find_classifier(observation)
     weight = None if layer is None else observation.gradients.get(f"{layer}.weight")
@@ -60,7 +63,8 @@ def read_step(observation: Observation) -> Step | None:
     gradient = torch.cat(parts, dim=1)  # (K, D + 1)
     module = observation.model.get_submodule(layer)
     _, sizes, right = torch.linalg.svd(gradient, full_matrices=False)
-    terms = max(1, int((sizes > _error(observation, gradient, module.weight)).sum()))
+    error = max(_error(observation, gradient, module.weight), relative_error * float(sizes[0]))
+    terms = max(1, int((sizes > error).sum()))
     if terms > 1 or bias is None or module.bias is None:
         return Step(terms, float("nan"))
     features = right[0, :-1] / right[0, -1]

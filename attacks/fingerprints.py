@@ -56,6 +56,8 @@ ADVICE = "send the gradient itself, or weights after plain SGD"
 ROUND = 1e-5
 # Relative distance of the classifier's scale from 1 that half precision explains.
 SCALED = 1e-2
+# Relative error of the classifier's gradient in half precision or eight bits, at most.
+COARSE = 2e-2
 
 
 def recognise(observation: Observation) -> list[Finding]:
@@ -111,7 +113,7 @@ def _findings(observation: Observation) -> Iterator[Finding | None]:
     beside = (_noise(observation) or _broken_sums(observation)) if precision is None else None
     yield beside
     if beside is None or not beside.hinders:
-        yield _step(observation, clipped=clipping is not None)
+        yield _step(observation, COARSE if precision else 0.0, clipped=clipping is not None)
 
 
 def _full(gradient: Tensor) -> Tensor:
@@ -232,9 +234,9 @@ def _rest_of_system(observation: Observation) -> float | None:
     return solve_masked(rows).noise
 
 
-def _step(observation: Observation, clipped: bool) -> Finding | None:
+def _step(observation: Observation, error: float, clipped: bool) -> Finding | None:
     """Whether the update is the sum of more gradients than stated, or of one at another scale."""
-    step = read_step(observation)
+    step = read_step(observation, error)
     stated = observation.num_examples * observation.local_steps
     if step is not None and step.terms > stated:
         images = f"{observation.num_examples} image{'s' * (observation.num_examples > 1)}"
