@@ -94,13 +94,14 @@ def answer(attack: Attack, observations: Sequence[Observation], *, weights_grant
 def explained(scored: Scored, findings: Sequence[Finding]) -> Scored:
     """An attack's answer on an update about which something was noticed.
 
-    What hinders the attacks becomes part of the diagnosis, and nothing is vouched for, unless the answer is certified
-    or an image was recovered all the same. What else is unusual is added to a diagnosis that the attack has anyway: it
-    may be the reason.
+    What hinders the attacks becomes part of the diagnosis, and nothing is vouched for, unless an image was recovered
+    all the same (where the originals are not known: unless the answer is certified). What else is unusual is added to a
+    diagnosis that the attack has anyway: it may be the reason.
     """
     found = scored.reconstruction
-    certified = found is not None and found.certified
-    recovered = certified or any(record["psnr"] > RECOGNISABLE for record in scored.records)
+    scores = [record["psnr"] for record in scored.records]
+    unscored = all(score != score for score in scores) and found is not None
+    recovered = found.certified if unscored else any(score > RECOGNISABLE for score in scores)
     hindrances = [finding.sentence for finding in findings if finding.hinders and not recovered]
     others = [f.sentence for f in findings if not (f.fixed or f.hinders) and scored.diagnosis]
     diagnosis = "; ".join(text for text in (scored.diagnosis, *hindrances, *others) if text)
