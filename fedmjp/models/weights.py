@@ -13,6 +13,7 @@ from attacks.registry import UsageError
 
 SHIPPED = Path(__file__).parent / "checkpoints"
 IMAGENET_CLASSES = 1000  # of timm's weights, and the default head for random weights
+ORIGIN = "fedmjp"  # key of a .safetensors file's metadata: how the weights were trained, as JSON
 # Parameters of the _mjp and _idx variants, which may be absent from a checkpoint or, for other variants, superfluous.
 MJP_ONLY = ("unk_embed", "idx_embed", "dal.")
 

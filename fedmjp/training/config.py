@@ -16,11 +16,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from attacks.registry import UsageError
-from fedmjp.config import DEFENSE_HELP, DataConfig, ModelConfig
+from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, ModelConfig
 from fedmjp.data.catalog import split_source
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import split_name
+from fedmjp.objectives import OBJECTIVES, Objective, read_objective
+from fedmjp.settings import split_entry
 
 # Images that the paper's recipe sees: 300 epochs of ImageNet-1k.
 PAPER_IMAGES = 300 * 1_281_167
@@ -65,6 +67,7 @@ class TrainConfig:
     defense: Annotated[str, tyro.conf.arg(help=DEFENSE_HELP.replace("compare, one federation each", "train under"))] = (
         "none"
     )
+    objective: Annotated[str, tyro.conf.arg(help=OBJECTIVE_HELP)] = "supervised"
     model: ModelConfig = field(default_factory=lambda: ModelConfig(weights="random"))
     data: DataConfig = field(default_factory=lambda: DataConfig(test_limit=None))
     recipe: Recipe = field(default_factory=Recipe)
@@ -95,9 +98,17 @@ class TrainConfig:
         kind = DEFENSES.get(self.defense)
         return getattr(self.options, self.defense, None) or kind()
 
+    def chosen_objective(self) -> Objective:
+        """What is trained.
+
+        Raises:
+            UsageError: see `read_objective`.
+        """
+        return read_objective(self.objective)
+
     def model_name(self) -> str:
         """The variant of --model that is trained."""
-        return self.defence().model_name(self.model.model)
+        return self.defence().model_name(self.chosen_objective().model_name(self.model.model))
 
     def activations(self) -> Literal["float32", "bfloat16"]:
         """The type of activations that `precision` and `device` mean on this machine."""
@@ -120,6 +131,8 @@ class TrainConfig:
         """
         self.defence().validate()
         split_name(self.model.model)
+        self.chosen_objective().check(self.model.model, self.defence())
+        self._validate_labels()
         split_source(self.data.data)
         if self.model.block != "standard":
             raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")
@@ -145,6 +158,24 @@ class TrainConfig:
             raise UsageError(f"--rand-augment takes none or timm's rand-..., not {recipe.rand_augment!r}")
         if self.workers < 0 or self.threads < 0 or self.seed < 0:
             raise UsageError("--workers, --threads and --seed must not be negative")
+
+    def _validate_labels(self) -> None:
+        """Mixing images and smoothing labels are of no use to an objective without labels."""
+        recipe = self.recipe
+        used = [_flag(o) for o in ("mixup", "cutmix", "label_smoothing") if getattr(recipe, o) > 0]
+        if used and not self.chosen_objective().needs_labels:
+            off = " ".join(f"{flag} 0" for flag in used)
+            raise UsageError(f"--objective {self.objective} has no labels to mix or smooth; pass {off}")
+
+
+def default_config(objective: str) -> TrainConfig:
+    """The defaults of `fedmjp.train --objective ENTRY`: `TrainConfig` with the recipe of the objective's paper.
+
+    Raises:
+        UsageError: no such objective.
+    """
+    own = OBJECTIVES.get(split_entry(objective, "--objective")[0]).recipe
+    return TrainConfig(objective=objective, recipe=dataclasses.replace(Recipe(), **own))
 
 
 def cpu_has_bfloat16() -> bool:

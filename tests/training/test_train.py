@@ -109,7 +109,7 @@ def test_the_folder_holds_the_documented_files(whole) -> None:
 
 def test_a_step_equals_a_clients_step(tmp_path) -> None:
     """With plain labels and images, one step's loss and gradient equal those of a client."""
-    from fedmjp.objectives import client_loss
+    from fedmjp.objectives import Draws, client_loss
 
     trainer = Trainer(dataclasses.replace(config(tmp_path, clip_gradient=0.0), precision="float32"))
     client = build_model("vit_mini_32_mjp", num_classes=8, weights="random", dal="nonlinear")
@@ -118,7 +118,8 @@ def test_a_step_equals_a_clients_step(tmp_path) -> None:
     loss = client_loss(client, seen.images, labels, seen.position_mask, trainer.defense.loss_weights())
     loss.backward()
     one_hot = torch.nn.functional.one_hot(labels, 8).float()
-    ours = trainer.step(images, one_hot, torch.Generator().manual_seed(3), 1)
+    draws = Draws(torch.Generator().manual_seed(3), torch.Generator().manual_seed(4))
+    ours = trainer.step(images, one_hot, draws, 1)
     assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
     theirs = dict(client.module.named_parameters())
     for name, parameter in trainer.model.module.named_parameters():
