@@ -80,8 +80,9 @@ class ModelConfig:
 
     model: str = "deit_s"
     """vit_s, deit_s, vit_ti, deit_ti, vit_b, deit_b, vit_mini_32, vit_mini_64, vit_micro_32 (each also as NAME_nope
-    without position embedding, NAME_mjp with MJP's and NAME_idx with a table of origins), swin_t, swin_micro_32,
-    resnet50, resnet_micro_32. --defense mjp turns NAME into the variant it needs by itself."""
+    without position embedding, NAME_rel with relative position biases instead, NAME_mjp with MJP's and NAME_idx with a
+    table of origins), swin_t, swin_micro_32, resnet50, resnet_micro_32. Defences and objectives turn NAME into the
+    variant that they need by themselves."""
     weights: str = "auto"
     """random, timm (published weights), a checkpoint's path, or auto (shipped weights of that name, else random)."""
     block: Literal["standard", "april"] = "standard"

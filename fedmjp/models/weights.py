@@ -16,6 +16,8 @@ IMAGENET_CLASSES = 1000  # of timm's weights, and the default head for random we
 ORIGIN = "fedmjp"  # key of a .safetensors file's metadata: how the weights were trained, as JSON
 # Parameters of the _mjp and _idx variants, which may be absent from a checkpoint or, for other variants, superfluous.
 MJP_ONLY = ("unk_embed", "idx_embed", "dal.")
+PRETEXT = "pretext."  # an objective's heads (`Objective.attach`)
+ABSENT = (PRETEXT, "relative.")  # may be absent from a checkpoint, and start as they are built
 
 
 def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | None, seed: int) -> str:
@@ -100,11 +102,8 @@ def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
     head = [k for k in own if k.split(".")[0] in {"head", "fc"} and k in state and state[k].shape != own[k].shape]
     for key in head:
         del state[key]
-    without_positions = getattr(module, "pos_embed", None) is None
-    extra = [
-        k for k in state if k not in own and not (k == "pos_embed" and without_positions) and not k.startswith(MJP_ONLY)
-    ]
-    missing = [k for k in own if k not in state and k not in head and not k.startswith(MJP_ONLY)]
+    extra = [k for k in state if k not in own and not k.startswith((*MJP_ONLY, *_superfluous(module)))]
+    missing = [k for k in own if k not in state and k not in head and not k.startswith((*MJP_ONLY, *ABSENT))]
     wrong = [k for k in own if k in state and state[k].shape != own[k].shape]
     if wrong:
         key = wrong[0]
@@ -122,4 +121,12 @@ def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
     notes += ["unknown position random"] if "unk_embed" in fresh else []
     notes += ["table of origins random"] if "idx_embed" in fresh else []
     notes += ["DAL map random"] if any(k.startswith("dal.") for k in fresh) else []
+    notes += ["pretext head random"] if any(k.startswith(PRETEXT) for k in fresh) else []
+    notes += ["relative positions zero"] if any(k.startswith("relative.") for k in fresh) else []
     return label + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _superfluous(module: nn.Module) -> tuple[str, ...]:
+    """Beginnings of names that a checkpoint may hold although the module has no use for them."""
+    found = ("pos_embed",) if "pos_embed" not in dict(module.named_parameters()) else ()
+    return (*found, "cls_token", "head.") if hasattr(module, PRETEXT.rstrip(".")) else found

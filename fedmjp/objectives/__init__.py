@@ -43,6 +43,8 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
     "objective",
     {
         "supervised": "fedmjp.objectives.supervised:Supervised",
+        "mp3": "fedmjp.objectives.mp3:MP3",
+        "droppos": "fedmjp.objectives.droppos:DropPos",
     },
     group="fedmjp.objectives",
     base="fedmjp.objectives.base:Objective",
