@@ -11,7 +11,7 @@ context or not. For fine-tuning the head is dropped and class token, classifier 
 Departs from the paper: attention over the context is computed as full attention under a mask (timm's `attn_mask`), so
 the time of a step does not fall with eta as in the paper's Table 2. The class token is left out here, since the paper
 attaches the classifier to it only when it fine-tunes. A public re-implementation computes keys and values of every
-layer from the *initial* context embeddings and adds two norms to the patch embedding; neither is in the paper, nor here.
+layer from the *initial* context embeddings and adds two norms to the patch embedding; neither is in the paper or here.
 Drop path of 0.1 and RandAugment are the paper's; the published text names no learning rate, so DeiT's stands.
 """
 

@@ -36,8 +36,9 @@ def smoothed_places(grid: tuple[int, int], sigma: float) -> Tensor:
     """Position smoothing: the target distribution over places for each true place, (N, N) float64 (DropPos).
 
     w_ij = exp(-d_ij^2 / sigma^2) with d the Euclidean distance in patches on the true grid, each row divided by its own
-    sum. Departs from the published code, where the grid is 224 // 14 = 16 patches wide by default although there are
-    14 x 14 of them, and where row i is divided by the sum of row j in column j, so that rows sum to 0.66 to 1.11.
+    sum. Departs from the published code, where the grid is 224 // 14 = 16 patches wide although there are 14 x 14 of
+    them, where column j is divided by the sum of row j, and where the 256 x 256 map is then cut to its first 196 columns:
+    rows sum to 0.66 to 1.11 at sigma 1.
 
     Args:
         grid: (rows, columns).
