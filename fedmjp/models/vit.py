@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from timm.layers import RelPosBias
+from timm.layers import DropPath, RelPosBias
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -123,9 +123,27 @@ class ViT(VisionTransformer):
         biases = {n for n, _ in self.named_parameters() if n.endswith("relative_position_bias_table")}
         return super().no_weight_decay() | set(POSITION_TABLES) | biases
 
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict:
+        """timm's layers for layer decay, with the tables and biases of this class in the layers that they act on."""
+        groups = super().group_matcher(coarse)
+        blocks = [*groups["blocks"], (r"^relative\.(\d+)", None)]
+        return {"stem": f"{groups['stem']}|unk_embed|idx_embed", "blocks": blocks}
+
     def patch_positions(self) -> Tensor | None:
         """Position embeddings of the patches, (N, D), or None if the model has none."""
         return None if self.pos_embed is None else self.pos_embed[0, self.num_prefix_tokens :]
+
+
+def skip_blocks(module: ViT, rate: float) -> None:
+    """Stochastic depth: in training, skip each half of a block for an image with a probability that rises with depth.
+
+    Args:
+        rate: probability in the last block, in [0, 1); it falls linearly to 0 in the first, as in timm.
+    """
+    for number, block in enumerate(module.blocks):
+        share = rate * number / max(len(module.blocks) - 1, 1)
+        block.drop_path1, block.drop_path2 = (DropPath(share) if share else nn.Identity() for _ in range(2))
 
 
 class AprilBlock(nn.Module):

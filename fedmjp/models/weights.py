@@ -41,7 +41,7 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
         return _fit(module, _timm_state(timm_name, name), f"timm {timm_name}")
     path = shipped if source == "auto" else Path(source)
     label = f"shipped {path.name}" if source == "auto" else path.name
-    return _fit(module, _read(path), label)
+    return _fit(module, read_state(path), label)
 
 
 def shipped_names() -> list[str]:
@@ -62,7 +62,7 @@ def classes_of(name: str, source: str) -> int | None:
     shipped = SHIPPED / f"{name}.safetensors"
     if source in ("random", "timm") or (source == "auto" and not shipped.exists()):
         return None
-    state = _read(shipped if source == "auto" else Path(source))
+    state = read_state(shipped if source == "auto" else Path(source))
     head = next((state[k] for k in ("head.weight", "fc.weight") if k in state), None)
     return None if head is None else len(head)
 
@@ -79,7 +79,12 @@ def _timm_state(timm_name: str | None, name: str) -> dict[str, Tensor]:
         ) from error
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The state dict in a .safetensors, .pt or .pth file.
+
+    Raises:
+        UsageError: no such file, or one that cannot be read.
+    """
     if not path.is_file():
         raise UsageError(f"no checkpoint at {path}; pass --weights random, timm, auto or a file's path")
     try:

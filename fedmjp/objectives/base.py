@@ -48,8 +48,8 @@ class Objective:
     Attributes:
         needs_labels: whether the loss reads labels. Mixing and smoothing of labels are for such objectives only.
         accuracy_of: what the accuracy of `evaluate` counts, in words for a table.
-        recipe: how the paper trains, where that differs from `fedmjp.training.Recipe`: field -> value. They become the
-            defaults of `fedmjp.train --objective NAME`.
+        recipe: how the paper trains, where that differs from `fedmjp.training.config`: field of `Recipe` or
+            `StartConfig` -> value. They become the defaults of `fedmjp.train --objective NAME`.
     """
 
     needs_labels: ClassVar[bool] = False
@@ -81,6 +81,9 @@ class Objective:
         fine-tuned. A classifier that the loss does not use is removed (`module.reset_classifier(0)`), so that no
         parameter without gradient is sent.
         """
+
+    def begin_fine_tuning(self, module: nn.Module) -> None:
+        """Change a model whose encoder this objective has pre-trained, after its weights are loaded for fine-tuning."""
 
     def local(self, model: BuiltModel) -> nn.Module | None:
         """What a client keeps to itself between steps and does not send, such as a teacher; None for nothing."""

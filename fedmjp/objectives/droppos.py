@@ -136,6 +136,21 @@ class DropPos(PositionPrediction):
         heads = self.decoder_width // HEAD_WIDTH
         module.pretext = PlaceDecoder(module.embed_dim, self.decoder_width, self.decoder_depth, heads, count)
 
+    def begin_fine_tuning(self, module: nn.Module) -> None:
+        """Start a learned position embedding from the fixed one that the encoder knows.
+
+        The published code keeps it fixed unless --fix_pos_emb is given, whose sense is inverted there; here it is
+        trained.
+        """
+        import torch
+
+        from fedmjp.objectives.places import sincos_table
+
+        if self.positions == "fixed" and module.pos_embed is not None:
+            table = sincos_table(module.patch_embed.grid_size, module.embed_dim, module.num_prefix_tokens)
+            with torch.no_grad():
+                module.pos_embed.copy_(table)
+
     def predict(self, model: BuiltModel, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Logits (B, M, N) of the places of the M patches without position, and those places (B, M)."""
         logits, places, _ = self._predict(model, images, generator)

@@ -4,8 +4,10 @@ the loss with the defence's terms.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch import Tensor
 from fedmjp.config import ModelConfig
 from fedmjp.defenses import ClientInput, Defense
 from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.encoder import load_encoder
+from fedmjp.objectives import read_objective
 from fedmjp.objectives.base import Objective, TrainingBatch
 from fedmjp.objectives.supervised import Supervised
 from fedmjp.objectives.terms import TERMS
@@ -52,8 +56,12 @@ class Learner:
         num_classes: int,
         seed: int,
         device: torch.device,
+        encoder: Path | None = None,
     ) -> Learner:
         """Build the model that objective and defence ask for, on `device`.
+
+        Args:
+            encoder: a checkpoint whose encoder is fine-tuned (`load_encoder`).
 
         Raises:
             UsageError: they do not go together, or weights are missing or unfit.
@@ -68,6 +76,11 @@ class Learner:
             seed=seed,
             attach=objective.attach,
         )
+        if encoder is not None:
+            origin = load_encoder(built.module, encoder)
+            if origin.objective:
+                read_objective(origin.objective).begin_fine_tuning(built.module)
+            built = dataclasses.replace(built, provenance=origin.provenance)
         built.module.to(device)
         return cls(objective, defense, built)
 

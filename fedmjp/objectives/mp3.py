@@ -46,6 +46,7 @@ class MP3(PositionPrediction):
             "cutmix": 0.0,
             "erasing": 0.0,
             "repeats": 1,
+            "drop_path": 0.1,
         }
     )
 

@@ -37,8 +37,8 @@ def smoothed_places(grid: tuple[int, int], sigma: float) -> Tensor:
 
     w_ij = exp(-d_ij^2 / sigma^2) with d the Euclidean distance in patches on the true grid, each row divided by its own
     sum. Departs from the published code, where the grid is 224 // 14 = 16 patches wide although there are 14 x 14 of
-    them, where column j is divided by the sum of row j, and where the 256 x 256 map is then cut to its first 196 columns:
-    rows sum to 0.66 to 1.11 at sigma 1.
+    them, where column j is divided by the sum of row j, and where the 256 x 256 map is cut to its first 196 columns: at
+    sigma 1 rows sum to 0.66 to 1.11.
 
     Args:
         grid: (rows, columns).

@@ -1,11 +1,12 @@
-"""Supervised classification: the mean cross-entropy of the labels, on the class token."""
+"""Supervised classification: the mean cross-entropy of the labels, on the class token or the mean of the patches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attacks.registry import UsageError
+from fedmjp.models.registry import MODELS, split_name
 from fedmjp.objectives.base import Objective, TrainingBatch
 
 if TYPE_CHECKING:
@@ -13,14 +14,32 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fedmjp.data import DataBundle
+    from fedmjp.defenses import Defense
     from fedmjp.models import BuiltModel
 
 
 @dataclass(frozen=True)
 class Supervised(Objective):
-    """Cross-entropy; it has no options."""
+    """Options of --objective supervised."""
 
     needs_labels: ClassVar[bool] = True
+
+    pool: Literal["class", "mean"] = "class"
+    """What a plain ViT's classifier reads: the class token, or the mean of the patches (DropPos fine-tunes so)."""
+
+    def check(self, model: str, defense: Defense) -> None:
+        """Refuse pooling for models that have no class token to leave out.
+
+        Raises:
+            UsageError: see `Objective.check`.
+        """
+        if self.pool == "mean" and MODELS.get(split_name(model)[0]).vit is None:
+            raise UsageError(f"--objective supervised:pool=mean is for plain ViTs; {model} pools by itself")
+
+    def attach(self, module: nn.Module) -> None:
+        """Let the classifier read the mean of the patches, if so asked; its weights stay as they are."""
+        if self.pool == "mean":
+            module.global_pool = "avg"
 
     def loss(self, model: BuiltModel, batch: TrainingBatch, local: nn.Module | None) -> Tensor:
         """Mean cross-entropy.

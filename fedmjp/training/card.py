@@ -90,7 +90,7 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
         "defense": ", ".join([config.defense, *_options(trainer.defense)]),
         "epochs": len(history),
         "steps": steps,
-        "recipe": ", ".join(_options(config.recipe)),
+        "recipe": ", ".join([*_options(config.recipe), *_options(config.start)[1:]]),
         "precision": config.activations(),
         "speed": steps * config.recipe.batch_size / seconds,
         "device": provenance.device_name(trainer.device),
@@ -103,6 +103,8 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
 
 def _summary(config: TrainConfig, seen: int) -> str:
     start = "From random weights" if config.model.weights == "random" else f"From {config.model.weights} weights"
+    if config.start.checkpoint is not None:
+        start = f"From the encoder of {config.start.checkpoint.name}"
     return (
         f"{start}, {seen:,} images seen in training; the papers' recipe sees {PAPER_IMAGES:,}. For audits of trained "
         "weights, not for accuracy."

@@ -20,7 +20,7 @@ from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, ModelConfig
 from fedmjp.data.catalog import split_source
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
-from fedmjp.models import split_name
+from fedmjp.models import MODELS, split_name
 from fedmjp.objectives import OBJECTIVES, Objective, read_objective
 from fedmjp.settings import split_entry
 
@@ -61,6 +61,36 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class StartConfig:
+    """What training starts from, and what fine-tuning adds to the recipe."""
+
+    checkpoint: Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT")] = None
+    """Fine-tune the encoder of this checkpoint: its heads are dropped, and what it lacks (class token, position
+    embedding) is new."""
+    layer_decay: float = 1.0
+    """Factor of the learning rate from each layer to the one before it (DropPos fine-tunes with 0.8; 1: none)."""
+    drop_path: float = 0.0
+    """Largest probability that a block is skipped, rising linearly with depth (MP3 and fine-tuning in DropPos: 0.1)."""
+
+    def validate(self, model: ModelConfig) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: out of range, or weights named twice.
+        """
+        if self.checkpoint is not None and model.weights != "random":
+            raise UsageError(f"--from {self.checkpoint} gives the encoder; leave out --weights {model.weights}")
+        if self.checkpoint is not None and not self.checkpoint.is_file():
+            raise UsageError(f"no checkpoint at {self.checkpoint}; pass --from a model.safetensors of fedmjp.train")
+        if not 0 < self.layer_decay <= 1:
+            raise UsageError(f"--layer-decay must lie in (0, 1], not {self.layer_decay}")
+        if not 0 <= self.drop_path < 1:
+            raise UsageError(f"--drop-path must lie in [0, 1), not {self.drop_path}")
+        if self.drop_path and MODELS.get(split_name(model.model)[0]).vit is None:
+            raise UsageError(f"--drop-path needs a plain ViT, not {model.model}")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Train a Vision Transformer in one place, on the model, data, loss and defence that a federation's clients use."""
 
@@ -71,6 +101,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=lambda: ModelConfig(weights="random"))
     data: DataConfig = field(default_factory=lambda: DataConfig(test_limit=None))
     recipe: Recipe = field(default_factory=Recipe)
+    start: StartConfig = field(default_factory=StartConfig)
     options: DefenseOptions = field(default_factory=lambda: DefenseOptions())  # type: ignore[valid-type]
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of activations: bfloat16 through autocast, or float32; auto takes bfloat16 on a GPU and on a CPU that has
@@ -133,6 +164,7 @@ class TrainConfig:
         split_name(self.model.model)
         self.chosen_objective().check(self.model.model, self.defence())
         self._validate_labels()
+        self.start.validate(self.model)
         split_source(self.data.data)
         if self.model.block != "standard":
             raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")
@@ -175,7 +207,10 @@ def default_config(objective: str) -> TrainConfig:
         UsageError: no such objective.
     """
     own = OBJECTIVES.get(split_entry(objective, "--objective")[0]).recipe
-    return TrainConfig(objective=objective, recipe=dataclasses.replace(Recipe(), **own))
+    names = {field.name for field in dataclasses.fields(StartConfig)}
+    start = StartConfig(**{name: value for name, value in own.items() if name in names})
+    recipe = Recipe(**{name: value for name, value in own.items() if name not in names})
+    return TrainConfig(objective=objective, recipe=recipe, start=start)
 
 
 def cpu_has_bfloat16() -> bool:

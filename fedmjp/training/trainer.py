@@ -22,6 +22,7 @@ from fedmjp.client import usable_device
 from fedmjp.data import DataBundle, load_data
 from fedmjp.defenses import Defense
 from fedmjp.models import MODELS, split_name
+from fedmjp.models.vit import skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.training.batches import Batches
 from fedmjp.training.config import TrainConfig
@@ -49,12 +50,19 @@ class Trainer:
         self.data = load(config) if data is None else data
         self.learner = build_learner(config, self.defense, len(self.data.classes), self.device)
         self.model = self.learner.model
+        if config.start.drop_path:
+            skip_blocks(self.model.module, config.start.drop_path)
         if self.device.type == "cpu":
             _use_unfused_attention(self.model.module)
         self.batches = Batches(self.data.train, self.recipe, self.model, config.seed, config.workers)
         rate = self.recipe.learning_rate * self.recipe.batch_size / 512
+        decay = config.start.layer_decay
         self.optimizer = create_optimizer_v2(
-            self.model.module, opt="adamw", lr=rate, weight_decay=self.recipe.weight_decay
+            self.model.module,
+            opt="adamw",
+            lr=rate,
+            weight_decay=self.recipe.weight_decay,
+            layer_decay=None if decay == 1 else decay,
         )
         self.schedule = CosineLRScheduler(
             self.optimizer,
@@ -95,7 +103,7 @@ class Trainer:
         return {
             "epoch": number,
             "steps": len(losses),
-            "rate": self.optimizer.param_groups[0]["lr"],
+            "rate": max(group["lr"] for group in self.optimizer.param_groups),
             "train_loss": sum(losses) / len(losses),
             "test_loss": test_loss,
             "test_accuracy": accuracy,
@@ -160,14 +168,21 @@ def build_learner(
     """The model of a training under its objective and defence.
 
     Args:
-        weights: instead of those that the configuration names.
+        weights: instead of those, or of the encoder, that the configuration names.
 
     Raises:
         UsageError: see `Learner.build`.
     """
     model = config.model if weights is None else dataclasses.replace(config.model, weights=weights)
-    objective = config.chosen_objective()
-    return Learner.build(objective, defense, model, num_classes=num_classes, seed=config.seed, device=device)
+    return Learner.build(
+        config.chosen_objective(),
+        defense,
+        model,
+        num_classes=num_classes,
+        seed=config.seed,
+        device=device,
+        encoder=config.start.checkpoint if weights is None else None,
+    )
 
 
 def load(config: TrainConfig) -> DataBundle:

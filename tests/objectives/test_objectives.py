@@ -167,7 +167,7 @@ def test_a_client_sends_the_heads_and_keeps_the_rest(brightness) -> None:
     ("entry", "words"),
     [
         ("supervisd", "did you mean 'supervised'"),
-        ("supervised:gamma=1", "objective 'supervised' has no setting 'gamma'; it has none"),
+        ("supervised:gamma=1", "objective 'supervised' has no setting 'gamma'; choose from: pool"),
         ("supervised:gamma", "--objective takes NAME or NAME:option=value"),
     ],
 )
