@@ -27,6 +27,19 @@ RENEWED = {
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What trained a checkpoint.
+
+    Attributes:
+        objective: the entry of --objective.
+        model: name of the model, with its variant.
+    """
+
+    objective: str
+    model: str
+
+
+@dataclass(frozen=True)
 class EncoderOrigin:
     """Where a loaded encoder comes from.
 
@@ -69,14 +82,24 @@ def load_encoder(module: nn.Module, path: Path) -> EncoderOrigin:
             )
     module.load_state_dict(kept, strict=False)
     new = [words for n, words in RENEWED.items() if any(o.startswith(n) and o not in kept for o in own)]
-    objective = _objective_of(path)
+    try:
+        objective = read_origin(path).objective
+    except UsageError:  # a state dict of another program
+        objective = ""
     trained = f" pre-trained by {objective}" if objective else ""
     return EncoderOrigin(objective, f"encoder of {path.name}{trained} ({', '.join([*new, 'head'])} new)")
 
 
-def _objective_of(path: Path) -> str:
-    if path.suffix != ".safetensors":
-        return ""
-    with safe_open(path, "pt") as file:
-        origin = (file.metadata() or {}).get(ORIGIN)
-    return json.loads(origin)["objective"] if origin else ""
+def read_origin(path: Path) -> Origin:
+    """How the weights of a model.safetensors of `fedmjp.train` were trained.
+
+    Raises:
+        UsageError: no such file, or one that does not say.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return Origin(**json.loads((file.metadata() or {})[ORIGIN]))
+    except Exception as error:  # the reader raises many kinds of errors for a file of another kind
+        raise UsageError(
+            f"{path} does not say how it was trained ({type(error).__name__}); pass a model.safetensors of fedmjp.train"
+        ) from error

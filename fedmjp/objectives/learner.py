@@ -15,7 +15,8 @@ from torch import Tensor
 from fedmjp.config import ModelConfig
 from fedmjp.defenses import ClientInput, Defense
 from fedmjp.models import BuiltModel, build_model
-from fedmjp.models.encoder import load_encoder
+from fedmjp.models.encoder import load_encoder, read_origin
+from fedmjp.models.weights import classes_of
 from fedmjp.objectives import read_objective
 from fedmjp.objectives.base import Objective, TrainingBatch
 from fedmjp.objectives.supervised import Supervised
@@ -117,6 +118,23 @@ class Learner:
     def after_step(self, progress: float) -> None:
         """Update what the objective keeps; called after each change of the weights."""
         self.objective.after_step(self.model, self.local, progress)
+
+
+def restore(checkpoint: Path, device: torch.device) -> Learner:
+    """The model in a model.safetensors of `fedmjp.train`, with its objective and its heads, on `device`.
+
+    Raises:
+        UsageError: a file that does not say how it was trained, or that does not fit.
+    """
+    origin = read_origin(checkpoint)
+    return Learner.build(
+        read_objective(origin.objective),
+        Defense(),
+        ModelConfig(origin.model, str(checkpoint)),
+        num_classes=classes_of(origin.model, str(checkpoint)) or 0,
+        seed=0,
+        device=device,
+    )
 
 
 def trained_name(objective: Objective, defense: Defense, name: str) -> str:

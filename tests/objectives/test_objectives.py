@@ -208,6 +208,9 @@ def test_what_a_client_keeps_lasts_over_rounds(brightness, tmp_path, monkeypatch
     rows = load_rows(tmp_path / "run" / "rows.jsonl")
     assert set(rows["objective"]) == {"brightness"}
     assert rows["objective_parameters"].iloc[0] == {"noise": 0.1}
+    notes = json.loads((tmp_path / "run" / "run.json").read_text())["notes"]
+    assert notes == ["The clients train the objective brightness; accuracy counts bright images, not classes."]
+    assert notes[0] in (tmp_path / "run" / "report.html").read_text()
     refused = rows[rows["attack"] == "dlg"]["diagnosis"]
     assert refused.str.contains("simulates a client that minimises cross-entropy, and this one trains brightness").all()
 
