@@ -121,8 +121,11 @@ class ClientTask:
                 f"--batch-size {config.federation.batch_size} exceeds the {len(self.parts[smallest])} images of client "
                 f"{smallest}: pass a smaller batch, fewer clients or more images"
             )
+        objective = config.chosen_objective()
+        if objective.needs_labels:
+            self.data.require_labels(f"--objective {config.objective}")
         self.learner = Learner.build(
-            config.chosen_objective(),
+            objective,
             self.defense,
             config.model,
             num_classes=len(self.data.classes),
@@ -208,7 +211,8 @@ class ClientTask:
             batch = self.batch(client, round, step)
             draws, progress = self._draws(client, round, step), self._progress(round, step)
             views = self._views(batch, draws, round)
-            loss = self.learner.loss(views, batch.labels.to(self.device), draws, progress)
+            labels = batch.labels.to(self.device) if self.data.labelled else None
+            loss = self.learner.loss(views, labels, draws, progress)
             gradients = self._gradients(loss)
             losses.append(float(loss.detach()))
             if self.config.federation.update == "weights":

@@ -63,6 +63,7 @@ def probe(config: ProbeConfig) -> dict[str, float]:
 
     device, origin = usable_device(config.device), read_origin(config.checkpoint)
     data = shared_data(config.data, MODELS.get(split_name(origin.model)[0]).image_size, config.seed)
+    data.require_labels("fedmjp.probe")
     learner = restore(config.checkpoint, device)
     predicts = isinstance(learner.objective, PositionPrediction)
     pool = config.pool if config.pool != "auto" else "mean" if predicts else "class"

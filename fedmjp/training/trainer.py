@@ -48,6 +48,8 @@ class Trainer:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.data = load(config) if data is None else data
+        if config.chosen_objective().needs_labels:
+            self.data.require_labels(f"--objective {config.objective}")
         self.learner = build_learner(config, self.defense, len(self.data.classes), self.device)
         self.model = self.learner.model
         if config.start.drop_path:
@@ -95,7 +97,8 @@ class Trainer:
             done = (number - 1) * len(self.batches) + index
             self.schedule.step_update(done)
             progress = done / (self.recipe.epochs * len(self.batches))
-            losses.append(self.step(images, labels, draws, number, progress))
+            known = labels if self.data.labelled else None
+            losses.append(self.step(images, known, draws, number, progress))
             on_step(losses[-1])
         seconds = time.perf_counter() - start
         learner = self.learner
@@ -112,12 +115,12 @@ class Trainer:
             "images_per_second": len(losses) * self.recipe.batch_size / seconds,
         }
 
-    def step(self, images: Tensor, labels: Tensor, draws: Draws, epoch: int, progress: float = 0.0) -> float:
+    def step(self, images: Tensor, labels: Tensor | None, draws: Draws, epoch: int, progress: float = 0.0) -> float:
         """Take one step on a batch; returns its loss.
 
         Args:
             images: (B, C, H, W) in [0, 1], on the trainer's device.
-            labels: (B,) int64, or (B, classes) probabilities.
+            labels: (B,) int64, or (B, classes) probabilities; None where the objective needs none.
             draws: the random numbers of defence and objective.
             epoch: number of the epoch, from 1.
             progress: share of the training that is done, in [0, 1).

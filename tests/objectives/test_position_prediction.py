@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from attacks import UsageError
+from fedmjp import probe as probe_command
+from fedmjp import simulate as simulate_command
 from fedmjp import train as train_command
 from fedmjp.config import ModelConfig
 from fedmjp.defenses import DEFENSES, ClientInput
@@ -338,3 +340,30 @@ def test_bad_weights_are_one_line(tmp_path) -> None:
     with pytest.raises(UsageError, match="does not fit"):
         learner("mp3", weights=str(tmp_path / "other.pt"))
     assert isinstance(learner("mp3").model.module.pretext, nn.Linear)
+
+
+def test_pictures_without_labels(tmp_path, capsys) -> None:
+    """A folder without class folders trains objectives that need no labels, and is refused by the others."""
+    from PIL import Image
+
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number, image in enumerate(photographs(32, 20)):
+        pixels = image.mul(255).byte().permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(pictures / f"{number}.png")
+    own = ["--data", f"folder:{pictures}", "--model", "vit_micro_32", "--batch-size", "8", "--threads", "1"]
+    own += ["--epochs", "2", "--warmup-epochs", "1", "--out", str(tmp_path / "out")]
+    assert train_command.main([*own, "--objective", "mp3"]) == 0
+    assert "no labels; split with seed 0" in (tmp_path / "out" / "model.md").read_text()
+    capsys.readouterr()
+    federated = ["--data", f"folder:{pictures}", "--model", "vit_micro_32", "--weights", "random", "--clients", "2"]
+    checkpoint = ["--checkpoint", str(tmp_path / "out" / "model.safetensors"), "--data", f"folder:{pictures}"]
+    for command, options, reader in (
+        (train_command, [*own, "--resume"], "--objective supervised"),
+        (simulate_command, [*federated, "--out", str(tmp_path / "run")], "--objective supervised"),
+        (probe_command, checkpoint, "fedmjp.probe"),
+    ):
+        assert command.main(options) == 2
+        printed = capsys.readouterr().err.strip()
+        assert f"has no labels, which {reader} needs; lay the files out as CLASS/FILE" in printed
+        assert printed.count("\n") == 0
