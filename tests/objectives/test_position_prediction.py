@@ -367,3 +367,19 @@ def test_pictures_without_labels(tmp_path, capsys) -> None:
         printed = capsys.readouterr().err.strip()
         assert f"has no labels, which {reader} needs; lay the files out as CLASS/FILE" in printed
         assert printed.count("\n") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["mp3:eta=0.5", "droppos:gamma=0.25,gamma_pos=0.5,decoder_width=64,tau=inf"])
+def test_the_pretext_task_can_be_learned(entry: str) -> None:
+    """On a few photographs seen again and again, with new masks each time, most places are found; chance is 1 / 64."""
+    made, images = learner(entry), photographs(32, 8)
+    optimizer = torch.optim.AdamW(made.model.module.parameters(), 2e-3)
+    draws = Draws(draw(1), draw(2))
+    for _ in range(400):
+        loss = made.loss(made.views(images, draws, 1), None, draws)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    logits, places = made.objective.predict(made.model, images, draw(3))
+    assert float((logits.argmax(dim=-1) == places).float().mean()) > 0.5

@@ -28,7 +28,7 @@ def asked(config: TrainConfig) -> dict[str, Any]:
         "train_limit": config.data.train_limit,
         "test_limit": config.data.test_limit,
         "recipe": config.identity()["recipe"],
-        "precision": config.precision,
+        "precision": config.activations(),
         "seed": config.seed,
     }
 
