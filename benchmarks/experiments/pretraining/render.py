@@ -94,4 +94,5 @@ def files(folder: Path) -> dict[str, str]:
 DROPPOS = Rendering(
     "droppos", files, {"droppos": lambda folder: (folder / "table.md").read_text(encoding="utf-8").strip()}
 )
+# Rendered into the pages once results are committed.
 RENDERINGS = (DROPPOS,) if (RESULTS / DROPPOS.folder).is_dir() else ()
