@@ -30,6 +30,11 @@ class Draws:
     defense: torch.Generator
     objective: torch.Generator
 
+    @classmethod
+    def seeded(cls, defense: int, objective: int) -> Draws:
+        """New generators with these seeds."""
+        return cls(*(torch.Generator().manual_seed(seed) for seed in (defense, objective)))
+
 
 class Learner:
     """A model under an objective and a defence.

@@ -91,7 +91,7 @@ class Trainer:
             UsageError: the loss is no longer finite.
         """
         self.model.module.train()
-        draws = Draws(*(torch.Generator().manual_seed(self._entropy(purpose, number)) for purpose in (5, 6)))
+        draws = Draws.seeded(self._entropy(5, number), self._entropy(6, number))
         start, losses = time.perf_counter(), []
         for index, (images, labels) in enumerate(self.batches.epoch(number, self.device)):
             done = (number - 1) * len(self.batches) + index

@@ -84,7 +84,7 @@ def brightness(monkeypatch) -> None:
 
 
 def draws(seed: int = 0) -> Draws:
-    return Draws(torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1))
+    return Draws.seeded(seed, seed + 1)
 
 
 def test_supervised_is_the_clients_cross_entropy() -> None:

@@ -241,7 +241,7 @@ def learner(entry: str, model: str = "vit_micro_32", defense: str = "none", weig
 def test_every_parameter_that_is_sent_has_a_gradient(entry: str, name: str) -> None:
     made = learner(entry)
     assert made.model.name == name
-    draws = Draws(draw(1), draw(2))
+    draws = Draws.seeded(1, 2)
     made.loss(made.views(photographs(32, 2), draws, 1), None, draws).backward()
     gradients = {n: p.grad for n, p in made.model.module.named_parameters()}
     assert all(g is not None and g.abs().max() > 0 for g in gradients.values())
@@ -375,7 +375,7 @@ def test_the_pretext_task_can_be_learned(entry: str) -> None:
     """On a few photographs seen again and again, with new masks each time, most places are found; chance is 1 / 64."""
     made, images = learner(entry), photographs(32, 8)
     optimizer = torch.optim.AdamW(made.model.module.parameters(), 2e-3)
-    draws = Draws(draw(1), draw(2))
+    draws = Draws.seeded(1, 2)
     for _ in range(400):
         loss = made.loss(made.views(images, draws, 1), None, draws)
         optimizer.zero_grad()
