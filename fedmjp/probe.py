@@ -57,11 +57,10 @@ def probe(config: ProbeConfig) -> dict[str, float]:
     from fedmjp.evaluation.neighbours import neighbour_accuracy
     from fedmjp.evaluation.positions import position_accuracy
     from fedmjp.models import MODELS, split_name
-    from fedmjp.models.encoder import read_origin
-    from fedmjp.objectives.learner import restore
+    from fedmjp.objectives.learner import require_origin, restore
     from fedmjp.objectives.position_prediction import PositionPrediction
 
-    device, origin = usable_device(config.device), read_origin(config.checkpoint)
+    device, origin = usable_device(config.device), require_origin(config.checkpoint)
     data = shared_data(config.data, MODELS.get(split_name(origin.model)[0]).image_size, config.seed)
     data.require_labels("fedmjp.probe")
     learner = restore(config.checkpoint, device)

@@ -54,7 +54,7 @@ def test_measures_are_those_of_the_trained_model(objective: str, defense: str, p
     [
         ([], "no checkpoint at None; pass --checkpoint"),
         (["--checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
-        (["--checkpoint", __file__], "does not say how it was trained"),
+        (["--checkpoint", __file__], "is not a readable checkpoint"),
         (["--checkpoint", __file__, "--neighbours", "0"], "--neighbours takes numbers of at least 1, not 0"),
     ],
 )

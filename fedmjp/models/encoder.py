@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import nn
 
 from attacks.registry import UsageError
-from fedmjp.models.weights import ORIGIN, PRETEXT, read_state
+from fedmjp.models.weights import PRETEXT, read_origin, read_state
 
 HEADS = (PRETEXT, "head.", "fc.", "dal.")
 # What a pre-training may do without or replace: name or beginning -> words.
@@ -24,19 +22,6 @@ RENEWED = {
     "idx_embed": "table of origins",
     "relative.": "relative positions",
 }
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What trained a checkpoint.
-
-    Attributes:
-        objective: the entry of --objective.
-        model: name of the model, with its variant.
-    """
-
-    objective: str
-    model: str
 
 
 @dataclass(frozen=True)
@@ -82,24 +67,7 @@ def load_encoder(module: nn.Module, path: Path) -> EncoderOrigin:
             )
     module.load_state_dict(kept, strict=False)
     new = [words for n, words in RENEWED.items() if any(o.startswith(n) and o not in kept for o in own)]
-    try:
-        objective = read_origin(path).objective
-    except UsageError:  # a state dict of another program
-        objective = ""
+    origin = read_origin(path)
+    objective = origin.objective if origin else ""
     trained = f" pre-trained by {objective}" if objective else ""
     return EncoderOrigin(objective, f"encoder of {path.name}{trained} ({', '.join([*new, 'head'])} new)")
-
-
-def read_origin(path: Path) -> Origin:
-    """How the weights of a model.safetensors of `fedmjp.train` were trained.
-
-    Raises:
-        UsageError: no such file, or one that does not say.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            return Origin(**json.loads((file.metadata() or {})[ORIGIN]))
-    except Exception as error:  # the reader raises many kinds of errors for a file of another kind
-        raise UsageError(
-            f"{path} does not say how it was trained ({type(error).__name__}); pass a model.safetensors of fedmjp.train"
-        ) from error

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import timm
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from attacks.observation import SUPERVISED
 from attacks.registry import UsageError
 
 SHIPPED = Path(__file__).parent / "checkpoints"
@@ -18,6 +22,19 @@ ORIGIN = "fedmjp"  # key of a .safetensors file's metadata: how the weights were
 MJP_ONLY = ("unk_embed", "idx_embed", "dal.")
 PRETEXT = "pretext."  # an objective's heads (`Objective.attach`)
 ABSENT = (PRETEXT, "relative.")  # may be absent from a checkpoint, and start as they are built
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What trained a checkpoint.
+
+    Attributes:
+        objective: the entry of --objective.
+        model: name of the model, with its variant.
+    """
+
+    objective: str
+    model: str
 
 
 def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | None, seed: int) -> str:
@@ -40,8 +57,20 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
     if source == "timm":
         return _fit(module, _timm_state(timm_name, name), f"timm {timm_name}")
     path = shipped if source == "auto" else Path(source)
-    label = f"shipped {path.name}" if source == "auto" else path.name
-    return _fit(module, read_state(path), label)
+    label, state = f"shipped {path.name}" if source == "auto" else path.name, read_state(path)
+    origin = read_origin(path)
+    if origin and origin.objective != SUPERVISED:
+        label += f", trained by {origin.objective}"
+    return _fit(module, state, label)
+
+
+def read_origin(path: Path) -> Origin | None:
+    """How the weights of a model.safetensors of `fedmjp.train` were trained; None for files that do not say."""
+    if path.suffix != ".safetensors":
+        return None
+    with safe_open(path, "pt") as file:
+        content = (file.metadata() or {}).get(ORIGIN)
+    return Origin(**json.loads(content)) if content else None
 
 
 def shipped_names() -> list[str]:

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attacks.registry import UsageError
 from fedmjp.config import ModelConfig
 from fedmjp.defenses import ClientInput, Defense
 from fedmjp.models import BuiltModel, build_model
-from fedmjp.models.encoder import load_encoder, read_origin
-from fedmjp.models.weights import classes_of
+from fedmjp.models.encoder import load_encoder
+from fedmjp.models.weights import Origin, classes_of, read_origin, read_state
 from fedmjp.objectives import read_objective
 from fedmjp.objectives.base import Objective, TrainingBatch
 from fedmjp.objectives.supervised import Supervised
@@ -125,13 +126,26 @@ class Learner:
         self.objective.after_step(self.model, self.local, progress)
 
 
+def require_origin(checkpoint: Path) -> Origin:
+    """How a checkpoint was trained.
+
+    Raises:
+        UsageError: the file cannot be read, or does not say.
+    """
+    read_state(checkpoint)
+    origin = read_origin(checkpoint)
+    if origin is None:
+        raise UsageError(f"{checkpoint} does not say how it was trained; pass a model.safetensors of fedmjp.train")
+    return origin
+
+
 def restore(checkpoint: Path, device: torch.device) -> Learner:
     """The model in a model.safetensors of `fedmjp.train`, with its objective and its heads, on `device`.
 
     Raises:
         UsageError: a file that does not say how it was trained, or that does not fit.
     """
-    origin = read_origin(checkpoint)
+    origin = require_origin(checkpoint)
     return Learner.build(
         read_objective(origin.objective),
         Defense(),

@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attacks import UsageError
 from fedmjp import train as train_command
 from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.models import build_model
+from fedmjp.objectives import read_objective
+from fedmjp.objectives.learner import restore
 from fedmjp.objectives.places import sincos_table
 from fedmjp.training import Recipe, TrainConfig, train
 from fedmjp.training.config import StartConfig
@@ -120,6 +123,23 @@ def test_mean_pooling_reads_the_patches(trained) -> None:
     module = trainer.model.module.eval()
     expected = module.head(module.forward_features(images)[:, 1:].mean(dim=1))
     torch.testing.assert_close(module(images), expected)
+
+
+def test_weights_say_which_objective_trained_them(trained) -> None:
+    """A file that was trained otherwise than supervised says so in every table."""
+    objective = read_objective(ENTRIES["mp3"])
+    built = build_model("vit_micro_32_nope", num_classes=8, weights=str(trained["mp3"]), attach=objective.attach)
+    assert built.provenance == "model.safetensors, trained by mp3:eta=0.5"
+    assert (
+        build_model("vit_micro_32", num_classes=8, weights=str(trained["supervised"])).provenance == "model.safetensors"
+    )
+
+
+def test_a_file_that_does_not_say(trained, tmp_path) -> None:
+    save_file(load_file(trained["supervised"]), tmp_path / "bare.safetensors")
+    with pytest.raises(UsageError, match="does not say how it was trained"):
+        restore(tmp_path / "bare.safetensors", torch.device("cpu"))
+    assert "encoder of bare.safetensors (head new)" in Trainer(config(tmp_path / "bare.safetensors")).model.provenance
 
 
 def test_another_objectives_head_is_no_weight(trained, capsys) -> None:
