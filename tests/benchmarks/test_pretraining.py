@@ -47,11 +47,11 @@ def test_rows_resume_and_tables(tmp_path, capsys) -> None:
     assert rows[rows["gamma"] == 0.75]["seen"].eq(16).all()
     hidden = rows[(rows["line"] == "default") & (rows["gamma"] == 0.75)].set_index("gamma_pos")["hidden"]
     assert hidden.to_dict() == {0.25: 4, 0.5: 8, 0.75: 12, 0.95: 16}
-    found = cells(rows).set_index(["training", "gamma", "gamma_pos"])
-    assert found.loc[("gamma_pos_1", 0.5, 0.95), "paper"] == 45.01
-    table = averages(rows).set_index("training")
+    found = cells(rows).set_index(["line", "gamma", "gamma_pos"])
+    assert found.loc[("gamma_pos_1", 0.5, 0.95), "paper_places"] == 45.01
+    table = averages(rows).set_index("line")
     mean = rows[rows["line"] == "gamma_pos_1"]["accuracy"].mean()
-    assert table.loc["gamma_pos_1", "mean"] == pytest.approx(mean)
+    assert table.loc["gamma_pos_1", "places_mean"] == pytest.approx(mean)
     assert table.loc["gamma_pos_1", "verdict"] == "cannot tell"  # one seed
     assert (tmp_path / "out" / "table.md").read_text() == table_text(rows)
     assert "each training saw 16 images" in capsys.readouterr().out

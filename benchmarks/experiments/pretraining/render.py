@@ -23,16 +23,16 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for key, group in rows.groupby(["line", "gamma", "gamma_pos"], sort=False):
         found = t_interval(group["accuracy"].to_numpy())
-        shown = {"seen": group["seen"].iloc[0], "hidden": group["hidden"].iloc[0], "paper": paper[key]}
-        lines.append({**dict(zip(("training", "gamma", "gamma_pos"), key, strict=True)), **_numbers(found), **shown})
+        shown = {"seen": group["seen"].iloc[0], "hidden": group["hidden"].iloc[0], "paper_places": paper[key]}
+        lines.append({**dict(zip(("line", "gamma", "gamma_pos"), key, strict=True)), **_numbers(found), **shown})
     return pd.DataFrame(lines)
 
 
 def averages(rows: pd.DataFrame) -> pd.DataFrame:
     """One line a training: the mean of the 16 cases over seeds, its difference from the default's, and the paper's.
 
-    Differences are taken seed by seed. `paper` is the mean of the paper's cells and `paper_printed` the average that it
-    prints, which differs for the default.
+    Differences are taken seed by seed. `paper_places` is the mean of the paper's cells and `paper_printed_places` the
+    average that it prints, which differs for the default.
     """
     paper = pd.read_csv(PAPER / "droppos_tables.csv").groupby("training")["accuracy"].mean()
     printed = pd.read_csv(PAPER / "droppos_averages.csv").set_index("training")["average"]
@@ -40,33 +40,33 @@ def averages(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for name in rows["line"].unique():
         own = by_seed[name]
-        line = {"training": name, **_numbers(t_interval(own.to_numpy()))}
-        line |= {"paper": paper[name], "paper_printed": printed[name]}
+        line = {"line": name, **_numbers(t_interval(own.to_numpy()))}
+        line |= {"paper_places": paper[name], "paper_printed_places": printed[name]}
         if name != FIRST and FIRST in by_seed:
             shared = own.index.intersection(by_seed[FIRST].index)
             found = t_interval((own[shared] - by_seed[FIRST][shared]).to_numpy())
             theirs = round(paper[name] - paper[FIRST], 6)
-            line |= {"difference": found.mean, "difference_low": found.low, "difference_high": found.high}
+            line |= {"difference_mean": found.mean, "difference_low": found.low, "difference_high": found.high}
             line |= {"paper_difference": theirs, "verdict": verdict(theirs, found)}
         lines.append(line)
     return pd.DataFrame(lines)
 
 
 def _numbers(found: Interval) -> dict[str, float]:
-    return {"mean": found.mean, "low": found.low, "high": found.high, "seeds": found.count}
+    return {"places_mean": found.mean, "places_low": found.low, "places_high": found.high, "seeds": found.count}
 
 
 def table_text(rows: pd.DataFrame) -> str:
     """table.md: the averages, and what such trainings cannot show."""
     lines = []
     for _, row in averages(rows).iterrows():
-        cell = f"{row['mean']:.1f}"
+        cell = f"{row.places_mean:.1f}"
         if row.seeds > 1:
-            cell += f" [{row.low:.1f}, {row.high:.1f}]"
-        change, differs, sign = row.get("difference", math.nan), "", ""
+            cell += f" [{row.places_low:.1f}, {row.places_high:.1f}]"
+        change, differs, sign = row.get("difference_mean", math.nan), "", ""
         if not math.isnan(change):
             differs, sign = f"{change:+.1f} ({row.paper_difference:+.1f})", row.verdict
-        lines.append([f"`{row.training}`", cell, f"{row.paper:.1f}", differs, sign])
+        lines.append([f"`{row.line}`", cell, f"{row.paper_places:.1f}", differs, sign])
     heads = ["pre-training", "places (%)", "paper (mean of its cells)", "from default (paper)", "sign"]
     return f"{markdown_table(heads, lines)}\n\n{limits(rows)}\n"
 
