@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
+from attacks.observation import SUPERVISED, Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
 from attacks.tokenizer import SecondTable, find_tokenizer
 
@@ -76,7 +76,7 @@ class Attack(ABC):
             MemoryError, torch.OutOfMemoryError: the cases do not fit the memory; fewer of them may.
         """
         started = time.perf_counter()
-        refused = [_refusal(case) for case in cases]
+        refused = [_refusal(case) or self.misfit(case) for case in cases]
         open_cases = [case for case, reason in zip(cases, refused, strict=True) if not reason]
         with torch.no_grad():
             found = iter(self._answers(open_cases) if open_cases else [])
@@ -121,6 +121,13 @@ class Attack(ABC):
         A suite leaves the attack out and reports the reason. An attack that is run all the same finds out by itself.
         """
         return ""
+
+    def misfit(self, observations: Sequence[Observation]) -> str:
+        """Why the attack would simulate another client than the one that sent the last update, or ""."""
+        objective = observations[-1].objective
+        if not self.reads_every_parameter or objective == SUPERVISED:
+            return ""
+        return f"the attack simulates a client that minimises cross-entropy, and this one trains {objective}"
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """Time that the attack takes on these updates on one CPU core, within a factor of about three.

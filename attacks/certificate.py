@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.linear.position_rows import masked_rows, position_gradient
-from attacks.observation import Observation, Reconstruction
+from attacks.observation import SUPERVISED, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer, logits_of
 
@@ -104,7 +104,8 @@ def _reproducible(observation: Observation, count: int) -> bool:
 
 
 def _one_step(observation: Observation, count: int) -> bool:
-    one_step = observation.local_steps == 1 and count == observation.num_examples
+    supervised = observation.objective == SUPERVISED
+    one_step = supervised and observation.local_steps == 1 and count == observation.num_examples
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in observation.model.modules())
     return one_step and not norms
 

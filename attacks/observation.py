@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+SUPERVISED = "supervised"  # cross-entropy of the model's output and the labels
+
+
 class Capability(StrEnum):
     """One thing the adversary may see or do, beyond the update of a single step."""
 
@@ -68,6 +71,7 @@ class Observation:
         mean, std: per-channel normalisation that the client applies to images in [0, 1].
         kind: "gradient" (one FedSGD step) or "weights" (the weights after `local_steps` steps).
         labels: (B,) only where the threat model grants them.
+        objective: what the client minimised; attacks that simulate a client know the supervised one.
     """
 
     gradients: Mapping[str, Tensor]
@@ -82,6 +86,7 @@ class Observation:
     round: int = 0
     client: int = 0
     labels: Tensor | None = None
+    objective: str = SUPERVISED
 
     def gradient_of(self, name: str) -> Tensor:
         """The gradient of the parameter called `name`.

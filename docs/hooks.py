@@ -2,8 +2,8 @@
 
 A page links to a committed file as `../results/FOLDER/FILE`, which works where the repository is browsed; the site gets
 a copy under `results/` and the link to it. In a page, the line `<!-- reference: attacks -->` is replaced by one entry a
-registered attack (`defenses` likewise, `columns` by the columns of CSV files), and `<!-- help: fedmjp.simulate -->` by
-what `python -m fedmjp.simulate --help` prints.
+registered attack (`defenses` and `objectives` likewise, `columns` by the columns of CSV files), and
+`<!-- help: fedmjp.simulate -->` by what `python -m fedmjp.simulate --help` prints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = re.compile(r"\]\(\.\./(results/[^)\s#]+)\)")
-REFERENCE = re.compile(r"^<!-- reference: (attacks|defenses|columns) -->$", re.MULTILINE)
+REFERENCE = re.compile(r"^<!-- reference: (attacks|defenses|objectives|columns) -->$", re.MULTILINE)
 HELP = re.compile(r"^<!-- help: ([\w.]+) -->$", re.MULTILINE)
 
 
@@ -53,15 +53,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def reference(kind: str) -> str:
-    """One entry for each registered attack or defence, in the order of registration: module, then class.
+    """One entry for each registered attack, defence or objective, in the order of registration: module, then class.
 
     Args:
-        kind: "attacks" or "defenses".
+        kind: "attacks", "defenses" or "objectives".
     """
     from attacks import ATTACKS  # torch is imported only where a page needs it
     from fedmjp.defenses import DEFENSES, Defense
+    from fedmjp.objectives import OBJECTIVES
 
-    registry = {"attacks": ATTACKS, "defenses": DEFENSES}[kind]
+    registry = {"attacks": ATTACKS, "defenses": DEFENSES, "objectives": OBJECTIVES}[kind]
     entries, documented = [], set()
     for name in registry.names():
         built = registry.get(name)

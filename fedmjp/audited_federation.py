@@ -220,6 +220,8 @@ class FederationAudit:
             "block": self.task.model.block,
             "defense": self.defense,
             "defense_parameters": dict(vars(self.task.defense)),
+            "objective": self.task.objective_name,
+            "objective_parameters": dict(vars(self.task.learner.objective)),
             "setting": f"federation, {config.federation.partition}, scored against the original",
             "precision": "float32",
             "update": config.federation.update,

@@ -27,7 +27,13 @@ T = TypeVar("T")
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def parse(options: type[T], program: str, description: str | None, arguments: Sequence[str] | None = None) -> T:
+def parse(
+    options: type[T],
+    program: str,
+    description: str | None,
+    arguments: Sequence[str] | None = None,
+    default: T | None = None,
+) -> T:
     """The options on the command line; exits with code 2 and one line where they cannot be read.
 
     --help and --version are answered here, with code 0.
@@ -36,6 +42,7 @@ def parse(options: type[T], program: str, description: str | None, arguments: Se
         options: a dataclass; its fields are the options, their docstrings the help.
         program: how the command is typed, for the help.
         arguments: instead of those of the process.
+        default: an instance whose values are the options' defaults, instead of those of the class.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in arguments:
@@ -50,6 +57,7 @@ def parse(options: type[T], program: str, description: str | None, arguments: Se
                     prog=program,
                     description=f"{description or ''} --version prints the version.".strip(),
                     args=arguments,
+                    **({} if default is None else {"default": default}),
                 )
             finally:
                 sys.stdout.flush()

@@ -7,7 +7,7 @@ The auditor uses the same object to look up the original images of an attacked u
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -18,9 +18,9 @@ from attacks.registry import UsageError
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
-from fedmjp.evaluation.accuracy import evaluate
-from fedmjp.models import MODELS, build_model, split_name
-from fedmjp.objectives import client_loss
+from fedmjp.models import MODELS, split_name
+from fedmjp.objectives import Draws, Learner
+from fedmjp.settings import split_entry
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ class ClientResult:
         buffers: floating-point buffers by name.
         num_examples: images used in all local steps together.
         loss: mean training loss over the local steps.
+        kept: state of what the objective keeps on the client (`Objective.local`), not sent; empty if it keeps nothing.
     """
 
     tensors: dict[str, Tensor]
     buffers: dict[str, Tensor]
     num_examples: int
     loss: float
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=2)
@@ -119,18 +121,26 @@ class ClientTask:
                 f"--batch-size {config.federation.batch_size} exceeds the {len(self.parts[smallest])} images of client "
                 f"{smallest}: pass a smaller batch, fewer clients or more images"
             )
-        self.model = build_model(
-            self.defense.model_name(config.model.model),
+        objective = config.chosen_objective()
+        if objective.needs_labels:
+            self.data.require_labels(f"--objective {config.objective}")
+        self.learner = Learner.build(
+            objective,
+            self.defense,
+            config.model,
             num_classes=len(self.data.classes),
-            weights=config.model.weights,
-            block=config.model.block,
-            dal=getattr(self.defense, "dal", "none"),
             seed=config.seed,
+            device=self.device,
         )
-        self.model.module.to(self.device)
+        self.model = self.learner.model
         self.parameters = dict(self.model.module.named_parameters())
         self.buffers = float_buffers(self.model.module)
         self._loaded: object = None
+
+    @property
+    def objective_name(self) -> str:
+        """Name of the objective, without its options."""
+        return split_entry(self.config.objective, "--objective")[0]
 
     def batch(self, client: int, round: int, step: int) -> Batch:
         """The batch of one step; `round` counts from 1, `step` from 0."""
@@ -154,12 +164,30 @@ class ClientTask:
         return [int(own[orders[p // len(own)][p % len(own)]]) for p in places]
 
     def seen(self, batch: Batch, client: int, round: int, step: int) -> ClientInput:
-        """The batch as the model sees it, after the defence on the input, on the run's device."""
-        generator = self._generator(2, client, round, step)
-        return self.defense.on_input(batch.images.to(self.device), self.model, generator, round)
+        """The batch as the model sees it, after the defence on the input, on the run's device.
+
+        Of an objective with several views, the first.
+        """
+        return self._views(batch, self._draws(client, round, step), round)[0]
+
+    def _views(self, batch: Batch, draws: Draws, round: int) -> tuple[ClientInput, ...]:
+        return self.learner.views(batch.images.to(self.device), draws, round)
+
+    def _draws(self, client: int, round: int, step: int) -> Draws:
+        return Draws(self._generator(2, client, round, step), self._generator(5, client, round, step))
+
+    def _progress(self, round: int, step: int) -> float:
+        """Share of the run's steps that come before this one, in [0, 1)."""
+        f = self.config.federation
+        return ((round - 1) * f.local_steps + step) / (f.rounds * f.local_steps)
 
     def update(
-        self, client: int, round: int, weights: Mapping[str, Tensor], source: bytes | None = None
+        self,
+        client: int,
+        round: int,
+        weights: Mapping[str, Tensor],
+        source: bytes | None = None,
+        kept: Mapping[str, Tensor] | None = None,
     ) -> ClientResult:
         """Train from `weights` and return the update that the client sends.
 
@@ -168,25 +196,28 @@ class ClientTask:
             round: number of the round, from 1.
             weights: parameters and float buffers by name.
             source: the bytes that hold the weights, if any; see `load`.
+            kept: `ClientResult.kept` of this client's last round; without it, what the objective keeps starts from the
+                received weights.
 
         Raises:
             UsageError: the weights do not fit the model.
         """
         self.load(weights, source)
+        self.learner.begin(kept)
         self.model.module.train()
         steps = self.config.federation.local_steps
         losses, gradients = [], {}
         for step in range(steps):
             batch = self.batch(client, round, step)
-            seen = self.seen(batch, client, round, step)
-            labels = batch.labels.to(self.device)
-            loss = client_loss(
-                self.model, seen.images, labels, seen.position_mask, self.defense.loss_weights(), seen.origins
-            )
+            draws, progress = self._draws(client, round, step), self._progress(round, step)
+            views = self._views(batch, draws, round)
+            labels = batch.labels.to(self.device) if self.data.labelled else None
+            loss = self.learner.loss(views, labels, draws, progress)
             gradients = self._gradients(loss)
             losses.append(float(loss.detach()))
             if self.config.federation.update == "weights":
                 self._descend(gradients)
+                self.learner.after_step(progress)
         sent = gradients
         if self.config.federation.update == "weights":
             sent = {n: weights[n].to(self.device) - p.detach() for n, p in self.parameters.items()}
@@ -194,7 +225,7 @@ class ClientTask:
         if self.config.federation.update == "weights":
             sent = {n: weights[n].to(self.device) - t for n, t in sent.items()}
         examples = self.config.federation.batch_size * steps
-        return ClientResult(sent, self.buffers, examples, sum(losses) / len(losses))
+        return ClientResult(sent, self.buffers, examples, sum(losses) / len(losses), self.learner.kept())
 
     def load(self, weights: Mapping[str, Tensor], source: bytes | None = None) -> None:
         """Copy parameters and buffers by name into the model.
@@ -219,9 +250,10 @@ class ClientTask:
         self._loaded = source
 
     def evaluate(self, weights: Mapping[str, Tensor]) -> tuple[float, float]:
-        """(mean cross-entropy, accuracy in [0, 1]) of `weights` on the test images, without defence."""
+        """(mean loss, accuracy in [0, 1]) of `weights` on the test images, without defence: `Objective.evaluate`."""
         self.load(weights)
-        return evaluate(self.model, self.data.test, self.device)
+        learner = self.learner
+        return learner.objective.evaluate(learner.model, learner.local, self.data, self.device)
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """Gradient of every parameter by name; zeros for parameters that the loss does not depend on."""

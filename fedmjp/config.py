@@ -32,12 +32,14 @@ from fedmjp.data.partitioning import read_alpha
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import split_name
-from fedmjp.settings import describe, read_value, replace_at, split_entries, with_settings
+from fedmjp.objectives import Objective, objective_help, read_objective
+from fedmjp.settings import describe, read_value, replace_at, split_entry, with_settings
 
 DEFENSE_HELP = (
     f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}; one of "
     "them may be given several times with settings of its own, as NAME:option=value (mjp:gamma=0.1 mjp:gamma=0.9)."
 )
+OBJECTIVE_HELP = objective_help()
 ATTACK_NAMES_HELP = f"Attacks to run. Choose from: {', '.join(ATTACKS)}."
 ATTACKS_HELP = (
     "Attacks on each audited update. auto: all that the threat model grants and that have something to add, the "
@@ -78,8 +80,9 @@ class ModelConfig:
 
     model: str = "deit_s"
     """vit_s, deit_s, vit_ti, deit_ti, vit_b, deit_b, vit_mini_32, vit_mini_64, vit_micro_32 (each also as NAME_nope
-    without position embedding, NAME_mjp with MJP's and NAME_idx with a table of origins), swin_t, swin_micro_32,
-    resnet50, resnet_micro_32. --defense mjp turns NAME into the variant it needs by itself."""
+    without position embedding, NAME_rel with relative position biases instead, NAME_mjp with MJP's and NAME_idx with a
+    table of origins), swin_t, swin_micro_32, resnet50, resnet_micro_32. Defences and objectives turn NAME into the
+    variant that they need by themselves."""
     weights: str = "auto"
     """random, timm (published weights), a checkpoint's path, or auto (shipped weights of that name, else random)."""
     block: Literal["standard", "april"] = "standard"
@@ -91,7 +94,8 @@ class DataConfig:
     """What is trained on."""
 
     data: str = "photos"
-    """photos (embedded), cifar10, cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files)."""
+    """photos (embedded), cifar10, cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files; without class
+    folders there are no labels)."""
     data_path: Path | None = None
     """Local copy of a named data set: parquet files in the hub's layout, or an image folder for imagenet."""
     train_limit: int | None = None
@@ -146,6 +150,7 @@ class RunConfig:
     """Train a federation of Vision Transformers, attack its updates, and report what they leak."""
 
     defense: Annotated[tuple[str, ...], tyro.conf.arg(help=DEFENSE_HELP)] = ("none",)
+    objective: Annotated[str, tyro.conf.arg(help=OBJECTIVE_HELP)] = "supervised"
     federation: FederationConfig = field(default_factory=FederationConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -168,10 +173,18 @@ class RunConfig:
         Raises:
             UsageError: no such defence, one of another package that cannot be imported, or a setting that does not fit.
         """
-        name, settings = split_defense(entry)
+        name, settings = split_entry(entry, "--defense")
         kind = DEFENSES.get(name)
         # A defence that was registered after this module has no options on the command line.
         return with_settings(getattr(self.options, name, None) or kind(), settings, f"defence {name!r}")
+
+    def chosen_objective(self) -> Objective:
+        """What the clients train.
+
+        Raises:
+            UsageError: see `read_objective`.
+        """
+        return read_objective(self.objective)
 
     def sampled(self) -> int:
         """Clients per round."""
@@ -184,12 +197,13 @@ class RunConfig:
             UsageError: one line that names the option and its choices.
         """
         for entry in self.defense:
-            DEFENSES.check(split_defense(entry)[0])
+            DEFENSES.check(split_entry(entry, "--defense")[0])
         if not self.defense or len(set(self.defense)) < len(self.defense):
             raise UsageError(f"--defense takes different entries of: {', '.join(DEFENSES.names())}")
+        split_name(self.model.model)
         for name in self.defense:
             self.defence(name).validate()
-        split_name(self.model.model)
+            self.chosen_objective().check(self.model.model, self.defence(name))
         split_source(self.data.data)
         self._validate_federation()
         for name in self.audit.named():
@@ -257,7 +271,7 @@ class RunConfig:
     def to_json(self) -> str:
         """Canonical JSON of all that the run reads: the same for equal runs, whichever other defences are installed."""
         values = dataclasses.asdict(self)
-        names = dict.fromkeys(split_defense(entry)[0] for entry in self.defense)
+        names = dict.fromkeys(split_entry(entry, "--defense")[0] for entry in self.defense)
         values["options"] = {name: values["options"][name] for name in names if name in values["options"]}
         return json.dumps(values, default=str, sort_keys=True)
 
@@ -273,20 +287,6 @@ class RunConfig:
 
 # A group of options a defence; only now are the names known that a run's other options take.
 DefenseOptions = defense_options(option_names(RunConfig))
-
-
-def split_defense(entry: str) -> tuple[str, dict[str, str]]:
-    """An entry of --defense, "name" or "name:option=value,option=value", as its name and settings.
-
-    Raises:
-        UsageError: a setting without a value.
-    """
-    name, _, text = entry.partition(":")
-    settings = dict.fromkeys(split_entries([text]))
-    for part in settings:
-        if "=" not in part:
-            raise UsageError(f"--defense takes NAME or NAME:option=value, not {entry!r}")
-    return name, dict(part.split("=", 1) for part in settings)
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:

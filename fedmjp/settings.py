@@ -47,6 +47,23 @@ def with_settings(instance: T, settings: Mapping[str, Any], owner: str) -> T:
     return instance
 
 
+def split_entry(entry: str, flag: str) -> tuple[str, dict[str, str]]:
+    """An entry "name" or "name:option=value,option=value" as its name and settings.
+
+    Args:
+        entry: as given for the option `flag`, which the message names.
+
+    Raises:
+        UsageError: a setting without a value.
+    """
+    name, _, text = entry.partition(":")
+    settings = dict.fromkeys(split_entries([text]))
+    for part in settings:
+        if "=" not in part:
+            raise UsageError(f"{flag} takes NAME or NAME:option=value, not {entry!r}")
+    return name, dict(part.split("=", 1) for part in settings)
+
+
 def split_entries(texts: Sequence[str]) -> list[str]:
     """Texts such as "a=1,b=2" cut at commas; a part without "=" belongs to the value before it ("a=1,2,b=3")."""
     entries: list[str] = []

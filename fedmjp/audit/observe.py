@@ -52,6 +52,7 @@ def observe_update(
         round=round,
         client=client,
         labels=labels if Capability.LABELS in threat_model.grants else None,
+        objective=task.objective_name,
     )
 
 

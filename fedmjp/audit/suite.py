@@ -106,7 +106,7 @@ def _within_budget(
     """Estimated seconds of those that `auto` runs, fastest first; the reasons of the others go to `left_out`."""
     seconds: dict[str, float] = {}
     for name, attack in candidates.items():
-        reason = attack.obstacle(observations)
+        reason = attack.misfit(observations) or attack.obstacle(observations)
         if reason:
             left_out[name] = reason
         else:

@@ -32,7 +32,7 @@ from fedmjp.audit.suite import DEFAULT_BUDGET, Suite, select_attacks
 from fedmjp.audit.verdict import judge
 from fedmjp.budgets import AUTO, named_attacks
 from fedmjp.metrics import load_lpips
-from fedmjp.records.rows import METRICS, ROW_KEYS
+from fedmjp.records.rows import METRICS, OPTIONAL, ROW_KEYS
 
 
 def audit_gradient(
@@ -102,6 +102,7 @@ def audit_gradient(
     overrun = suite.overrun({one.attack: one.seconds for one in scored}, budget)
     findings += [Finding("budget", overrun, fixed=True)] if overrun else []
     rows = [row for one in scored for row in subject.rows(observation, one, [f"image {i}" for i in range(len(images))])]
+    rows = [{**OPTIONAL, **row} for row in rows]
     table = pd.DataFrame(rows, columns=list(ROW_KEYS)).astype(dict.fromkeys((*METRICS, "seconds"), "float64"))
     return Audit(
         images={one.attack: one.images for one in scored},

@@ -28,6 +28,7 @@ class DataBundle:
         name: the name under which it was loaded.
         provenance: one line on the origin of the images, to be given with any number measured on them.
         skipped: images left out because they cannot be opened, each "ID: REASON".
+        labelled: whether the labels mean anything; without, all images stand under one class.
     """
 
     train: ImageSet
@@ -36,6 +37,19 @@ class DataBundle:
     name: str
     provenance: str
     skipped: list[str] = field(default_factory=list)
+    labelled: bool = True
+
+    def require_labels(self, reader: str) -> None:
+        """Check that there are labels.
+
+        Args:
+            reader: what reads them, for the message.
+
+        Raises:
+            UsageError: the images have none.
+        """
+        if not self.labelled:
+            raise UsageError(f"{self.name} has no labels, which {reader} needs; lay the files out as CLASS/FILE")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Image folders: CLASS/FILE, or train/CLASS/FILE beside val/CLASS/FILE (torchvision's `ImageFolder` layout).
 
+A folder of pictures without class folders has no labels; objectives that need none train on it.
+
 Files are opened and verified when the folder is loaded (`PIL.Image.verify`: headers, and checksums where the format
 has them); pixels are decoded only on demand. With a limit, files are opened only until the limit is reached.
 """
@@ -20,6 +22,7 @@ from fedmjp.data.imageset import DECODE_ERRORS, ImageSet, choose
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 TEST_FOLDERS = ("val", "valid", "validation", "test")
 TEST_SHARE = 0.2
+UNLABELLED = "(no label)"
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def load_folder(request: Request) -> DataBundle:
         )
         how = f"splits train/ and {test_folder}/"
     else:
-        good = openable(root, list_images(root), None, request.seed, skipped)
+        good = openable(root, list_images(root, loose=True), None, request.seed, skipped)
         train, test = split_files(good, request.seed)
         parts = (
             [train[i] for i in choose(len(train), request.train_limit, request.seed)],
@@ -77,16 +80,19 @@ def load_folder(request: Request) -> DataBundle:
         how = f"split with seed {request.seed}, {len(test)} of {len(good)} images for test"
     classes = sorted({_class_of(file) for part in listed for file in part})
     sets = [_image_set(root, part, classes, request.size) for part in parts]
-    provenance = f"image folder {root.resolve().name}/ ({len(classes)} classes; {how})"
-    return DataBundle(sets[0], sets[1], classes, f"folder:{request.path}", provenance, skipped)
+    labelled = classes != [UNLABELLED]
+    content = f"{len(classes)} classes" if labelled else "no labels"
+    provenance = f"image folder {root.resolve().name}/ ({content}; {how})"
+    return DataBundle(sets[0], sets[1], classes, f"folder:{request.path}", provenance, skipped, labelled)
 
 
-def list_images(root: Path, part: str = "") -> list[str]:
+def list_images(root: Path, part: str = "", *, loose: bool = False) -> list[str]:
     """Return the sorted names, relative to `root`, of the image files in the class folders of `root`/`part`.
 
     Args:
         root: the folder.
         part: "" or the name of a split's folder with a slash at its end.
+        loose: where no class folder holds an image, take those that lie in `root` itself.
 
     Raises:
         UsageError: there is no image file.
@@ -98,6 +104,8 @@ def list_images(root: Path, part: str = "") -> list[str]:
         for file in sorted(folder.iterdir())
         if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
     ]
+    if not files and loose:
+        files = sorted(f.name for f in root.iterdir() if f.suffix.lower() in SUFFIXES and not f.name.startswith("."))
     if not files:
         raise UsageError(
             f"no image found in {root / part}; lay the files out as CLASS/FILE (or train/CLASS/FILE and val/CLASS/FILE)"
@@ -182,7 +190,7 @@ def _damage(file: Path) -> str | None:
 
 
 def _class_of(file: str) -> str:
-    return file.split("/")[-2]
+    return file.split("/")[-2] if "/" in file else UNLABELLED
 
 
 def _image_set(root: Path, files: list[str], classes: list[str], size: int) -> ImageSet:

@@ -47,10 +47,14 @@ class Defense:
     Attributes:
         random: whether the update depends on random numbers of the defence.
         known_by: registered attacks that take the defence into account. A verdict without one of them says so.
+        moves_patches: whether the input's patches may stand at other places than in the image.
+        hides_positions: whether it works by hiding or withholding the position embedding.
     """
 
     random: ClassVar[bool] = False
     known_by: ClassVar[tuple[str, ...]] = ()
+    moves_patches: ClassVar[bool] = False
+    hides_positions: ClassVar[bool] = False
 
     def model_name(self, name: str) -> str:
         """The variant of model `name` that the clients train under this defence."""

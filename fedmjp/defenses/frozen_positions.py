@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class FrozenPositions(Defense):
     """Drop the position embedding (MJP's unknown one and IDX's too) from the update: the server sees zeros."""
 
+    hides_positions: ClassVar[bool] = True
     known_by: ClassVar[tuple[str, ...]] = ("inverting_gradients", "gradvit", "see_through_gradients", "idlg", "dlg")
 
     def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:

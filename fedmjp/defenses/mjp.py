@@ -37,6 +37,8 @@ class MaskedJigsawPuzzle(Defense):
     """Options of --defense mjp."""
 
     random: ClassVar[bool] = True
+    moves_patches: ClassVar[bool] = True
+    hides_positions: ClassVar[bool] = True
     known_by: ClassVar[tuple[str, ...]] = ("mjp_subspace", "mjp_rounds", "unmix", "unmix_rounds")
 
     gamma: float = 0.9

@@ -27,6 +27,7 @@ class ShuffledPatchesAndPixels(Defense):
     """Options of --defense spp."""
 
     random: ClassVar[bool] = True
+    moves_patches: ClassVar[bool] = True
     # It inverts shuffled and unshuffled steps alike; no attack here undoes the order of the shuffled ones.
     known_by: ClassVar[tuple[str, ...]] = ("patch_embedding",)
 

@@ -15,6 +15,8 @@ from flwr.clientapp import ClientApp
 from fedmjp.client import ClientTask, shared_task
 from fedmjp.federation.wire import flat, layout_of, pack, unpack
 
+KEPT = "kept"
+
 app = ClientApp()
 
 
@@ -31,7 +33,12 @@ def train(message: Message, context: Context) -> Message:
     task = shared_task(str(instructions["config"]), str(instructions["defense"]))
     state = message.content["state"]
     weights = read_state(task, state)
-    result = task.update(_partition(context), int(instructions["round"]), weights, state["parameters"].data)
+    # What the objective keeps on the client stays in Flower's state of the node, and is in no message.
+    kept = context.state[KEPT].to_torch_state_dict() if KEPT in context.state else None
+    client, number = _partition(context), int(instructions["round"])
+    result = task.update(client, number, weights, state["parameters"].data, kept)
+    if result.kept:
+        context.state[KEPT] = ArrayRecord(result.kept)
     return Message(
         RecordDict(
             {

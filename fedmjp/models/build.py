@@ -6,6 +6,7 @@ logits = built.module(built.normalise(images), position_mask=mask)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import timm
@@ -67,6 +68,7 @@ def build_model(
     block: BlockKind = "standard",
     dal: str = "linear",
     seed: int = 0,
+    attach: Callable[[nn.Module], None] | None = None,
 ) -> BuiltModel:
     """Build a model by name.
 
@@ -76,6 +78,7 @@ def build_model(
         block: "april" swaps the first block for the one of APRIL's papers.
         dal: DAL map of the _mjp and _idx variants.
         seed: of the random initialisation; NAME and its variants share every weight that they have in common.
+        attach: adds an objective's heads to the new module, before weights are loaded (`Objective.attach`).
 
     Raises:
         UsageError: unknown name, missing or unfit weights, or an april block on a model that is no plain ViT.
@@ -87,6 +90,8 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = _initialise(spec, variant, num_classes, dal)
+        if attach is not None:
+            attach(module)
     provenance = load_weights(module, name=name, source=weights, timm_name=spec.published, seed=seed)
     if block == "april":
         module.blocks[0] = AprilBlock(module.blocks[0])
@@ -100,7 +105,8 @@ def _initialise(spec: ModelSpec, variant: str, num_classes: int, dal: str) -> nn
         img_size=spec.image_size,
         patch_size=spec.patch_size,
         num_classes=num_classes,
-        pos_embed="none" if variant == "_nope" else "learn",
+        pos_embed="none" if variant in ("_nope", "_rel") else "learn",
+        relative_positions=variant == "_rel",
         unknown_position=variant == "_mjp",
         origin_table=variant == "_idx",
         dal=dal if variant in ("_mjp", "_idx") else "none",

@@ -1,7 +1,8 @@
 """The names of models and what they stand for, without importing torch or timm.
 
-NAME is as timm builds it, NAME_nope has no position embedding, NAME_mjp has MJP's unknown one and its DAL map, NAME_idx
-a second table with an embedding of the place that a moved patch came from.
+NAME is as timm builds it, NAME_nope has no position embedding, NAME_rel 2-D relative position biases instead of one,
+NAME_mjp has MJP's unknown one and its DAL map, NAME_idx a second table with an embedding of the place that a moved
+patch came from.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from attacks.registry import Registry, UsageError
 # Normalisations of timm's weights (`timm.data`): ImageNet's statistics, and Inception's range of [-1, 1].
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 INCEPTION_MEAN = INCEPTION_STD = (0.5, 0.5, 0.5)
-VARIANTS = ("", "_nope", "_mjp", "_idx")
+VARIANTS = ("", "_nope", "_mjp", "_idx", "_rel")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def model_names() -> list[str]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split NAME[_nope|_mjp|_idx] into (NAME, variant).
+    """Split NAME[_nope|_mjp|_idx|_rel] into (NAME, variant).
 
     Raises:
         UsageError: unknown model; the message lists the names.

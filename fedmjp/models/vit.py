@@ -2,8 +2,9 @@
 
 Equations 5-7 of "Masked Jigsaw Puzzle" (Liu, Ren et al.): masked positions get one shared, learnable *unknown* position
 embedding instead of their own. The paper's ablation IDX instead adds, from a second table, an embedding of the original
-place of a moved patch. The rest is timm's implementation. `AprilBlock` is the first block for which the analytic attack
-of the APRIL paper is exact.
+place of a moved patch. A model may have 2-D relative position biases instead of a position embedding (Swin's and BEiT's
+table by offset, one a block and head, zero at the start as in MP3, section 5). The rest is timm's implementation.
+`AprilBlock` is the first block for which the analytic attack of the APRIL paper is exact.
 
 Departs from the released code: the unknown embedding is a separate parameter instead of one more row of the position
 table, so that checkpoints of plain ViTs load unchanged. About IDX the paper says only that additional embeddings encode
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from timm.layers import DropPath, RelPosBias
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -32,17 +34,30 @@ class ViT(VisionTransformer):
         unknown_position: add the shared embedding E_unk (equation 6).
         origin_table: add a second table of embeddings, one row per patch of the ordered image (IDX).
         dal: the map of the dense absolute localisation loss ("pca", "linear", "nonlinear"), or "none".
+        relative_positions: add a relative position bias to the attention of each block.
         **kwargs: as for timm's `VisionTransformer`.
     """
 
     def __init__(
-        self, *, unknown_position: bool = False, origin_table: bool = False, dal: str = "none", **kwargs
+        self,
+        *,
+        unknown_position: bool = False,
+        origin_table: bool = False,
+        dal: str = "none",
+        relative_positions: bool = False,
+        **kwargs,
     ) -> None:
         super().__init__(**kwargs)
         # Created last, so that with the same seed all other weights are equal in the plain and in the MJP model.
         self.unk_embed = self._table(1) if unknown_position else None
         self.idx_embed = self._table(self.patch_embed.num_patches) if origin_table else None
         self.dal = DenseAbsoluteLocalisation(self.embed_dim, dal) if dal != "none" else None
+        self.relative = nn.ModuleList(map(self._bias, self.blocks)) if relative_positions else None
+
+    def _bias(self, block: Block) -> RelPosBias:
+        bias = RelPosBias(self.patch_embed.grid_size, block.attn.num_heads, self.num_prefix_tokens)
+        nn.init.zeros_(bias.relative_position_bias_table)
+        return bias
 
     def _table(self, rows: int) -> nn.Parameter:
         table = nn.Parameter(torch.empty(1, rows, self.embed_dim))
@@ -69,7 +84,24 @@ class ViT(VisionTransformer):
         """Tokens (B, prefix + N, D) after the final norm; arguments and errors as for `forward`."""
         tokens = self._add_origins(self.patch_embed(images), origins)
         tokens = self._pos_embed(tokens) if position_mask is None else self._masked_pos_embed(tokens, position_mask)
-        return self.norm(self.blocks(self.norm_pre(tokens)))
+        return self.encode(tokens)
+
+    def encode(self, tokens: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Blocks and final norm: (B, T, D) -> (B, T, D).
+
+        Args:
+            tokens: patches with their positions, behind the prefix tokens.
+            attn_mask: bool, broadcastable to (B, heads, T, T); keys that are False take no part in attention.
+        """
+        tokens = self.norm_pre(tokens)
+        if attn_mask is None and self.relative is None:
+            return self.norm(self.blocks(tokens))
+        biases = [attn_mask] * len(self.blocks) if self.relative is None else [r.get_bias() for r in self.relative]
+        if attn_mask is not None and self.relative is not None:
+            biases = [bias.masked_fill(~attn_mask, float("-inf")) for bias in biases]
+        for block, bias in zip(self.blocks, biases, strict=True):
+            tokens = block(tokens, attn_mask=bias)
+        return self.norm(tokens)
 
     def _add_origins(self, patches: Tensor, origins: Tensor | None) -> Tensor:
         if self.idx_embed is None:
@@ -88,11 +120,30 @@ class ViT(VisionTransformer):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Names of parameters without weight decay: those of timm, and those of this class."""
-        return super().no_weight_decay() | set(POSITION_TABLES)
+        biases = {n for n, _ in self.named_parameters() if n.endswith("relative_position_bias_table")}
+        return super().no_weight_decay() | set(POSITION_TABLES) | biases
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict:
+        """timm's layers for layer decay, with the tables and biases of this class in the layers that they act on."""
+        groups = super().group_matcher(coarse)
+        blocks = [*groups["blocks"], (r"^relative\.(\d+)", None)]
+        return {"stem": f"{groups['stem']}|unk_embed|idx_embed", "blocks": blocks}
 
     def patch_positions(self) -> Tensor | None:
         """Position embeddings of the patches, (N, D), or None if the model has none."""
         return None if self.pos_embed is None else self.pos_embed[0, self.num_prefix_tokens :]
+
+
+def skip_blocks(module: ViT, rate: float) -> None:
+    """Stochastic depth: in training, skip each half of a block for an image with a probability that rises with depth.
+
+    Args:
+        rate: probability in the last block, in [0, 1); it falls linearly to 0 in the first, as in timm.
+    """
+    for number, block in enumerate(module.blocks):
+        share = rate * number / max(len(module.blocks) - 1, 1)
+        block.drop_path1, block.drop_path2 = (DropPath(share) if share else nn.Identity() for _ in range(2))
 
 
 class AprilBlock(nn.Module):

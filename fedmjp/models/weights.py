@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import timm
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from attacks.observation import SUPERVISED
 from attacks.registry import UsageError
 
 SHIPPED = Path(__file__).parent / "checkpoints"
 IMAGENET_CLASSES = 1000  # of timm's weights, and the default head for random weights
+ORIGIN = "fedmjp"  # key of a .safetensors file's metadata: how the weights were trained, as JSON
 # Parameters of the _mjp and _idx variants, which may be absent from a checkpoint or, for other variants, superfluous.
 MJP_ONLY = ("unk_embed", "idx_embed", "dal.")
+PRETEXT = "pretext."  # an objective's heads (`Objective.attach`)
+ABSENT = (PRETEXT, "relative.")  # may be absent from a checkpoint, and start as they are built
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What trained a checkpoint.
+
+    Attributes:
+        objective: the entry of --objective.
+        model: name of the model, with its variant.
+    """
+
+    objective: str
+    model: str
 
 
 def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | None, seed: int) -> str:
@@ -37,8 +57,20 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
     if source == "timm":
         return _fit(module, _timm_state(timm_name, name), f"timm {timm_name}")
     path = shipped if source == "auto" else Path(source)
-    label = f"shipped {path.name}" if source == "auto" else path.name
-    return _fit(module, _read(path), label)
+    label, state = f"shipped {path.name}" if source == "auto" else path.name, read_state(path)
+    origin = read_origin(path)
+    if origin and origin.objective != SUPERVISED:
+        label += f", trained by {origin.objective}"
+    return _fit(module, state, label)
+
+
+def read_origin(path: Path) -> Origin | None:
+    """How the weights of a model.safetensors of `fedmjp.train` were trained; None for files that do not say."""
+    if path.suffix != ".safetensors":
+        return None
+    with safe_open(path, "pt") as file:
+        content = (file.metadata() or {}).get(ORIGIN)
+    return Origin(**json.loads(content)) if content else None
 
 
 def shipped_names() -> list[str]:
@@ -59,7 +91,7 @@ def classes_of(name: str, source: str) -> int | None:
     shipped = SHIPPED / f"{name}.safetensors"
     if source in ("random", "timm") or (source == "auto" and not shipped.exists()):
         return None
-    state = _read(shipped if source == "auto" else Path(source))
+    state = read_state(shipped if source == "auto" else Path(source))
     head = next((state[k] for k in ("head.weight", "fc.weight") if k in state), None)
     return None if head is None else len(head)
 
@@ -76,7 +108,12 @@ def _timm_state(timm_name: str | None, name: str) -> dict[str, Tensor]:
         ) from error
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The state dict in a .safetensors, .pt or .pth file.
+
+    Raises:
+        UsageError: no such file, or one that cannot be read.
+    """
     if not path.is_file():
         raise UsageError(f"no checkpoint at {path}; pass --weights random, timm, auto or a file's path")
     try:
@@ -99,11 +136,8 @@ def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
     head = [k for k in own if k.split(".")[0] in {"head", "fc"} and k in state and state[k].shape != own[k].shape]
     for key in head:
         del state[key]
-    without_positions = getattr(module, "pos_embed", None) is None
-    extra = [
-        k for k in state if k not in own and not (k == "pos_embed" and without_positions) and not k.startswith(MJP_ONLY)
-    ]
-    missing = [k for k in own if k not in state and k not in head and not k.startswith(MJP_ONLY)]
+    extra = [k for k in state if k not in own and not k.startswith((*MJP_ONLY, *_superfluous(module)))]
+    missing = [k for k in own if k not in state and k not in head and not k.startswith((*MJP_ONLY, *ABSENT))]
     wrong = [k for k in own if k in state and state[k].shape != own[k].shape]
     if wrong:
         key = wrong[0]
@@ -121,4 +155,12 @@ def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
     notes += ["unknown position random"] if "unk_embed" in fresh else []
     notes += ["table of origins random"] if "idx_embed" in fresh else []
     notes += ["DAL map random"] if any(k.startswith("dal.") for k in fresh) else []
+    notes += ["pretext head random"] if any(k.startswith(PRETEXT) for k in fresh) else []
+    notes += ["relative positions zero"] if any(k.startswith("relative.") for k in fresh) else []
     return label + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _superfluous(module: nn.Module) -> tuple[str, ...]:
+    """Beginnings of names that a checkpoint may hold although the module has no use for them."""
+    found = ("pos_embed",) if "pos_embed" not in dict(module.named_parameters()) else ()
+    return (*found, "cls_token", "head.") if hasattr(module, PRETEXT.rstrip(".")) else found

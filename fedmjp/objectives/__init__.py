@@ -1,63 +1,72 @@
-"""The training objective of a client: cross-entropy, plus the terms that its defence names.
+"""What clients train, by name: the supervised loss, and position prediction as pre-training.
 
-A term is a function of the model and the position mask; `@TERMS.register("name")` makes it available to defences.
+A new objective is one file and one line in `OBJECTIVES`; another package adds its own through the entry points
+`fedmjp.objectives`. On command lines an objective is NAME or NAME:option=value,option=value. Nothing here imports
+torch before it computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-from torch.nn import functional as F
-
+from attacks.lazy import lazy_exports
 from attacks.registry import Registry
-from fedmjp.defenses import ClientInput
-from fedmjp.models import BuiltModel
+from fedmjp.objectives.base import Objective, TrainingBatch
+from fedmjp.settings import split_entry, with_settings
 
-TERMS: Registry[Callable[[BuiltModel, Tensor | None], Tensor]] = Registry("objective term")
+if TYPE_CHECKING:
+    from fedmjp.objectives.learner import Draws, Learner, client_loss
+    from fedmjp.objectives.terms import TERMS
+
+__all__ = [
+    "OBJECTIVES",
+    "TERMS",
+    "Draws",
+    "Learner",
+    "Objective",
+    "TrainingBatch",
+    "client_loss",
+    "objective_help",
+    "read_objective",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "fedmjp.objectives.learner": ("Draws", "Learner", "client_loss"),
+        "fedmjp.objectives.terms": ("TERMS",),
+    },
+)
+
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective",
+    {
+        "supervised": "fedmjp.objectives.supervised:Supervised",
+        "mp3": "fedmjp.objectives.mp3:MP3",
+        "droppos": "fedmjp.objectives.droppos:DropPos",
+    },
+    group="fedmjp.objectives",
+    base="fedmjp.objectives.base:Objective",
+)
 
 
-@TERMS.register("dal")
-def dense_absolute_localisation(model: BuiltModel, position_mask: Tensor | None) -> Tensor:
-    """Localisation loss of the visible position embeddings, a scalar (MJP, equation 4).
-
-    Args:
-        model: the model; without a DAL map the loss is 0.
-        position_mask: (B, N) bool, True where a position is hidden, or None.
-
-    Returns:
-        The mean distance between true and predicted grid coordinates, in units of patches.
-    """
-    dal = getattr(model.module, "dal", None)
-    if dal is None:
-        return next(model.module.parameters()).new_zeros(())
-    return dal(model.module.patch_positions(), model.grid, position_mask)
-
-
-def client_loss(
-    model: BuiltModel,
-    images: Tensor,
-    labels: Tensor,
-    position_mask: Tensor | None,
-    weights: Mapping[str, float],
-    origins: Tensor | None = None,
-) -> Tensor:
-    """Mean cross-entropy plus the weighted terms, a scalar.
-
-    Args:
-        model: the model.
-        images: (B, C, H, W) in [0, 1], after the defence.
-        labels: (B,) int64, or (B, classes) probabilities (smoothed or mixed labels).
-        position_mask: (B, N) bool or None.
-        weights: term name -> weight (`Defense.loss_weights`).
-        origins: (B, N) int64, for models that embed the original place of each patch (IDX), or None.
+def read_objective(entry: str) -> Objective:
+    """The objective of an entry "name" or "name:option=value,option=value", its options checked.
 
     Raises:
-        UsageError: a name in `weights` is not registered.
+        UsageError: no such objective, one of another package that cannot be imported, a setting that does not fit.
     """
-    forward_kwargs = ClientInput(images, position_mask, origins).forward_kwargs()
-    logits = model.module(model.normalise(images), **forward_kwargs)
-    loss = F.cross_entropy(logits, labels)
-    for name, weight in weights.items():
-        loss = loss + weight * TERMS.get(name)(model, position_mask)
-    return loss
+    name, settings = split_entry(entry, "--objective")
+    objective = with_settings(OBJECTIVES.get(name)(), settings, f"objective {name!r}")
+    objective.validate()
+    return objective
+
+
+def objective_help() -> str:
+    """The help of --objective: the choices with their options and defaults."""
+    choices = []
+    for name, kind in OBJECTIVES.available().items():
+        options = ", ".join(f"{option.name}={option.default}" for option in fields(kind))
+        choices.append(f"{name} ({options})" if options else name)
+    return f"What is trained: NAME or NAME:option=value,option=value. Choose from: {'; '.join(choices)}."

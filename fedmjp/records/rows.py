@@ -35,6 +35,8 @@ ROW_KEYS = (
     "block",
     "defense",
     "defense_parameters",
+    "objective",
+    "objective_parameters",
     "setting",
     "precision",
     "update",
@@ -58,7 +60,14 @@ ROW_KEYS = (
     "flags",
 )
 # Keys that a row may lack because it was written before they were introduced, and their default values.
-OPTIONAL = {"flags": [], "known": None, "certified": None, "residual": None}
+OPTIONAL = {
+    "flags": [],
+    "known": None,
+    "certified": None,
+    "residual": None,
+    "objective": "supervised",
+    "objective_parameters": {},
+}
 
 # The keys that describe what was run, in contrast to its results and the machine. Rows that agree in all of them and in
 # the image are the same row.
@@ -69,6 +78,8 @@ CASE = (
     "block",
     "defense",
     "defense_parameters",
+    "objective",
+    "objective_parameters",
     "setting",
     "precision",
     "update",
@@ -165,7 +176,7 @@ class RowLog:
 
     def has(self, row: Mapping[str, Any]) -> bool:
         """Whether the log contains a row with the same identity; other keys of `row` are ignored."""
-        key = _key(row, self.schema.identity)
+        key = _key({**self.schema.optional, **row}, self.schema.identity)
         return key in self._read or key in self._appended
 
     def done(self, case: Mapping[str, Any], image_ids: Sequence[str]) -> bool:

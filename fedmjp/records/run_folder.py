@@ -20,6 +20,7 @@ from attacks.findings import Finding
 from attacks.registry import UsageError
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
+from fedmjp.objectives import Objective
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog
 
@@ -89,6 +90,12 @@ class RunFolder:
             "skipped": list(data.skipped),
             "test_images": len(data.test),
         }
+        counted = task.learner.objective.accuracy_of
+        if counted != Objective.accuracy_of:
+            self.description["data"]["test_images"] = None  # an accuracy of other things has no interval over images
+            self.description["notes"] = [
+                f"The clients train the objective {self.config.objective}; accuracy counts {counted}, not classes."
+            ]
         self._write_description()
 
     def note_attacks(self, defense: str, chosen: Collection[str], left_out: Mapping[str, str]) -> None:

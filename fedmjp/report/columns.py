@@ -24,6 +24,7 @@ KEYS = {
     "defense": "the clients' defence",
     "defense_parameters": "its options, as JSON",
     "gamma": "masking ratio of MJP; 0 for none",
+    "gamma_pos": "of DropPos: share of the seen patches without position; its gamma is the share that is not seen",
     "training_gamma": "masking ratio of the training, where that at inference is gamma",
     "positions": "position embeddings of jigsawed patches: own or unknown",
     "dal": "kind of MJP's localisation term",
@@ -76,6 +77,8 @@ COUNTS = {
     "test_images": "images behind an accuracy",
     "images_seen": "by a training",
     "corruption_count": "corruptions that are averaged",
+    "seen": "patches of an image that DropPos' encoder sees",
+    "hidden": "of them, patches without position",
 }
 QUANTITIES = {
     **{name: f"{direction.label}, of reconstructions" for name, direction in METRIC_DIRECTIONS.items()},
@@ -97,6 +100,8 @@ QUANTITIES = {
     "train_seconds": "of an epoch",
     "images_per_second": "of an epoch",
     "rate": "learning rate at the end of an epoch",
+    "places": "per cent of patches whose place is predicted",
+    "printed_places": "the average that a paper prints, where it is not that of its cells",
     "consistency": "per cent of images whose class a jigsaw does not change",
     "diff_norm": "squared distance of an image's features before and after a jigsaw",
     "diff_share": "diff_norm as a share of that between two images",

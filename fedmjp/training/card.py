@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fedmjp.evaluation.accuracy import evaluate
-from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.weights import ORIGIN
+from fedmjp.objectives import Objective
 from fedmjp.records import provenance
+from fedmjp.settings import split_entry
 from fedmjp.training.config import PAPER_IMAGES, TrainConfig
-from fedmjp.training.trainer import Trainer
+from fedmjp.training.trainer import Trainer, build_learner
 
 CARD = """# {name}, {data}
 
@@ -21,10 +23,11 @@ CARD = """# {name}, {data}
 
 | | |
 |---|---|
-| top-1 accuracy of this file | {accuracy:.1%} of {tests} test images, undefended |
+| top-1 accuracy of this file | {accuracy:.1%} of {accuracy_of}{tests} test images, undefended |
 | training images | {images} of {data}, {classes} classes |
 | data | {provenance} |
 | start | {start} |
+| objective | {objective} |
 | defence in training | {defense} |
 | epochs, steps | {epochs}, {steps} |
 | recipe | {recipe} |
@@ -49,35 +52,35 @@ def export(trainer: Trainer, history: list[dict[str, float]], path: Path) -> flo
         path: the .safetensors file to write.
 
     Returns:
-        Top-1 accuracy in [0, 1] of the weights in the written file.
+        Accuracy in [0, 1] of the weights in the written file, of what `Objective.accuracy_of` names.
     """
     state = trainer.model.module.state_dict()
     halves = {n: t.detach().cpu().half() if t.is_floating_point() else t.cpu() for n, t in state.items()}
-    save_file({n: t.contiguous() for n, t in halves.items()}, path)
-    _, accuracy = evaluate(_read_back(trainer, path), trainer.data.test, trainer.device)
+    # One entry, because safetensors writes several in an order that changes from run to run.
+    origin = json.dumps({"objective": trainer.config.objective, "model": trainer.model.name})
+    save_file({n: t.contiguous() for n, t in halves.items()}, path, metadata={ORIGIN: origin})
+    accuracy = _accuracy_of_file(trainer, path)
     path.with_suffix(".md").write_text(CARD.format(**_facts(trainer, history, accuracy)), encoding="utf-8")
     return accuracy
 
 
-def _read_back(trainer: Trainer, path: Path) -> BuiltModel:
-    built = build_model(
-        trainer.model.name,
-        num_classes=len(trainer.data.classes),
-        weights=str(path),
-        dal=getattr(trainer.defense, "dal", "none"),
-    )
-    built.module.to(trainer.device)
-    return built
+def _accuracy_of_file(trainer: Trainer, path: Path) -> float:
+    """What the objective's evaluation finds of the written weights; what it keeps beside them is the trainer's."""
+    classes, objective = len(trainer.data.classes), trainer.learner.objective
+    read = build_learner(trainer.config, trainer.defense, classes, trainer.device, weights=str(path))
+    return objective.evaluate(read.model, trainer.learner.local, trainer.data, trainer.device)[1]
 
 
 def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -> dict[str, Any]:
     config, data, versions = trainer.config, trainer.data, provenance.versions()
-    steps = int(sum(line["steps"] for line in history))
+    steps, objective = int(sum(line["steps"] for line in history)), trainer.learner.objective
     seconds = sum(line["train_seconds"] for line in history)
     return {
         "name": trainer.model.name,
         "summary": _summary(config, steps * config.recipe.batch_size),
         "accuracy": accuracy,
+        "accuracy_of": "" if objective.accuracy_of == Objective.accuracy_of else f"{objective.accuracy_of} in ",
+        "objective": ", ".join([split_entry(config.objective, "--objective")[0], *_options(objective)]),
         "tests": len(data.test),
         "images": len(data.train),
         "classes": len(data.classes),
@@ -87,7 +90,7 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
         "defense": ", ".join([config.defense, *_options(trainer.defense)]),
         "epochs": len(history),
         "steps": steps,
-        "recipe": ", ".join(_options(config.recipe)),
+        "recipe": ", ".join([*_options(config.recipe), *_options(config.start)[1:]]),
         "precision": config.activations(),
         "speed": steps * config.recipe.batch_size / seconds,
         "device": provenance.device_name(trainer.device),
@@ -100,6 +103,8 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
 
 def _summary(config: TrainConfig, seen: int) -> str:
     start = "From random weights" if config.model.weights == "random" else f"From {config.model.weights} weights"
+    if config.start.checkpoint is not None:
+        start = f"From the encoder of {config.start.checkpoint.name}"
     return (
         f"{start}, {seen:,} images seen in training; the papers' recipe sees {PAPER_IMAGES:,}. For audits of trained "
         "weights, not for accuracy."

@@ -16,11 +16,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from attacks.registry import UsageError
-from fedmjp.config import DEFENSE_HELP, DataConfig, ModelConfig
+from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, ModelConfig
 from fedmjp.data.catalog import split_source
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
-from fedmjp.models import split_name
+from fedmjp.models import MODELS, split_name
+from fedmjp.objectives import OBJECTIVES, Objective, read_objective
+from fedmjp.settings import split_entry
 
 # Images that the paper's recipe sees: 300 epochs of ImageNet-1k.
 PAPER_IMAGES = 300 * 1_281_167
@@ -59,15 +61,47 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class StartConfig:
+    """What training starts from, and what fine-tuning adds to the recipe."""
+
+    checkpoint: Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT")] = None
+    """Fine-tune the encoder of this checkpoint: its heads are dropped, and what it lacks (class token, position
+    embedding) is new."""
+    layer_decay: float = 1.0
+    """Factor of the learning rate from each layer to the one before it (DropPos fine-tunes with 0.8; 1: none)."""
+    drop_path: float = 0.0
+    """Largest probability that a block is skipped, rising linearly with depth (MP3 and fine-tuning in DropPos: 0.1)."""
+
+    def validate(self, model: ModelConfig) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: out of range, or weights named twice.
+        """
+        if self.checkpoint is not None and model.weights != "random":
+            raise UsageError(f"--from {self.checkpoint} gives the encoder; leave out --weights {model.weights}")
+        if self.checkpoint is not None and not self.checkpoint.is_file():
+            raise UsageError(f"no checkpoint at {self.checkpoint}; pass --from a model.safetensors of fedmjp.train")
+        if not 0 < self.layer_decay <= 1:
+            raise UsageError(f"--layer-decay must lie in (0, 1], not {self.layer_decay}")
+        if not 0 <= self.drop_path < 1:
+            raise UsageError(f"--drop-path must lie in [0, 1), not {self.drop_path}")
+        if self.drop_path and MODELS.get(split_name(model.model)[0]).vit is None:
+            raise UsageError(f"--drop-path needs a plain ViT, not {model.model}")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Train a Vision Transformer in one place, on the model, data, loss and defence that a federation's clients use."""
 
     defense: Annotated[str, tyro.conf.arg(help=DEFENSE_HELP.replace("compare, one federation each", "train under"))] = (
         "none"
     )
+    objective: Annotated[str, tyro.conf.arg(help=OBJECTIVE_HELP)] = "supervised"
     model: ModelConfig = field(default_factory=lambda: ModelConfig(weights="random"))
     data: DataConfig = field(default_factory=lambda: DataConfig(test_limit=None))
     recipe: Recipe = field(default_factory=Recipe)
+    start: StartConfig = field(default_factory=StartConfig)
     options: DefenseOptions = field(default_factory=lambda: DefenseOptions())  # type: ignore[valid-type]
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of activations: bfloat16 through autocast, or float32; auto takes bfloat16 on a GPU and on a CPU that has
@@ -95,9 +129,17 @@ class TrainConfig:
         kind = DEFENSES.get(self.defense)
         return getattr(self.options, self.defense, None) or kind()
 
+    def chosen_objective(self) -> Objective:
+        """What is trained.
+
+        Raises:
+            UsageError: see `read_objective`.
+        """
+        return read_objective(self.objective)
+
     def model_name(self) -> str:
         """The variant of --model that is trained."""
-        return self.defence().model_name(self.model.model)
+        return self.defence().model_name(self.chosen_objective().model_name(self.model.model))
 
     def activations(self) -> Literal["float32", "bfloat16"]:
         """The type of activations that `precision` and `device` mean on this machine."""
@@ -120,6 +162,9 @@ class TrainConfig:
         """
         self.defence().validate()
         split_name(self.model.model)
+        self.chosen_objective().check(self.model.model, self.defence())
+        self._validate_labels()
+        self.start.validate(self.model)
         split_source(self.data.data)
         if self.model.block != "standard":
             raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")
@@ -145,6 +190,27 @@ class TrainConfig:
             raise UsageError(f"--rand-augment takes none or timm's rand-..., not {recipe.rand_augment!r}")
         if self.workers < 0 or self.threads < 0 or self.seed < 0:
             raise UsageError("--workers, --threads and --seed must not be negative")
+
+    def _validate_labels(self) -> None:
+        """Mixing images and smoothing labels are of no use to an objective without labels."""
+        recipe = self.recipe
+        used = [_flag(o) for o in ("mixup", "cutmix", "label_smoothing") if getattr(recipe, o) > 0]
+        if used and not self.chosen_objective().needs_labels:
+            off = " ".join(f"{flag} 0" for flag in used)
+            raise UsageError(f"--objective {self.objective} has no labels to mix or smooth; pass {off}")
+
+
+def default_config(objective: str) -> TrainConfig:
+    """The defaults of `fedmjp.train --objective ENTRY`: `TrainConfig` with the recipe of the objective's paper.
+
+    Raises:
+        UsageError: no such objective.
+    """
+    own = OBJECTIVES.get(split_entry(objective, "--objective")[0]).recipe
+    names = {field.name for field in dataclasses.fields(StartConfig)}
+    start = StartConfig(**{name: value for name, value in own.items() if name in names})
+    recipe = Recipe(**{name: value for name, value in own.items() if name not in names})
+    return TrainConfig(objective=objective, recipe=recipe, start=start)
 
 
 def cpu_has_bfloat16() -> bool:

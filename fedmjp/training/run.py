@@ -36,7 +36,9 @@ def train(config: TrainConfig, console: Console) -> Path:
         history.append(_epoch(trainer, number, console))
         folder.save(trainer.state(), history)
     accuracy = export(trainer, history, folder.weights)
-    console.print(f"float16 weights: accuracy {accuracy:.2%}", highlight=False)
+    console.print(
+        f"float16 weights: accuracy {accuracy:.2%} ({trainer.learner.objective.accuracy_of})", highlight=False
+    )
     return folder.weights
 
 

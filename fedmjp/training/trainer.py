@@ -1,11 +1,12 @@
 """Central training with AdamW on a client's loss, epoch by epoch.
 
-A step computes the same as a client (`fedmjp.client`): the defence on the input, the objective, its gradient, the
-defence on the update. Instead of being sent, the update is passed to AdamW.
+A step computes the same as a client (`fedmjp.client`): the objective's view of the batch, the defence on the input, the
+loss, its gradient, the defence on the update. Instead of being sent, the update is passed to AdamW.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,10 @@ from torch import Tensor
 from attacks import UsageError
 from fedmjp.client import usable_device
 from fedmjp.data import DataBundle, load_data
-from fedmjp.evaluation.accuracy import evaluate
-from fedmjp.models import MODELS, build_model, split_name
-from fedmjp.objectives import client_loss
+from fedmjp.defenses import Defense
+from fedmjp.models import MODELS, split_name
+from fedmjp.models.vit import skip_blocks
+from fedmjp.objectives import Draws, Learner
 from fedmjp.training.batches import Batches
 from fedmjp.training.config import TrainConfig
 
@@ -46,21 +48,23 @@ class Trainer:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.data = load(config) if data is None else data
-        self.model = build_model(
-            config.model_name(),
-            num_classes=len(self.data.classes),
-            weights=config.model.weights,
-            block=config.model.block,
-            dal=getattr(self.defense, "dal", "none"),
-            seed=config.seed,
-        )
-        self.model.module.to(self.device)
+        if config.chosen_objective().needs_labels:
+            self.data.require_labels(f"--objective {config.objective}")
+        self.learner = build_learner(config, self.defense, len(self.data.classes), self.device)
+        self.model = self.learner.model
+        if config.start.drop_path:
+            skip_blocks(self.model.module, config.start.drop_path)
         if self.device.type == "cpu":
             _use_unfused_attention(self.model.module)
         self.batches = Batches(self.data.train, self.recipe, self.model, config.seed, config.workers)
         rate = self.recipe.learning_rate * self.recipe.batch_size / 512
+        decay = config.start.layer_decay
         self.optimizer = create_optimizer_v2(
-            self.model.module, opt="adamw", lr=rate, weight_decay=self.recipe.weight_decay
+            self.model.module,
+            opt="adamw",
+            lr=rate,
+            weight_decay=self.recipe.weight_decay,
+            layer_decay=None if decay == 1 else decay,
         )
         self.schedule = CosineLRScheduler(
             self.optimizer,
@@ -80,24 +84,29 @@ class Trainer:
 
         Returns:
             The record for the history: epoch, steps, rate (of the last step), train_loss, test_loss, test_accuracy in
-            [0, 1], test_images, train_seconds and images_per_second (without evaluation).
+            [0, 1] (of what `Objective.accuracy_of` names), test_images, train_seconds and images_per_second (without
+            evaluation).
 
         Raises:
             UsageError: the loss is no longer finite.
         """
         self.model.module.train()
-        generator = torch.Generator().manual_seed(self._entropy(number))
+        draws = Draws.seeded(self._entropy(5, number), self._entropy(6, number))
         start, losses = time.perf_counter(), []
         for index, (images, labels) in enumerate(self.batches.epoch(number, self.device)):
-            self.schedule.step_update((number - 1) * len(self.batches) + index)
-            losses.append(self.step(images, labels, generator, number))
+            done = (number - 1) * len(self.batches) + index
+            self.schedule.step_update(done)
+            progress = done / (self.recipe.epochs * len(self.batches))
+            known = labels if self.data.labelled else None
+            losses.append(self.step(images, known, draws, number, progress))
             on_step(losses[-1])
         seconds = time.perf_counter() - start
-        test_loss, accuracy = evaluate(self.model, self.data.test, self.device)
+        learner = self.learner
+        test_loss, accuracy = learner.objective.evaluate(self.model, learner.local, self.data, self.device)
         return {
             "epoch": number,
             "steps": len(losses),
-            "rate": self.optimizer.param_groups[0]["lr"],
+            "rate": max(group["lr"] for group in self.optimizer.param_groups),
             "train_loss": sum(losses) / len(losses),
             "test_loss": test_loss,
             "test_accuracy": accuracy,
@@ -106,33 +115,34 @@ class Trainer:
             "images_per_second": len(losses) * self.recipe.batch_size / seconds,
         }
 
-    def step(self, images: Tensor, labels: Tensor, generator: torch.Generator, epoch: int) -> float:
+    def step(self, images: Tensor, labels: Tensor | None, draws: Draws, epoch: int, progress: float = 0.0) -> float:
         """Take one step on a batch; returns its loss.
 
         Args:
             images: (B, C, H, W) in [0, 1], on the trainer's device.
-            labels: (B,) int64, or (B, classes) probabilities.
-            generator: gives the defence's random numbers.
+            labels: (B,) int64, or (B, classes) probabilities; None where the objective needs none.
+            draws: the random numbers of defence and objective.
             epoch: number of the epoch, from 1.
+            progress: share of the training that is done, in [0, 1).
 
         Raises:
             UsageError: the loss is not finite.
         """
-        seen = self.defense.on_input(images, self.model, generator, epoch)
+        views = self.learner.views(images, draws, epoch)
         with self._autocast():
-            weights = self.defense.loss_weights()
-            loss = client_loss(self.model, seen.images, labels, seen.position_mask, weights, seen.origins)
+            loss = self.learner.loss(views, labels, draws, progress)
         if not torch.isfinite(loss):
             raise UsageError(f"the loss is {float(loss.detach())} in epoch {epoch}; lower --learning-rate")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         trained = {n: p for n, p in self.model.module.named_parameters() if p.grad is not None}
-        update = self.defense.on_update({n: p.grad for n, p in trained.items()}, generator)
+        update = self.defense.on_update({n: p.grad for n, p in trained.items()}, draws.defense)
         for name, parameter in trained.items():
             parameter.grad = update[name]
         if self.recipe.clip_gradient:
             torch.nn.utils.clip_grad_norm_(trained.values(), self.recipe.clip_gradient)
         self.optimizer.step()
+        self.learner.after_step(progress)
         return float(loss.detach())
 
     def _autocast(self) -> torch.autocast:
@@ -140,16 +150,42 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """State to resume from after an epoch; schedule and random numbers are determined by the epoch's number."""
-        return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        model, optimizer = self.model.module.state_dict(), self.optimizer.state_dict()
+        return {"model": model, "optimizer": optimizer, "kept": self.learner.kept()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.learner.begin(state["kept"])
 
-    def _entropy(self, epoch: int) -> int:
-        """Seed of the defence's random numbers in one epoch."""
-        return int(np.random.SeedSequence([self.config.seed, 5, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    def _entropy(self, purpose: int, epoch: int) -> int:
+        """Seed of the random numbers for one purpose in one epoch."""
+        sequence = np.random.SeedSequence([self.config.seed, purpose, epoch])
+        return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def build_learner(
+    config: TrainConfig, defense: Defense, num_classes: int, device: torch.device, weights: str | None = None
+) -> Learner:
+    """The model of a training under its objective and defence.
+
+    Args:
+        weights: instead of those, or of the encoder, that the configuration names.
+
+    Raises:
+        UsageError: see `Learner.build`.
+    """
+    model = config.model if weights is None else dataclasses.replace(config.model, weights=weights)
+    return Learner.build(
+        config.chosen_objective(),
+        defense,
+        model,
+        num_classes=num_classes,
+        seed=config.seed,
+        device=device,
+        encoder=config.start.checkpoint if weights is None else None,
+    )
 
 
 def load(config: TrainConfig) -> DataBundle:

@@ -121,7 +121,7 @@ MISTAKES = [
     (dict(name="photos", seed=-1), "seed is -1; give at least 0"),
     (dict(name="folder:", folder="gone"), "holds CLASS/FILE"),
     (dict(name="folder:", folder="empty"), "lay the files out as CLASS/FILE"),
-    (dict(name="folder:", folder="bare"), "lay the files out as CLASS/FILE"),
+    (dict(name="folder:", folder="bare"), "add images"),
     (dict(name="folder:", folder="single"), "add images"),
     (dict(name="folder:", folder="broken"), "none of the 2 image files"),
     (dict(name="imagenet", path="empty"), "lay the files out as CLASS/FILE"),

@@ -20,6 +20,7 @@ import yaml
 
 from attacks import ATTACKS, Observation
 from fedmjp.defenses import DEFENSES
+from fedmjp.objectives import OBJECTIVES
 from fedmjp.report.columns import COUNTS, KEYS, QUANTITIES, STATISTICS
 from tests.attacks.models import timm_vit
 from tests.conftest import photographs
@@ -161,7 +162,13 @@ def test_every_defence_is_listed() -> None:
     assert set(table_names("defenses.md")) == set(DEFENSES.names())
 
 
-@pytest.mark.parametrize(("kind", "registry"), [("attacks", ATTACKS), ("defenses", DEFENSES)])
+def test_every_objective_is_listed() -> None:
+    assert list(table_names("objectives.md"))[: len(OBJECTIVES.names())] == OBJECTIVES.names()
+
+
+@pytest.mark.parametrize(
+    ("kind", "registry"), [("attacks", ATTACKS), ("defenses", DEFENSES), ("objectives", OBJECTIVES)]
+)
 def test_reference_is_made_from_the_registry(kind: str, registry) -> None:
     assert f"<!-- reference: {kind} -->" in text_of(ROOT / "docs" / f"{kind}.md")
     page = hooks().reference(kind)

@@ -30,6 +30,8 @@ def make_row(**changes: Any) -> dict[str, Any]:
         "block": "standard",
         "defense": "none",
         "defense_parameters": {"ratio": 0.3},
+        "objective": "supervised",
+        "objective_parameters": {},
         "setting": "trained 1 round",
         "precision": "float32",
         "update": "gradient",

@@ -17,6 +17,7 @@ from fedmjp import train as command
 from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.evaluation.accuracy import evaluate
 from fedmjp.models import build_model
+from fedmjp.objectives import Draws, client_loss
 from fedmjp.training import Recipe, TrainConfig, train
 from fedmjp.training.batches import Batches
 from fedmjp.training.folder import TrainingFolder
@@ -109,8 +110,6 @@ def test_the_folder_holds_the_documented_files(whole) -> None:
 
 def test_a_step_equals_a_clients_step(tmp_path) -> None:
     """With plain labels and images, one step's loss and gradient equal those of a client."""
-    from fedmjp.objectives import client_loss
-
     trainer = Trainer(dataclasses.replace(config(tmp_path, clip_gradient=0.0), precision="float32"))
     client = build_model("vit_mini_32_mjp", num_classes=8, weights="random", dal="nonlinear")
     images, labels = trainer.data.train.images(range(8)), trainer.data.train.labels[:8]
@@ -118,7 +117,8 @@ def test_a_step_equals_a_clients_step(tmp_path) -> None:
     loss = client_loss(client, seen.images, labels, seen.position_mask, trainer.defense.loss_weights())
     loss.backward()
     one_hot = torch.nn.functional.one_hot(labels, 8).float()
-    ours = trainer.step(images, one_hot, torch.Generator().manual_seed(3), 1)
+    draws = Draws.seeded(3, 4)
+    ours = trainer.step(images, one_hot, draws, 1)
     assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
     theirs = dict(client.module.named_parameters())
     for name, parameter in trainer.model.module.named_parameters():
@@ -146,7 +146,7 @@ def test_bfloat16_multiplies_in_bfloat16_and_keeps_float32_weights(tmp_path) -> 
     seen = []
     trainer.model.module.blocks[0].attn.qkv.register_forward_hook(lambda module, inputs, output: seen.append(output))
     images, labels = trainer.data.train.images(range(8)), torch.full((8, 8), 1 / 8)
-    trainer.step(images, labels, torch.Generator().manual_seed(3), 1)
+    trainer.step(images, labels, Draws.seeded(3, 4), 1)
     assert seen[0].dtype == torch.bfloat16
     assert {p.dtype for p in trainer.model.module.parameters()} == {torch.float32}
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-import torch
 from rich.progress import track
 
 from attacks import UsageError
 from experiments.speed.timing import timed
 from experiments.trainings.options import TimedOptions, Variant
 from experiments.trainings.tables import TrainingTable
+from fedmjp.objectives import Draws
 from fedmjp.records import provenance
 from fedmjp.training.trainer import Trainer, load
 
@@ -46,7 +46,7 @@ def latency(options: TimedOptions, variants: Sequence[Variant]) -> pd.DataFrame:
     data = load(configs[first])
     trainers = {name: Trainer(config, data) for name, config in configs.items()}
     images, labels = next(trainers[first].batches.epoch(1, trainers[first].device))
-    draws = torch.Generator().manual_seed(options.seeds[0])
+    draws = Draws.seeded(options.seeds[0], options.seeds[0])
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in track(range(options.timing_rounds + 2), description="timed steps", transient=True):
         for name, trainer in trainers.items():

@@ -1,0 +1,111 @@
+"""Options of the tables of pre-trainings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from attacks.registry import UsageError
+from experiments.scaffold import RowOptions, check_positive
+from fedmjp.config import DataConfig, ModelConfig
+from fedmjp.objectives.droppos import DropPos
+from fedmjp.training.config import Recipe, TrainConfig
+
+# The 13 pre-trainings of Tables S1 to S3 of the DropPos supplement: name -> what differs from the default.
+TRAININGS: dict[str, dict[str, Any]] = {
+    "gamma_0": {"gamma": 0.0},
+    "gamma_0.25": {"gamma": 0.25},
+    "gamma_0.5": {"gamma": 0.5},
+    "default": {},
+    "gamma_pos_0.25": {"gamma_pos": 0.25},
+    "gamma_pos_0.5": {"gamma_pos": 0.5},
+    "gamma_pos_1": {"gamma_pos": 1.0},
+    "sigma_0": {"sigma": 0.0},
+    "sigma_1_constant": {"anneal": False},
+    "sigma_2_constant": {"sigma": 2.0, "anneal": False},
+    "sigma_2_annealed": {"sigma": 2.0},
+    "tau_inf": {"tau": float("inf")},
+    "tau_0.5": {"tau": 0.5},
+}
+GAMMAS, GAMMAS_POS = (0.0, 0.25, 0.5, 0.75), (0.25, 0.5, 0.75, 0.95)  # the 16 cases that each is measured in
+SHORT = Recipe(
+    epochs=2,
+    batch_size=128,
+    learning_rate=4e-3,
+    warmup_epochs=0.2,
+    label_smoothing=0.0,
+    clip_gradient=5.0,
+    repeats=1,
+    rand_augment="none",
+    smallest_crop=0.2,
+    mixup=0.0,
+    cutmix=0.0,
+    erasing=0.0,
+)
+
+
+@dataclass(frozen=True)
+class DropPosOptions(RowOptions):
+    """Position accuracy of DropPos.  Tables S1 to S3 of its supplement.
+
+        python benchmarks/droppos.py --data-path DIR
+
+    Pre-trains with each of 13 settings of gamma, gamma_pos, sigma and tau, and measures how many places are predicted
+    in 16 cases: gamma 0, 0.25, 0.5, 0.75 by gamma_pos 0.25, 0.5, 0.75, 0.95. A training's rows are written when it
+    ends. Writes rows.jsonl.gz, cells.csv, table.csv, table.md and run.json to --out; --resume trains what is missing.
+    """
+
+    model: str = "vit_mini_32"
+    """A plain ViT."""
+    data: DataConfig = field(default_factory=lambda: DataConfig("cifar10", None, None, 2_000))
+    """What is trained on."""
+    recipe: Recipe = field(default_factory=lambda: SHORT)
+    """How to train, all settings alike."""
+    decoder_width: int = 192
+    """Channels of the decoder (paper: 512, beside an encoder of 768)."""
+    only: tuple[str, ...] = ()
+    """Names of trainings (none given: all 13)."""
+    seeds: tuple[int, ...] = (0,)
+    """Each fixes weights, order and masks, for all settings alike."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of activations in training; accuracy is measured in float32."""
+    out: Path = Path("runs/droppos")
+    """Folder of rows and tables (the committed ones stand in results/droppos)."""
+
+    def chosen(self) -> dict[str, DropPos]:
+        """Name -> objective of each training."""
+        names = self.only or tuple(TRAININGS)
+        return {name: DropPos(decoder_width=self.decoder_width, **TRAININGS[name]) for name in names}
+
+    def config(self, name: str, seed: int) -> TrainConfig:
+        """The options of one training, as `python -m fedmjp.train` takes them."""
+        settings = {"decoder_width": self.decoder_width, **TRAININGS[name]}
+        entry = ",".join(f"{option}={_text(value)}" for option, value in settings.items())
+        return TrainConfig(
+            objective=f"droppos:{entry}",
+            model=ModelConfig(self.model, "random"),
+            data=self.data,
+            recipe=self.recipe,
+            precision=self.precision,
+            device=self.device,
+            threads=self.threads,
+            seed=seed,
+        )
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        strange = [name for name in self.only if name not in TRAININGS]
+        if strange:
+            raise UsageError(f"unknown training {strange[0]!r}; choose from: {', '.join(TRAININGS)}")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise UsageError("--seeds takes different numbers, at least one")
+        check_positive(self, "decoder_width")
+        for name in self.chosen():
+            self.config(name, self.seeds[0]).validate()
+        super().validate()
+
+
+def _text(value: Any) -> str:
+    """A value as --objective takes it."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"

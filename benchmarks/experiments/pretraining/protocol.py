@@ -1,0 +1,89 @@
+"""Pre-train with DropPos and measure the places that are predicted, in the 16 cases of the paper's tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from experiments.pretraining.options import GAMMAS, GAMMAS_POS, DropPosOptions
+from experiments.pretraining.render import DROPPOS
+from experiments.pretraining.rows import ROWS, asked, training_id
+from experiments.rendering import read_rows
+from fedmjp.evaluation.positions import position_accuracy
+from fedmjp.records import provenance
+from fedmjp.records.rows import RowLog, pack_rows, unpack_rows
+from fedmjp.records.run_record import note_rows
+from fedmjp.training.config import TrainConfig
+from fedmjp.training.trainer import Trainer
+
+
+def run(options: DropPosOptions, console: Console) -> None:
+    """Train what is missing, then write and print the table."""
+    path = options.out / "rows.jsonl"
+    unpack_rows(path)
+    with RowLog(path, ROWS) as log:
+        for seed in options.seeds:
+            for name in options.chosen():
+                _train(name, options.config(name, seed), log, console)
+    pack_rows(path)
+    rows = read_rows(options.out, ROWS)
+    note_rows(options.out, "python benchmarks/droppos.py", rows, data=sorted(set(rows["provenance"])))
+    DROPPOS.write(options.out)
+    console.print((options.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)
+
+
+def _train(line: str, config: TrainConfig, log: RowLog, console: Console) -> None:
+    """Write the rows of one training, unless they are there."""
+    name = training_id(config)
+    cases = [{"training": name, "gamma": gamma, "gamma_pos": share} for gamma in GAMMAS for share in GAMMAS_POS]
+    if all(log.has(case) for case in cases):
+        return
+    trainer, epochs = Trainer(config), config.recipe.epochs
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"{line}, seed {config.seed}", total=epochs * len(trainer.batches))
+        history = [trainer.epoch(number, lambda loss: bar.advance(task)) for number in range(1, epochs + 1)]
+    found = list(measure(trainer))
+    for row in found:
+        log.append({"training": name, "line": line, **asked(config), **_shared(trainer, history), **row})
+    mean = sum(row["accuracy"] for row in found) / len(found)
+    console.print(f"{line}, seed {config.seed}: {mean:.1f} % of places over {len(found)} cases", highlight=False)
+
+
+def measure(trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """Accuracy (per cent) of the predicted places of the test images in each case."""
+    objective, images = trainer.learner.objective, trainer.data.test
+    total = trainer.model.module.patch_embed.num_patches
+    for gamma in GAMMAS:
+        for share in GAMMAS_POS:
+            case = dataclasses.replace(objective, gamma=gamma, gamma_pos=share)
+            loss, accuracy = position_accuracy(case, trainer.model, images, trainer.device, trainer.config.seed)
+            seen, hidden = case.counts(total)
+            yield {
+                "gamma": gamma,
+                "gamma_pos": share,
+                "accuracy": 100 * accuracy,
+                "loss": loss,
+                "seen": seen,
+                "hidden": hidden,
+                "patches": total,
+                "images": len(images),
+            }
+
+
+def _shared(trainer: Trainer, history: list[dict[str, float]]) -> dict[str, Any]:
+    steps = sum(line["steps"] for line in history)
+    return {
+        "train_loss": history[-1]["train_loss"],
+        "steps": steps,
+        "images_seen": steps * trainer.recipe.batch_size,
+        "train_seconds": sum(line["train_seconds"] for line in history),
+        "parameters": sum(p.numel() for p in trainer.model.module.parameters()),
+        "weights": f"trained from {trainer.model.provenance.removesuffix(', NOT TRAINED')}",
+        "provenance": trainer.data.provenance,
+        **provenance.columns(trainer.device),
+    }

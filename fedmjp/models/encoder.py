@@ -1,0 +1,73 @@
+"""The encoder of a checkpoint, for fine-tuning: heads are dropped, and what the checkpoint lacks stays as it was built.
+
+`fedmjp.training` writes into the metadata of its checkpoints which objective trained them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from attacks.registry import UsageError
+from fedmjp.models.weights import PRETEXT, read_origin, read_state
+
+HEADS = (PRETEXT, "head.", "fc.", "dal.")
+# What a pre-training may do without or replace: name or beginning -> words.
+RENEWED = {
+    "cls_token": "class token",
+    "pos_embed": "positions",
+    "unk_embed": "unknown position",
+    "idx_embed": "table of origins",
+    "relative.": "relative positions",
+}
+
+
+@dataclass(frozen=True)
+class EncoderOrigin:
+    """Where a loaded encoder comes from.
+
+    Attributes:
+        objective: the entry of --objective that trained it, or "" where the file does not say.
+        provenance: in words for a table.
+    """
+
+    objective: str
+    provenance: str
+
+
+def load_encoder(module: nn.Module, path: Path) -> EncoderOrigin:
+    """Load blocks, patch projection and norms, and of class token and positions what the checkpoint holds and fits.
+
+    Args:
+        module: the model to fine-tune, newly built.
+        path: a .safetensors, .pt or .pth state dict.
+
+    Raises:
+        UsageError: no such file, or one that holds no encoder of this architecture.
+    """
+    state = {n: t.float() if t.is_floating_point() else t for n, t in read_state(path).items()}
+    own = {n: t for n, t in module.state_dict().items() if not n.startswith(HEADS)}
+    renewed = tuple(RENEWED)
+    kept = {n: t for n, t in state.items() if n in own and not (n.startswith(renewed) and t.shape != own[n].shape)}
+    unknown = [n for n in state if n not in own and not n.startswith((*HEADS, *renewed))]
+    missing = [n for n in own if n not in state and not n.startswith(renewed)]
+    if missing or unknown:
+        example = (missing or unknown)[0]
+        raise UsageError(
+            f"{path.name} holds no encoder of this model: {len(missing)} parameters missing, {len(unknown)} unknown "
+            f"(for example {example})"
+        )
+    for name, tensor in kept.items():
+        if tensor.shape != own[name].shape:
+            raise UsageError(
+                f"{path.name} holds no encoder of this model: {name} is {tuple(tensor.shape)}, not "
+                f"{tuple(own[name].shape)}"
+            )
+    module.load_state_dict(kept, strict=False)
+    new = [words for n, words in RENEWED.items() if any(o.startswith(n) and o not in kept for o in own)]
+    origin = read_origin(path)
+    objective = origin.objective if origin else ""
+    trained = f" pre-trained by {objective}" if objective else ""
+    return EncoderOrigin(objective, f"encoder of {path.name}{trained} ({', '.join([*new, 'head'])} new)")

@@ -1,0 +1,33 @@
+"""Terms that a defence adds to the objective's loss.
+
+A term is a function of the model and the position mask; `@TERMS.register("name")` makes it available to defences, which
+name it in `Defense.loss_weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from attacks.registry import Registry
+from fedmjp.models import BuiltModel
+
+TERMS: Registry[Callable[[BuiltModel, Tensor | None], Tensor]] = Registry("objective term")
+
+
+@TERMS.register("dal")
+def dense_absolute_localisation(model: BuiltModel, position_mask: Tensor | None) -> Tensor:
+    """Localisation loss of the visible position embeddings, a scalar (MJP, equation 4).
+
+    Args:
+        model: the model; without a DAL map the loss is 0.
+        position_mask: (B, N) bool, True where a position is hidden, or None.
+
+    Returns:
+        The mean distance between true and predicted grid coordinates, in units of patches.
+    """
+    dal = getattr(model.module, "dal", None)
+    if dal is None:
+        return next(model.module.parameters()).new_zeros(())
+    return dal(model.module.patch_positions(), model.grid, position_mask)
