@@ -9,10 +9,11 @@ of natural images with spectrum 1/f^2), and solves for c by conjugate gradients,
 equal-weight Hessian scaled by the patch's mean weight. Data and prior are both in units of negative log-likelihood, so
 what the equations give with a known error enters with exactly that weight.
 
-The inverse of a patch's block of the last Hessian is the covariance of its pixels given its neighbours: the confidence.
-Neighbours are uncertain too, and reweighting lowers the variance where it smooths, so it is too small: on visible
-patches of sixteen photographs by a factor of 1.5 to 3. CALIBRATION corrects for that; it is not used for patches that
-no update shows.
+Two deviations say how far an answer may be off. The inverse of a patch's block of the last Hessian is the covariance of
+its pixels given its neighbours. Neighbours are uncertain too, most of all together: an error that is the same in every
+patch costs no more than the steps at their borders, and where every update hides the same direction that error is often
+the largest. Its covariance is the inverse of the Hessian restricted to coefficients that all patches share. Both are
+too small, because reweighting lowers the variance where it smooths; `attacks.linear.confidence` calibrates them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from attacks.tokenizer import Tokenizer
 # RGB to luma and doubled chroma, rows of ITU-R BT.601.
 LUMA_CHROMA = ((0.299, 0.587, 0.114), (-0.338, -0.662, 1.0), (1.0, -0.838, -0.162))
 
-CALIBRATION = 2.5
 # Above so many open directions the blocks are too large to factor and their diagonals precondition.
 LARGE = 256
 
@@ -42,11 +42,17 @@ class Settled:
 
     Attributes:
         patches: (N, P) float64.
-        deviation: (N,) rms error of a pixel that equations and prior together expect, in units of [0, 1].
+        deviation: (N,) rms deviation of a pixel given the neighbouring patches, in units of [0, 1]; not calibrated.
+        shared: rms deviation of a pixel by an error that all patches share, likewise.
+        gradient: (N,) mean norm of the image's gradient in a patch, in luma and doubled chroma of an image in [0, 1].
+        open: number of directions that the equations left open.
     """
 
     patches: Tensor
     deviation: Tensor
+    shared: float
+    gradient: Tensor
+    open: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +78,19 @@ class VectorialVariation:
             std: per-channel normalisation, to render in [0, 1].
         """
         if not len(estimate.open):
-            return Settled(estimate.rows, estimate.rows.new_zeros(len(estimate.rows)))
+            nothing = estimate.rows.new_zeros(len(estimate.rows))
+            return Settled(estimate.rows, nothing, 0.0, nothing, 0)
         scene = _Scene(tokenizer, std, estimate)
         shift = self.reweighted(scene, torch.zeros_like(estimate.centre))  # c - centre
-        return Settled(estimate.patches(estimate.centre + shift), scene.deviation())
+        down, right = scene.gradient(shift)
+        size = (down.square().sum(dim=0) + right.square().sum(dim=0)).sqrt()  # (H, W)
+        return Settled(
+            patches=estimate.patches(estimate.centre + shift),
+            deviation=scene.deviation(),
+            shared=scene.shared_deviation(self._weights((down, right), self.smoothing[-1])),
+            gradient=tokenizer.patchify(size[None, None])[0].mean(dim=1),
+            open=len(estimate.open),
+        )
 
     def reweighted(self, scene: Scene, shift: Tensor) -> Tensor:
         """The coefficients of the least penalty, from `shift` on."""
@@ -159,9 +174,28 @@ class _Scene:
         """(N,) root mean square of a pixel's posterior deviation after the last step, in [0, 1]."""
         pixels, factors = self.pixel.flatten(1), self.factors  # (k, P)
         if factors.dim() == 2:
-            return CALIBRATION * (pixels.square().sum(dim=1) / factors).sum(dim=1).div(pixels.shape[1]).sqrt()
+            return (pixels.square().sum(dim=1) / factors).sum(dim=1).div(pixels.shape[1]).sqrt()
         covariance = torch.cholesky_inverse(factors)  # (N, k, k)
-        return CALIBRATION * ((covariance * (pixels @ pixels.T)).sum(dim=(1, 2)) / pixels.shape[1]).sqrt()
+        return ((covariance * (pixels @ pixels.T)).sum(dim=(1, 2)) / pixels.shape[1]).sqrt()
+
+    def shared_deviation(self, weights: Tensor) -> float:
+        """Root mean square of a pixel's posterior deviation, in [0, 1], if all patches have the same coefficients.
+
+        Args:
+            weights: (H, W), curvature of the norm at each pixel.
+        """
+        (rows, columns), side = self.tokenizer.grid, self.tokenizer.patch_size
+        down, right = weights.clone(), weights.clone()
+        down[-1], right[:, -1] = 0.0, 0.0  # there is no difference at the far border
+        hessian = torch.diag(self.precision.sum(dim=0))  # (k, k)
+        tile = self.painted.unflatten(1, (self.channels, side, side))
+        for axis, weight in ((2, down), (3, right)):
+            folded = weight.reshape(rows, side, columns, side).sum(dim=(0, 2))  # (p, p), over all patches
+            steps = ((tile.roll(-1, axis) - tile) * folded.sqrt()).flatten(1)
+            hessian = hessian + steps @ steps.T
+        pixels = self.pixel.flatten(1)  # (k, P)
+        covariance = torch.linalg.pinv(hessian, hermitian=True)
+        return float((covariance * (pixels @ pixels.T)).sum().clamp(min=0) / pixels.shape[1]) ** 0.5
 
     def _interior_hessian(self) -> Tensor:
         """Equal-weight Hessian of one patch among fixed neighbours."""

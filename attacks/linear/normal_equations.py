@@ -66,11 +66,6 @@ class Estimate:
         """(N, P) with `coefficients` (N, k) along the open directions; by default the centre."""
         return self.rows + (self.centre if coefficients is None else coefficients) @ self.open
 
-    def deviation(self) -> Tensor:
-        """(N,) rms deviation of a patch's pixels that the equations alone allow, normalised; may be infinite."""
-        variance = self.precision.reciprocal().sum(dim=-1) / self.rows.shape[1]
-        return variance.sqrt().expand(len(self.rows))
-
 
 class NormalEquations:
     """Accumulator of the equations of any number of updates that show the same image.

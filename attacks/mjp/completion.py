@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attacks.linear.image_prior import Settled, VectorialVariation
+from attacks.linear.confidence import RIGHT_DB, probabilities, surest
+from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.normal_equations import Estimate
 from attacks.observation import Observation, Reconstruction
 from attacks.tokenizer import Tokenizer
 
-# A patch is vouched for where its pixels are expected to be off by less: 25 dB.
-VOUCHED_DEVIATION = 0.056
+# Rms error, in [0, 1], of a patch at `RIGHT_DB`.
+VOUCHED_DEVIATION = 10 ** (-RIGHT_DB / 20)
+
+
+@dataclass(frozen=True)
+class Completed:
+    """Every patch of an image, its open directions settled.
+
+    Attributes:
+        patches: (N, P) float64, normalised pixels.
+        probability: (N,) in [0, 1], that the patch is above `RIGHT_DB`.
+    """
+
+    patches: Tensor
+    probability: Tensor
+
+    @property
+    def vouched(self) -> Tensor:
+        """(N,) bool: as many patches as are expected to be right, the surest first."""
+        return surest(self.probability)
 
 
 def complete(
-    prior: VectorialVariation, estimate: Estimate, tokenizer: Tokenizer, std: tuple[float, ...], shown: Tensor
-) -> Settled:
+    prior: VectorialVariation,
+    estimate: Estimate,
+    tokenizer: Tokenizer,
+    std: tuple[float, ...],
+    shown: Tensor,
+    *,
+    updates: int,
+) -> Completed:
     """Settle the open directions of an estimate.
 
     Args:
         std: per-channel normalisation of the inputs.
-        shown: (N,) bool, patches that at least one update shows; the others keep the confidence of the equations alone,
-            because the prior's is too high for them.
-
-    Returns:
-        Patches (N, P) in normalised pixels, and their expected rms error (N,) in [0, 1] pixels.
+        shown: (N,) bool, patches that at least one update shows.
+        updates: number of updates whose equations the estimate solves.
     """
     settled = prior.settle(estimate, tokenizer, std)
-    alone = estimate.deviation() * sum(std) / len(std)
-    return replace(settled, deviation=torch.where(shown, settled.deviation, alone))
-
-
-def vouched(settled: Settled) -> Tensor:
-    """(N,) bool, patches whose pixels are expected to be off by less than `VOUCHED_DEVIATION`."""
-    return settled.deviation < VOUCHED_DEVIATION
+    return Completed(settled.patches, probabilities(settled, shown, tokenizer, several=updates > 1))
 
 
 def render(

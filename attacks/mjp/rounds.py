@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
-from attacks.mjp.completion import complete, render, vouched
+from attacks.mjp.completion import complete, render
 from attacks.mjp.joined_updates import join_updates, obstacle_to_joining
 from attacks.mjp.subspace import details_of, nothing_masked
 from attacks.observation import Capability, Observation, Reconstruction
@@ -44,13 +44,13 @@ class MJPRounds(Attack):
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` adds updates used, patches never seen, open directions and misfit."""
         target, joined = observations[-1], join_updates(observations)
-        estimate = joined.estimate()
-        settled = complete(self.prior, estimate, joined.tokenizer, target.std, joined.shown)
-        details = details_of(joined.last, settled) | {
-            "updates": joined.equations.updates,
+        estimate, updates = joined.estimate(), joined.equations.updates
+        completed = complete(self.prior, estimate, joined.tokenizer, target.std, joined.shown, updates=updates)
+        details = details_of(joined.last, completed) | {
+            "updates": updates,
             "never_seen": int((~joined.shown).sum()),
             "open": len(estimate.open),
             "residual": estimate.residual,
         }
         diagnosis = "; ".join(joined.reasons)
-        return render(target, joined.tokenizer, settled.patches, vouched(settled), diagnosis, details)
+        return render(target, joined.tokenizer, completed.patches, completed.vouched, diagnosis, details)

@@ -5,8 +5,8 @@ The mask is read from the rows that are exactly zero and the localisation loss i
 of the error along it. A prior settles that, over visible and masked patches together. Masked patches are reconstructed
 as what prior and neighbours choose within the span of what was hidden: roughly, and with a confidence that shows it.
 
-What it reaches at which gamma: benchmarks/mjp_adaptive.py. From gamma 0.3 on the confidence is too high on the images
-that come out worst.
+What it reaches at which gamma: benchmarks/mjp_adaptive.py; how well its confidence agrees with the truth:
+benchmarks/calibration.py.
 
 Without a mask it is `patch_embedding` on a model with at most as many patches as channels.
 """
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from attacks.base import Attack
-from attacks.linear.image_prior import Settled, VectorialVariation
+from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
-from attacks.mjp.completion import complete, render, vouched
+from attacks.mjp.completion import Completed, complete, render
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 
@@ -47,9 +47,9 @@ class MJPSubspace(Attack):
         observation = observations[-1]
         rows = read_position_rows(observation)
         update = solve_masked(rows)
-        settled = complete(self.prior, update.estimate(), rows.tokenizer, observation.std, ~update.masked)
-        diagnosis, details = "; ".join(update.reasons), details_of(update, settled)
-        return render(observation, rows.tokenizer, settled.patches, vouched(settled), diagnosis, details)
+        found = complete(self.prior, update.estimate(), rows.tokenizer, observation.std, ~update.masked, updates=1)
+        diagnosis, details = "; ".join(update.reasons), details_of(update, found)
+        return render(observation, rows.tokenizer, found.patches, found.vouched, diagnosis, details)
 
 
 def nothing_masked(observations: Sequence[Observation]) -> str:
@@ -61,12 +61,12 @@ def nothing_masked(observations: Sequence[Observation]) -> str:
     return "" if masked else "no position is masked: patch_embedding gives the same answer"
 
 
-def details_of(update: MaskedUpdate, settled: Settled) -> dict[str, float]:
+def details_of(update: MaskedUpdate, found: Completed) -> dict[str, float]:
     """Masked patches, rank of their span, condition of the visible rows, lambda found, share of patches vouched for."""
     return {
         "masked": int(update.masked.sum()),
         "rank": update.rank,
         "condition": update.condition,
         "dal_weight": update.dal_weight,
-        "vouched": float(vouched(settled).double().mean()),
+        "vouched": float(found.vouched.double().mean()),
     }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
-from attacks.mjp.completion import VOUCHED_DEVIATION, complete, render
+from attacks.mjp.completion import VOUCHED_DEVIATION, render
 from attacks.mjp.jigsaw_solver import place
 from attacks.mjp.joined_updates import JoinedUpdates, join_updates, updates_of_last_image
 from attacks.mjp.mlp_spans import LAYERS, read_first_block
@@ -106,11 +106,11 @@ class Unmix(Attack):
             words = mask_in_words(joined)
             named = [] if not last.masked.any() or words in "; ".join(joined.reasons) else [words]
             raise UsageError("; ".join([*named, *joined.reasons]))
-        settled = complete(self.prior, estimate, joined.tokenizer, std, joined.shown)
+        guess = self.prior.settle(estimate, joined.tokenizer, std).patches
         if joined.equations.updates == 1:
             spread = last.spread[last.masked][0] if last.masked.any() else None
             known = KnownPatches(last.rows, last.basis, last.masked, last.masked, spread)
-            return known, settled.patches, {"masked": int(last.masked.sum()), "rank": last.rank}
+            return known, guess, {"masked": int(last.masked.sum()), "rank": last.rank}
         details = {
             "masked": int(last.masked.sum()),
             "updates": joined.equations.updates,
@@ -118,7 +118,7 @@ class Unmix(Attack):
             "open": len(estimate.open),
         }
         rows = estimate.patches(torch.zeros_like(estimate.centre))
-        return KnownPatches(rows, estimate.open, last.masked, ~joined.shown), settled.patches, details
+        return KnownPatches(rows, estimate.open, last.masked, ~joined.shown), guess, details
 
 
 def mask_in_words(joined: JoinedUpdates) -> str:

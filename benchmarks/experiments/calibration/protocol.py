@@ -6,22 +6,24 @@ What is compared: `options.Options`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pandas as pd
 from rich.console import Console
+from torch import Tensor
 
 from attacks import Attack, Capability, Observation
 from attacks.memory import remember
 from experiments.calibration.options import Options
 from experiments.calibration.render import CALIBRATION
 from experiments.session import AttackSession
-from fedmjp.audit.harness import run_attack
+from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.budgets import AUTO
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
+from fedmjp.metrics import patch_recovery
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
@@ -31,12 +33,24 @@ Plan = dict[int, dict[str, Attack]]  # number of updates -> the attacks that fol
 
 @dataclass(frozen=True)
 class Case:
-    """Clients at one masking ratio: what they are sent, and the defence's name and setting."""
+    """Clients at one masking ratio: what they are sent, and the defence's name and setting.
+
+    Attributes:
+        sent: the model of each update, the first one undrifted; the same for all clients.
+    """
 
     built: BuiltModel
     defense: str
     setting: Setting
     victims: Victims
+    sent: list[BuiltModel] = field(default_factory=list)
+
+    def model(self, number: int, options: Options) -> BuiltModel:
+        """The model that clients are sent for their `number`-th update, counted from 1."""
+        for missing in range(len(self.sent) + 1, number + 1):
+            drift = drifted(self.sent[-1], options.drift, options.seed, missing) if self.sent else self.built
+            self.sent.append(drift)
+        return self.sent[number - 1]
 
 
 def run(options: Options, console: Console) -> None:
@@ -103,14 +117,31 @@ def _attack_client(options: Options, session: AttackSession, case: Case, plan: P
             line = lines[number, name]
             if not rows.done(line, ids):
                 one = run_attack(attack, name, history, originals, score, weights_granted=True)
-                rows.append({**session.columns, **one.row(line, ids[0], history[-1].gradient_norm())})
+                row = one.row(line, ids[0], history[-1].gradient_norm())
+                row["details"] = {**row["details"], "vouched_right": vouched_right(one, originals, case.built)}
+                rows.append({**session.columns, **row})
+
+
+def vouched_right(scored: Scored, originals: Tensor, built: BuiltModel) -> float:
+    """Share of an image's patches that the attack vouches for and that are right; 0 without an image or a claim."""
+    if scored.images is None or scored.known is None:
+        return 0.0
+    side = built.patch_size
+    right = patch_recovery(_cut(scored.images, side), _cut(originals, side), side)  # (N,), 0 or 1 each
+    claimed = _cut(scored.known.to(right.device).float(), side).amin(dim=(1, 2, 3))
+    return float((right * claimed).mean())
+
+
+def _cut(images: Tensor, side: int) -> Tensor:
+    """(1, C, H, W) into its patches, (N, C, side, side)."""
+    return images.unfold(2, side, side).unfold(3, side, side).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
 
 
 def _histories(options: Options, case: Case, clients: list[int], originals) -> Iterator[tuple[int, list[Observation]]]:
     """(number of updates, all of them, the last one whole) of one client, one update after the other."""
-    victims, built, history = case.victims, case.built, []
+    victims, history = case.victims, []
     for number in range(1, max(options.updates) + 1 if clients else 1):
-        built = drifted(built, options.drift, options.seed, number) if number > 1 else built
+        built = case.model(number, options)
         seen = victims.seen(built, case.setting, clients, originals, update=number - 1)
         labels = victims.labels(built, clients)
         history += observe_groups(built, seen, labels, 1, victims.defense.loss_weights())
