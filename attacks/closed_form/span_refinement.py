@@ -175,7 +175,8 @@ class Refinement:
         others = inputs if moved is None else self._extended(moved)
         for here, there, span in zip(inputs, others, self.spans, strict=True):
             error = span.error((here @ span.directions.T).square())
-            error = error + ((there - here) @ span.conditions.T).square().mean(dim=1)
+            left = (here @ span.conditions.T).square().mean(dim=1)
+            error = error + (left + left.mean()) / 2 + ((there - here) @ span.conditions.T).square().mean(dim=1)
             found.append(error.clamp(min=LEAST_ERROR).rsqrt()[:, None])
         return found
 
