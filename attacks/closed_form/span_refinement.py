@@ -9,7 +9,8 @@ activation. So they are conditions on all patches jointly and no longer linear:
 V_l the conditions of layer l. The inputs are those of the sent model's own forward pass, stopped at the last layer
 needed, so that any implementation of a pre-norm block will do. Steps are solved by conjugate gradients; products with
 the Jacobian and its transpose come from automatic differentiation, and the preconditioner is the part of the Hessian
-that every patch has alone if attention is held fixed, the same matrix for all patches.
+that every patch has alone if attention is held fixed, the same matrix for all patches, with the attention's own
+conditions at their full weight: it keeps the search within what they leave open.
 
 A token's weight w_lj is the inverse of the standard error that `InputSpan.error` gives for its conditions; at the first
 step the errors that the uncertainty of X causes are added, from one draw.
@@ -35,7 +36,7 @@ TOLERANCE = 1e-4
 # Steps are shortened by this factor, so often at most, until the misfit falls.
 SHORTER, TRIALS = 1 / 3, 5
 # Least variance of a condition, so that float64 keeps what the weights leave.
-LEAST_ERROR = 1e-13
+LEAST_ERROR = 1e-11
 # A step below this, in normalised pixels, ends the iteration.
 SMALL_STEP = 1e-4
 
@@ -121,14 +122,16 @@ class Refinement:
     Attributes:
         front: of the sent model.
         spans: of each layer of `front`.
-        own: for each layer whose input is a normalised token, its derivative with respect to the patch with attention
-            held fixed, up to the norm's scale, (c - 1, P); None for others.
+        own: derivative of the second layer's input with respect to a patch with attention held fixed, (c - 1, P), for
+            the preconditioner; None where it is not known.
+        hessian: (P, P) of one patch by the conditions of attention and projection.
         linear: H (P, P) and r (N, P) of the linear conditions on the patches.
     """
 
     front: Front
     spans: Sequence[InputSpan]
-    own: Sequence[Tensor | None]
+    own: Tensor | None
+    hessian: Tensor
     linear: tuple[Tensor, Tensor]
 
     def run(self, start: Tensor, spread: Tensor, steps: int, iterations: int) -> Refined:
@@ -182,12 +185,10 @@ class Refinement:
 
     def _own_hessian(self, weights: Sequence[Tensor]) -> Tensor:
         """(P, P): the Hessian of one patch with attention held fixed, for weights averaged over tokens."""
-        total = self.linear[0].clone()
-        for own, span, weight in zip(self.own, self.spans, weights, strict=True):
-            if own is not None:
-                part = span.conditions[:, : len(own)] @ own
-                total += float(weight.square().mean()) * part.T @ part
-        return total
+        if self.own is None:
+            return self.hessian
+        part = self.spans[1].conditions[:, : len(self.own)] @ self.own
+        return self.hessian + float(weights[1].square().mean()) * part.T @ part
 
     def _step(self, patches: Tensor, weights: Sequence[Tensor], iterations: int) -> Tensor | None:
         """One step that lowers the misfit; None where none does."""

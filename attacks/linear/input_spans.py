@@ -5,8 +5,8 @@ gradients of its outputs, unknown. The rows of S lie in the span of the inputs, 
 
     v_k [input_i, 1] = 0        for each direction v_k that no row of S has.
 
-This holds for the patch projection (inputs are the patches x_i) and for the layers of the first block; at the patches it
-is linear wherever the input is affine in x_i. (The span test is DAGER's, Petrov et al. 2024, there on words.)
+This holds for the patch projection (inputs are the patches x_i) and for the layers of the first block, and is linear in
+the patches wherever the input is. (The span test is DAGER's, Petrov et al. 2024, there on words.)
 
 *Noise.* An entry of S is rounded relative to its row: the gradients of queries and keys are often a hundred times
 smaller than those of values, and as much more precise. Each row is divided by its noise before the decomposition,
@@ -37,7 +37,7 @@ ROUND_OFF_UNITS = 1.0
 # Noise beyond the span above this multiple of round-off was added by the client; it is measured row by row.
 ADDED_NOISE = 4.0
 # Least variance of a condition, relative to the mean variance of the inputs: float64 keeps what such weights leave.
-LEAST_VARIANCE = 1e-13
+LEAST_VARIANCE = 1e-11
 
 
 @dataclass(frozen=True)
