@@ -125,14 +125,24 @@ class InputEquations:
         constants: o, (N, c).
         scale: mean squared length of a q_i, as far as it is known beforehand.
         free: d, (c,), or None.
+        normal_within: the inputs are taken for normal along the directions of the span, too; else only the conditions
+            count.
     """
 
     def __init__(
-        self, span: InputSpan, matrix: Tensor, constants: Tensor, scale: float, free: Tensor | None = None
+        self,
+        span: InputSpan,
+        matrix: Tensor,
+        constants: Tensor,
+        scale: float,
+        *,
+        free: Tensor | None = None,
+        normal_within: bool = True,
     ) -> None:
         self.span, self.least = span, LEAST_VARIANCE * scale / len(matrix)
         self.matrix, self.constants = span.directions @ matrix, constants @ span.directions.T  # (c, P), (N, c)
         self.free = None if free is None else span.directions @ free
+        self.normal_within = normal_within
         self._set_variance(span.sizes * scale / span.sizes[: span.rank].sum())
 
     @property
@@ -142,7 +152,7 @@ class InputEquations:
 
     def normal(self) -> tuple[Tensor, Tensor]:
         """H (P, P) and r (N, P) of the conditions' weighted squares, x H x - 2 r x, with t_i eliminated."""
-        weights = 1 / self.variance
+        weights = self._weights()
         weighted = weights[:, None] * self.matrix
         h, r = self.matrix.T @ weighted, -self.constants @ weighted
         if self.free is not None:
@@ -151,6 +161,12 @@ class InputEquations:
             h = h - torch.outer(along, along) / total
             r = r + torch.outer(self.constants @ pull, along) / total
         return h, r
+
+    def _weights(self) -> Tensor:
+        weights = 1 / self.variance
+        if not self.normal_within:
+            weights[: self.span.rank] = 0
+        return weights
 
     def reweigh(self, patches: Tensor, covariance: Tensor) -> None:
         """Re-estimate the variances from a solution.
@@ -161,7 +177,7 @@ class InputEquations:
         """
         inputs, matrix = patches @ self.matrix.T + self.constants, self.matrix
         if self.free is not None:
-            pull = self.free / self.variance
+            pull = self._weights() * self.free
             pull = pull / (pull @ self.free)
             inputs = inputs - torch.outer(inputs @ pull, self.free)
             matrix = matrix - torch.outer(self.free, pull @ matrix)
