@@ -1,4 +1,4 @@
-"""`token_span` against a solution place by place, on real images, on three libraries' models, and where it cannot work."""
+"""`token_span` against a solution place by place, on photographs, on three libraries' models, and where it fails."""
 
 from __future__ import annotations
 
