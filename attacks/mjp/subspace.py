@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from attacks.base import Attack
+from attacks.linear.completion import complete, render, vouched
 from attacks.linear.image_prior import Settled, VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
-from attacks.mjp.completion import complete, render, vouched
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 
