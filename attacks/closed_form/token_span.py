@@ -47,6 +47,8 @@ STRENGTH = 20.0
 LEAST_KNOWN = 0.8
 # Share of the tokens that may lie outside the span of the update; round-off leaves 1e-8 to 3e-2 at the right image.
 LARGEST_RESIDUAL = 0.1
+# Expected error of a pixel in [0, 1], on average, above which the positions are not those that were sent, or nearly so.
+LARGEST_DEVIATION = 0.1
 # Least eigenvalue of the normal equations: the variance of a normalised pixel along a direction is not above 100.
 LEAST_PRECISION = 1e-2
 # Seconds of one CPU core for a patch dimension cubed, and for an unknown that is refined.
@@ -110,7 +112,7 @@ class TokenSpan(Attack):
             tokenizer = find_tokenizer(target.model, target.image_shape)
             if position_gradient(target, tokenizer) is not None and _sent(target, tokenizer.weight):
                 return "the update holds the position gradient: patch_embedding solves with it and needs no span"
-            _read(target)
+            _parts(target)
         except UsageError as error:
             return str(error)
         return ""
@@ -157,14 +159,13 @@ class TokenSpan(Attack):
                 target, block, hessian, _linear(block, patches), estimate, settled
             )
         details |= {"residual": _residual(block, settled.patches), "deviation": float(settled.deviation.mean())}
-        sure = vouched(settled)
-        if not reasons and (details["residual"] > LARGEST_RESIDUAL or not sure.any()):
+        if not reasons and (details["residual"] > LARGEST_RESIDUAL or details["deviation"] > LARGEST_DEVIATION):
             reasons.append(
                 f"{details['residual']:.2g} of the tokens lie outside the span of the first attention's gradient and "
                 f"pixels are expected to be off by {details['deviation']:.2g} of 1: too much noise, or the update is "
                 "not the gradient of one image with the positions that were sent (hidden positions, a defence)"
             )
-        return render(target, block.tokenizer, settled.patches, sure, "; ".join(reasons), details)
+        return render(target, block.tokenizer, settled.patches, vouched(settled), "; ".join(reasons), details)
 
     def _refined(
         self,
@@ -202,8 +203,8 @@ def _prefix(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.prefix_tokens), tokenizer.prefix)
 
 
-def _read(observation: Observation) -> _Block:
-    """The first block of a model and the span of its attention's inputs.
+def _parts(observation: Observation) -> tuple[Tokenizer, Tensor, FirstAttention]:
+    """Tokenizer, position embedding (prefix + N, D) and first attention of a model, after checks that take no time.
 
     Raises:
         UsageError: the model adds no position embedding, its attention or norm is not known, the update lacks the
@@ -220,10 +221,9 @@ def _read(observation: Observation) -> _Block:
     attention = find_first_attention(model, tokenizer.width)
     if attention.norm and not isinstance(model.get_submodule(attention.norm), nn.LayerNorm):
         raise UsageError(f"{attention.norm} is no layer norm: the span of what it returns is not one of the tokens")
-    lacking = [name for name in attention.weights if not _sent(observation, name)]
-    if lacking:
-        observation.gradient_of(lacking[0])
-        raise UsageError(f"the gradient of {lacking[0]} is zero everywhere, so there is nothing to solve with")
+    for name in attention.weights:
+        if not observation.gradient_of(name).any():
+            raise UsageError(f"the gradient of {name} is zero everywhere, so there is nothing to solve with")
     tokens = tokenizer.num_patches + _prefix(tokenizer)
     if tokens >= tokenizer.width:
         raise UsageError(
@@ -231,6 +231,16 @@ def _read(observation: Observation) -> _Block:
             f"leaves {max(tokenizer.width - tokens, 0)} equations a patch for "
             f"{min(tokenizer.num_patches, tokenizer.patch_dim + 1)} unknowns (needs tokens < channels)"
         )
+    return tokenizer, positions, attention
+
+
+def _read(observation: Observation) -> _Block:
+    """The first block of a model and the span of its attention's inputs.
+
+    Raises:
+        UsageError: see `_parts`.
+    """
+    model, (tokenizer, positions, attention) = observation.model, _parts(observation)
     parts = [layer_gradient(observation.gradients, name) for name in attention.weights]
     biased = all(part.shape[1] > tokenizer.width for part in parts)
     gradient = torch.cat([part if biased else part[:, : tokenizer.width] for part in parts])  # (3 D, D + 1)
@@ -242,7 +252,7 @@ def _read(observation: Observation) -> _Block:
     offsets = positions.detach().double()[tokenizer.prefix :]
     if tokenizer.bias:
         offsets = offsets + weights[tokenizer.bias]
-    span = span_of_inputs(gradient, tokens, gradient.dtype)
+    span = span_of_inputs(gradient, tokenizer.num_patches + _prefix(tokenizer), gradient.dtype)
     return _Block(tokenizer, attention, weights, offsets, span, biased, gradient.dtype)
 
 
