@@ -12,8 +12,9 @@ from torch import nn
 
 from attacks.registry import UsageError
 
-# Names that ViT implementations use for the norm before the attention.
+# Names that ViT implementations use for the norms before the attention and before the MLP.
 PRE_NORMS = ("norm1", "ln_1", "layernorm_before")
+MLP_NORMS = ("norm2", "ln_2", "layernorm_after")
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,15 @@ class FirstAttention:
         weights: names of one fused matrix (3 D, D) or of three (D, D): query, key, value. In both cases
             W_q^T dW_q + W_k^T dW_k + W_v^T dW_v is the sum of W^T dW over the named matrices.
         norm: name of the module that normalises the attention's input, or None.
+        mlp: names of the weights of the linear layers of the same block outside its attention, in their order; empty
+            where there is no norm to tell the block by.
+        mlp_norm: name of the module that normalises the MLP's input, or None.
     """
 
     weights: tuple[str, ...]
     norm: str | None
+    mlp: tuple[str, ...] = ()
+    mlp_norm: str | None = None
 
 
 def find_first_attention(model: nn.Module, width: int) -> FirstAttention:
@@ -50,7 +56,19 @@ def find_first_attention(model: nn.Module, width: int) -> FirstAttention:
     path = first.split(".")
     blocks = [".".join(path[:i]) for i in range(len(path) - 1, 0, -1)]
     norm = next((f"{b}.{n}" for b in blocks for n in PRE_NORMS if f"{b}.{n}" in modules), None)
-    return FirstAttention((fused,) if fused else _siblings(query), norm)
+    weights = (fused,) if fused else _siblings(query)
+    if norm is None:
+        return FirstAttention(weights, None)
+    block = norm.rpartition(".")[0]
+    second = next((f"{block}.{n}" for n in MLP_NORMS if f"{block}.{n}" in modules), None)
+    return FirstAttention(weights, norm, _outside_attention(model, block, first), second)
+
+
+def _outside_attention(model: nn.Module, block: str, first: str) -> tuple[str, ...]:
+    """Weights of the block's linear layers that are not in the submodule that holds the parameter `first`."""
+    attention = f"{block}.{first.removeprefix(f'{block}.').partition('.')[0]}."
+    names = [n for n, module in model.named_modules() if n.startswith(f"{block}.") and isinstance(module, nn.Linear)]
+    return tuple(f"{n}.weight" for n in names if not n.startswith(attention))
 
 
 def _siblings(query: str) -> tuple[str, ...]:

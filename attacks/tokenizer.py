@@ -14,7 +14,7 @@ Two layouts of MJP are known. Ours has the shared embedding of masked positions 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,8 @@ class Tokenizer:
         localisation: name of the submodule of MJP's localisation loss, or None (`LOCALISATION` is called with the
             patches' positions, the grid and the mask, `RELEASED_LOCALISATION` with all positions and the visible ones).
         mask_argument: name of the keyword argument of `forward` that takes the mask of positions, or None.
+        fixed_positions: name of a position embedding that is not trained (a frozen parameter, or a buffer of sines), or
+            None; `prefix` counts its rows where `positions` is None.
     """
 
     weight: str
@@ -72,6 +74,7 @@ class Tokenizer:
     shared_row: int | None = None
     localisation: str | None = None
     mask_argument: str | None = None
+    fixed_positions: str | None = None
 
     @property
     def num_patches(self) -> int:
@@ -107,6 +110,13 @@ class Tokenizer:
             return None if table is None else table.reshape(-1, self.width)[self.shared_row]
         shared = tensors.get(self.shared_position) if self.shared_position else None
         return None if shared is None else shared.reshape(self.width)
+
+    def sent_positions(self, model: nn.Module) -> Tensor | None:
+        """Rows of the position embedding that the model adds, trained or not, (prefix + N, D); None without one."""
+        if self.positions is not None:
+            return self.position_rows(dict(model.named_parameters()))
+        tables = dict(_tables(model))
+        return None if self.fixed_positions is None else tables[self.fixed_positions].reshape(-1, self.width)
 
     def replace_patch_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         """`table`, the position embedding or its gradient, with the patches' rows (N, D) in place of its own."""
@@ -164,8 +174,12 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
     if height % p or width % p:
         raise UsageError(f"images of {height} x {width} pixels do not divide into patches of {p}")
     grid = (height // p, width // p)
-    positions, prefix = _find_table(model, "pos", grid[0] * grid[1], conv.out_channels)
-    second, _ = _find_table(model, "idx", grid[0] * grid[1], conv.out_channels)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    positions, prefix = _find_table(trained, "pos", grid[0] * grid[1], conv.out_channels)
+    second, _ = _find_table(trained, "idx", grid[0] * grid[1], conv.out_channels)
+    fixed = None
+    if positions is None:
+        fixed, prefix = _find_table(_tables(model), "pos", grid[0] * grid[1], conv.out_channels)
     if second is not None:
         raise SecondTable(
             f"{type(model).__name__} adds a second table of embeddings to its tokens ({second}): they are not "
@@ -189,6 +203,7 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
         shared_row=row,
         localisation=_first(n for n in (LOCALISATION, RELEASED_LOCALISATION) if _has_module(model, n)),
         mask_argument=_first(n for n in (PATCH_MASK, TOKEN_MASK) if hides and _takes(model, n)),
+        fixed_positions=fixed,
     )
 
 
@@ -224,15 +239,22 @@ def _takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
-def _find_table(model: nn.Module, word: str, num_patches: int, width: int) -> tuple[str | None, int]:
-    """Name of the learnable table with a row a patch and `word` in its name, and the number of its prefix rows; (None,
-    0) without one."""
-    for name, parameter in model.named_parameters():
-        if word not in name.lower() or not parameter.requires_grad or parameter.shape[-1] != width:
+def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _find_table(
+    tensors: Iterable[tuple[str, Tensor]], word: str, num_patches: int, width: int
+) -> tuple[str | None, int]:
+    """Name of the table with a row a patch and `word` in its name, and the number of its prefix rows; (None, 0)
+    without one."""
+    for name, table in tensors:
+        if word not in name.lower() or table.dim() not in (2, 3) or table.shape[-1] != width:
             continue
-        rows = parameter.numel() // width
-        if parameter.dim() in (2, 3) and 0 <= rows - num_patches <= MAX_PREFIX_TOKENS:
-            return name, rows - num_patches
+        if 0 <= table.numel() // width - num_patches <= MAX_PREFIX_TOKENS:
+            return name, table.numel() // width - num_patches
     return None, 0
 
 

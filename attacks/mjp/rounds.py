@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from attacks.base import Attack
+from attacks.linear.completion import complete, render
 from attacks.linear.image_prior import VectorialVariation
-from attacks.mjp.completion import complete, render
 from attacks.mjp.joined_updates import join_updates, obstacle_to_joining
 from attacks.mjp.subspace import details_of, nothing_masked
 from attacks.observation import Capability, Observation, Reconstruction

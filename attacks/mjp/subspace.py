@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from attacks.base import Attack
+from attacks.linear.completion import Completed, complete, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
-from attacks.mjp.completion import Completed, complete, render
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack
+from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import VectorialVariation
-from attacks.mjp.completion import VOUCHED_DEVIATION, render
 from attacks.mjp.jigsaw_solver import place
 from attacks.mjp.joined_updates import JoinedUpdates, join_updates, updates_of_last_image
 from attacks.mjp.mlp_spans import LAYERS, read_first_block

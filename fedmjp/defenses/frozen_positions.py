@@ -1,9 +1,7 @@
 """Frozen position embedding: the client neither trains nor sends it.
 
-The closed forms of this project solve with the gradient of the position embedding, and this defence withholds it. That
-they do not run is no evidence that the update hides the image: the server knows the position embedding that it sent,
-and the gradients of the first block's projections still span the tokens. Attacks that search for matching gradients
-run.
+It withholds what most closed forms solve with, and hides nothing: the server knows the position embedding that it sent,
+and the gradients of the first block still span the tokens, from which `token_span` computes the image.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ class FrozenPositions(Defense):
     """Drop the position embedding (MJP's unknown one and IDX's too) from the update: the server sees zeros."""
 
     hides_positions: ClassVar[bool] = True
-    known_by: ClassVar[tuple[str, ...]] = ("inverting_gradients", "gradvit", "see_through_gradients", "idlg", "dlg")
+    known_by: ClassVar[tuple[str, ...]] = ("token_span",)
 
     def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Zero the entries of every table that is added to tokens."""

@@ -7,7 +7,7 @@ logits = built.module(built.normalise(images), position_mask=mask)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import timm
 import torch
@@ -96,6 +96,24 @@ def build_model(
     if block == "april":
         module.blocks[0] = AprilBlock(module.blocks[0])
     return BuiltModel(module, name, block, spec.image_size, spec.patch_size, spec.mean, spec.std, provenance)
+
+
+def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
+    """The model for images of another size; timm resamples its position embedding.
+
+    Args:
+        built: a plain ViT, changed in place.
+        image_size: pixels of a side.
+
+    Raises:
+        UsageError: no plain ViT, or a size that does not divide into its patches.
+    """
+    if not isinstance(built.module, ViT) or built.tells_origins:
+        raise UsageError(f"only the position embedding of a plain ViT is resampled, not that of {built.name!r}")
+    if image_size % built.patch_size:
+        raise UsageError(f"images of {image_size} pixels do not divide into patches of {built.patch_size}")
+    built.module.set_input_size(img_size=image_size)
+    return replace(built, image_size=image_size)
 
 
 def _initialise(spec: ModelSpec, variant: str, num_classes: int, dal: str) -> nn.Module:

@@ -26,6 +26,7 @@ class Traits:
     Attributes:
         exact_on: (first block, precision of the gradient, PSNR in dB that it exceeds on a photograph at 64 pixels).
         needs_positions: works from the gradient of the position embedding.
+        needs_table: works on models that add a position embedding.
         single_image: takes one image of a batch of one; larger batches are diagnosed.
         single_step: takes the gradient of one local step; sums over several are diagnosed.
         reads_masks: works on an update that hides some positions, without a diagnosis.
@@ -34,6 +35,7 @@ class Traits:
 
     exact_on: tuple[tuple[str, torch.dtype, float], ...] = ()
     needs_positions: bool = True
+    needs_table: bool = True
     single_image: bool = True
     single_step: bool = True
     reads_masks: bool = False
@@ -96,7 +98,7 @@ def four_steps() -> Observation:
 
 # What stands in the way, and which attacks it stops.
 OBSTACLES: list[tuple[Callable[[], Observation], Callable[[Traits], bool]]] = [
-    (no_positions, lambda traits: traits.needs_positions),
+    (no_positions, lambda traits: traits.needs_table),
     (withheld, lambda traits: traits.needs_positions),
     (masked, lambda traits: not traits.reads_masks),
     (two_images, lambda traits: traits.single_image),

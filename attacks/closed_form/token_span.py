@@ -1,0 +1,380 @@
+"""Closed-form inversion without the gradient of the position embedding, by the span of the first attention's inputs.
+
+The server sent the position embedding e_i, so it knows it whether or not its gradient comes back. Rows of
+[dL/dW_qkv, dL/db_qkv] span the normalised tokens [n_j, 1], n = gamma (z - mean z) / sigma + beta, and rows of
+[dL/dE, dL/db] span the patches [x_j, 1] (`attacks.linear.input_spans`). At place i the token is z_i = E x_i + b + e_i:
+
+    v_k [gamma C z_i + sigma_i beta, sigma_i] = 0    for every direction v_k that the attention's gradient has not,
+    u_k [x_i, 1] = 0                                 for every direction u_k that the projection's gradient has not,
+
+C = I - 1 1^T / D, and sigma_i an unknown number that is eliminated: one matrix for all places. N' tokens (class and
+register tokens counted) leave D - N' equations a place, and its patch has min(N, P + 1) - 1 unknowns, or P where the
+projection's gradient is withheld too; what stays open is left to an image prior.
+
+Where that is much, the spans of the block's MLP settle it too (`attacks.closed_form.span_refinement`), with the prior's
+image for a start: twice as many equations in D channels, and those behind the activation.
+
+It works on a message without position gradient, without the projection's gradient, or without both. Batches add their
+spans up and stay undetermined; masked positions do not add the embedding that was sent for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.attention import FirstAttention, find_first_attention
+from attacks.base import Attack
+from attacks.closed_form.span_refinement import Front, Refinement
+from attacks.linear.completion import VOUCHED_DEVIATION, render
+from attacks.linear.image_prior import Settled, VectorialVariation
+from attacks.linear.input_spans import InputEquations, InputSpan, layer_gradient, span_of_inputs
+from attacks.linear.normal_equations import SETTLED, Estimate
+from attacks.linear.position_rows import position_gradient, unmet_assumptions
+from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer, find_tokenizer
+
+# The weights are re-estimated until the variances of the conditions change by less, so often at least and at most.
+CHANGE, FEWEST, MOST = 0.05, 3, 12
+# Weight of the prior: of 10, 20, 40 and 80 the best on photographs with random DeiT-S and trained ViT-Ti together.
+STRENGTH = 20.0
+# Below this share of equations to unknowns the prior settles too much to be trusted.
+LEAST_KNOWN = 0.8
+# Share of the tokens that may lie outside the span of the update; round-off leaves 1e-8 to 3e-2 at the right image.
+LARGEST_RESIDUAL = 0.1
+# Expected error of a pixel in [0, 1], on average, above which the positions are not those that were sent, or nearly so.
+LARGEST_DEVIATION = 0.1
+# The prior's deviation among fixed neighbours is too small, on visible patches of photographs by a factor of 1.5 to 3.
+PRIOR_ERROR = 2.5
+# Least eigenvalue of the normal equations: the variance of a normalised pixel along a direction is not above 100.
+LEAST_PRECISION = 1e-2
+# Seconds of one CPU core for a patch dimension cubed, and for an unknown that is refined.
+SECONDS_A_CUBE, SECONDS_AN_UNKNOWN = 4e-9, 1e-4
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What the sent model and the update say of the first block.
+
+    Attributes:
+        tokenizer, attention: where the parameters stand.
+        weights: parameters and buffers by name, float64.
+        offsets: b + e_i, (N, D).
+        span: of the attention's inputs.
+        biased: the gradient of the attention's bias is in the update.
+        sent: type of the gradients.
+    """
+
+    tokenizer: Tokenizer
+    attention: FirstAttention
+    weights: Mapping[str, Tensor]
+    offsets: Tensor
+    span: InputSpan
+    biased: bool
+    sent: torch.dtype
+
+    @property
+    def projection(self) -> Tensor:
+        """E, (D, P)."""
+        return self.weights[self.tokenizer.weight].flatten(1)
+
+    def normalised(self, norm: str) -> tuple[Tensor, Tensor]:
+        """gamma and beta of a layer norm, (D,) each; ones and zeros where it has none."""
+        ones = self.offsets.new_ones(self.tokenizer.width)
+        return self.weights.get(f"{norm}.weight", ones), self.weights.get(f"{norm}.bias", 0 * ones)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Patches, and how far they are expected to be off.
+
+    Attributes:
+        patches: (N, P) float64, normalised pixels.
+        deviation: (N,) rms error of a pixel, in units of [0, 1].
+    """
+
+    patches: Tensor
+    deviation: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSpan(Attack):
+    """Solve for patches whose tokens lie in the span of the first attention's inputs.
+
+    Args:
+        prior: settles what the equations leave open.
+        steps: of the refinement by the spans of the MLP, where the equations leave something open; 0 for none.
+        iterations: of conjugate gradients in a step.
+        largest: most unknowns N P for which there is a refinement; its time grows with them.
+    """
+
+    prior: VectorialVariation = field(default_factory=lambda: VectorialVariation(strength=STRENGTH))
+    steps: int = 3
+    iterations: int = 60
+    largest: int = 100_000
+
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`: with the position gradient at hand `patch_embedding` needs no span."""
+        target = observations[-1]
+        try:
+            tokenizer = find_tokenizer(target.model, target.image_shape)
+            if position_gradient(target, tokenizer) is not None and _sent(target, tokenizer.weight):
+                return "the update holds the position gradient: patch_embedding solves with it and needs no span"
+            _parts(target)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
+        """See `Attack.estimated_seconds`: eigenvalues of a matrix of the patches' size, and the refinement."""
+        target = observations[-1]
+        tokenizer = find_tokenizer(target.model, target.image_shape)
+        unknowns = tokenizer.num_patches * tokenizer.patch_dim
+        refined = unknowns if unknowns <= self.largest and self.steps else 0
+        return SECONDS_A_CUBE * max(tokenizer.width, tokenizer.patch_dim) ** 3 + SECONDS_AN_UNKNOWN * refined
+
+    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
+        """Query, key and value of the first attention, and the MLP after it."""
+        try:
+            attention = find_first_attention(model, width)
+        except UsageError:
+            return ()
+        return (*attention.weights, *attention.mlp)
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """See `Attack.reconstruct`.
+
+        `details` holds equations and unknowns of a patch, the directions that were left to the prior (open), the share
+        of the tokens outside the span (residual), the expected rms error of a pixel in [0, 1] (deviation), and the
+        steps of the refinement.
+        """
+        target = observations[-1]
+        block = _read(target)
+        reasons = unmet_assumptions(target.num_examples, target.local_steps) + _masked(target, block.tokenizer)
+        patches = _patch_equations(target, block)
+        unknowns = block.tokenizer.patch_dim if patches is None else min(patches.span.rank, block.tokenizer.patch_dim)
+        equations = block.span.directions.shape[0] - block.span.rank - 1
+        if equations < LEAST_KNOWN * unknowns:
+            reasons.append(
+                f"the first attention leaves {equations} equations a patch for {unknowns} unknowns: what they leave "
+                "open is the image prior's guess"
+            )
+        estimate, hessian = _solve(block, patches)
+        settled = _expected(self.prior.settle(estimate, block.tokenizer, target.std), estimate, target.std)
+        details = {"equations": equations, "unknowns": unknowns, "open": len(estimate.open), "steps": 0}
+        if len(estimate.open) and not reasons:
+            settled, details["steps"] = self._refined(
+                target, block, hessian, _linear(block, patches), estimate, settled
+            )
+        details |= {"residual": _residual(block, settled.patches), "deviation": float(settled.deviation.mean())}
+        if not reasons and (details["residual"] > LARGEST_RESIDUAL or details["deviation"] > LARGEST_DEVIATION):
+            reasons.append(
+                f"{details['residual']:.2g} of the tokens lie outside the span of the first attention's gradient and "
+                f"pixels are expected to be off by {details['deviation']:.2g} of 1: too much noise, or the update is "
+                "not the gradient of one image with the positions that were sent (hidden positions, a defence)"
+            )
+        sure = settled.deviation < VOUCHED_DEVIATION
+        return render(target, block.tokenizer, settled.patches, sure, "; ".join(reasons), details)
+
+    def _refined(
+        self,
+        target: Observation,
+        block: _Block,
+        hessian: Tensor,
+        linear: tuple[Tensor, Tensor],
+        estimate: Estimate,
+        settled: _Answer,
+    ) -> tuple[_Answer, int]:
+        """The patches that the MLP's spans single out and the number of steps; the ones given where that gains
+        nothing."""
+        layers = tuple(name for name in block.attention.mlp if _sent(target, name))
+        if not layers or not self.steps or settled.patches.numel() > self.largest:
+            return settled, 0
+        tokens = block.tokenizer.num_patches + _prefix(block.tokenizer)
+        spans = [span_of_inputs(layer_gradient(target.gradients, name), tokens, block.sent) for name in layers]
+        front = Front(target.model, block.tokenizer, (block.attention.weights[0], *layers))
+        own = _behind_attention(block, settled.patches)
+        refinement = Refinement(front, [block.span, *spans], own, hessian, linear)
+        found = refinement.run(settled.patches, _spread(estimate), self.steps, self.iterations)
+        deviation = found.deviation * sum(target.std) / len(target.std)
+        if not deviation.mean() < settled.deviation.mean():
+            return settled, 0
+        return _Answer(found.patches, deviation), found.steps
+
+
+def _sent(observation: Observation, name: str | None) -> bool:
+    gradient = observation.gradients.get(name)
+    return gradient is not None and bool(gradient.any())
+
+
+def _prefix(tokenizer: Tokenizer) -> int:
+    """Tokens of the first block that are no patches."""
+    return max(len(tokenizer.prefix_tokens), tokenizer.prefix)
+
+
+def _parts(observation: Observation) -> tuple[Tokenizer, Tensor, FirstAttention]:
+    """Tokenizer, position embedding (prefix + N, D) and first attention of a model, after checks that take no time.
+
+    Raises:
+        UsageError: the model adds no position embedding, its attention or norm is not known, the update lacks the
+            attention's gradient, or there are too many tokens for the channels.
+    """
+    model = observation.model
+    tokenizer = find_tokenizer(model, observation.image_shape)
+    positions = tokenizer.sent_positions(model)
+    if positions is None:
+        raise UsageError(
+            "the model has no learnable position embedding and no fixed one: the spans show its patches, but not where "
+            "each of them was"
+        )
+    attention = find_first_attention(model, tokenizer.width)
+    if attention.norm and not isinstance(model.get_submodule(attention.norm), nn.LayerNorm):
+        raise UsageError(f"{attention.norm} is no layer norm: the span of what it returns is not one of the tokens")
+    for name in attention.weights:
+        if not observation.gradient_of(name).any():
+            raise UsageError(f"the gradient of {name} is zero everywhere, so there is nothing to solve with")
+    tokens = tokenizer.num_patches + _prefix(tokenizer)
+    if tokens >= tokenizer.width:
+        raise UsageError(
+            f"{tokens} tokens in {tokenizer.width} channels: the gradient of the first attention spans everything and "
+            f"leaves {max(tokenizer.width - tokens, 0)} equations a patch for "
+            f"{min(tokenizer.num_patches, tokenizer.patch_dim + 1)} unknowns (needs tokens < channels)"
+        )
+    return tokenizer, positions, attention
+
+
+def _read(observation: Observation) -> _Block:
+    """The first block of a model and the span of its attention's inputs.
+
+    Raises:
+        UsageError: see `_parts`.
+    """
+    model, (tokenizer, positions, attention) = observation.model, _parts(observation)
+    parts = [layer_gradient(observation.gradients, name) for name in attention.weights]
+    biased = all(part.shape[1] > tokenizer.width for part in parts)
+    gradient = torch.cat([part if biased else part[:, : tokenizer.width] for part in parts])  # (3 D, D + 1)
+    weights = {
+        n: t.detach().double()
+        for n, t in (*model.named_parameters(), *model.named_buffers())
+        if _first(n, attention, tokenizer)
+    }
+    offsets = positions.detach().double()[tokenizer.prefix :]
+    if tokenizer.bias:
+        offsets = offsets + weights[tokenizer.bias]
+    span = span_of_inputs(gradient, tokenizer.num_patches + _prefix(tokenizer), gradient.dtype)
+    return _Block(tokenizer, attention, weights, offsets, span, biased, gradient.dtype)
+
+
+def _first(name: str, attention: FirstAttention, tokenizer: Tokenizer) -> bool:
+    """Whether a parameter is one that the equations use."""
+    norms = tuple(f"{norm}." for norm in (attention.norm, attention.mlp_norm) if norm)
+    return name in (tokenizer.weight, tokenizer.bias) or name.startswith(norms)
+
+
+def _masked(observation: Observation, tokenizer: Tokenizer) -> list[str]:
+    """What zero rows of the position gradient say, in words, if the update has one."""
+    rows = position_gradient(observation, tokenizer)
+    masked = 0 if rows is None else int((rows[tokenizer.prefix :] == 0).all(dim=1).sum())
+    if not masked:
+        return []
+    return [
+        f"{masked} of {tokenizer.num_patches} position rows are exactly zero: those tokens hold a shared position "
+        "embedding (MJP) instead of the one that was sent for their place"
+    ]
+
+
+def _attention_equations(block: _Block) -> InputEquations:
+    """The conditions of the first attention on every patch."""
+    e, z = block.projection, block.offsets
+    scale, free = float(z.var(dim=1).mean() * z.shape[1]), None
+    if block.attention.norm:
+        gamma, beta = block.normalised(block.attention.norm)
+        e, z = gamma[:, None] * (e - e.mean(dim=0)), gamma * (z - z.mean(dim=1, keepdim=True))
+        free = torch.cat([beta, beta.new_ones(1)]) if block.biased else beta
+    last = 0.0 if block.attention.norm else 1.0
+    if block.biased:
+        e = torch.cat([e, e.new_zeros(1, e.shape[1])])
+        z = torch.cat([z, z.new_full((len(z), 1), last)], dim=1)
+    free = None if free is None or not free.any() else free
+    return InputEquations(block.span, e, z, scale, free=free, normal_within=False)
+
+
+def _patch_equations(observation: Observation, block: _Block) -> InputEquations | None:
+    """The conditions of the patch projection on every patch; None where its gradient is withheld."""
+    tokenizer = block.tokenizer
+    if not _sent(observation, tokenizer.weight):
+        return None
+    gradient = layer_gradient(observation.gradients, tokenizer.weight)
+    span = span_of_inputs(gradient, tokenizer.num_patches, gradient.dtype)
+    values = gradient.shape[1]
+    matrix = torch.eye(values, tokenizer.patch_dim).to(block.offsets)
+    constants = matrix.new_zeros(tokenizer.num_patches, values)
+    constants[:, tokenizer.patch_dim :] = 1.0
+    return InputEquations(span, matrix, constants, float(values))
+
+
+def _linear(block: _Block, patches: InputEquations | None) -> tuple[Tensor, Tensor]:
+    """H (P, P) and r (N, P) of what is known without the attention: the projection's span, or a pixel's variance."""
+    if patches is not None:
+        return patches.normal()
+    identity = torch.eye(block.tokenizer.patch_dim).to(block.offsets)
+    return identity, identity.new_zeros(block.tokenizer.num_patches, block.tokenizer.patch_dim)
+
+
+def _solve(block: _Block, patches: InputEquations | None) -> tuple[Estimate, Tensor]:
+    """All patches, by one eigendecomposition for each set of weights, and the last normal equations, (P, P)."""
+    attention = _attention_equations(block)
+    groups = [attention] if patches is None else [attention, patches]
+    for number in range(1, MOST + 1):
+        (h, r), (other, pull) = attention.normal(), _linear(block, patches)
+        hessian = h + other
+        values, vectors = torch.linalg.eigh(hessian)
+        values = values.clamp(min=LEAST_PRECISION)
+        centre = (r + pull) @ vectors / values  # (N, P)
+        before = [equations.unsure for equations in groups]
+        for equations in groups:
+            equations.reweigh(centre @ vectors.T, vectors / values.sqrt())
+        if number >= FEWEST and all(abs(e.unsure / old - 1) < CHANGE for e, old in zip(groups, before, strict=True)):
+            break
+    open_ = values < SETTLED**-2
+    noise = float((1 / values[~open_]).mean().sqrt()) if (~open_).any() else 1.0
+    rows = centre[:, ~open_] @ vectors[:, ~open_].T
+    return Estimate(rows, vectors[:, open_].T.contiguous(), centre[:, open_], values[open_], noise, 0.0), hessian
+
+
+def _spread(estimate: Estimate) -> Tensor:
+    """A square root of the covariance of a patch, (P, k), along the open directions."""
+    return estimate.open.T / estimate.precision.sqrt()
+
+
+def _expected(settled: Settled, estimate: Estimate, std: tuple[float, ...]) -> _Answer:
+    """With the error that the equations leave and the prior's."""
+    own = estimate.noise * sum(std) / len(std)
+    return _Answer(settled.patches, ((PRIOR_ERROR * settled.deviation).square() + own**2).sqrt())
+
+
+def _behind_attention(block: _Block, patches: Tensor) -> Tensor | None:
+    """Derivative of the MLP's input with respect to a patch with attention held fixed, up to a token's own scale."""
+    if block.attention.mlp_norm is None:
+        return None
+    e = block.projection
+    size = (patches @ e.T + block.offsets).std(dim=1).mean()
+    return block.normalised(block.attention.mlp_norm)[0][:, None] * (e - e.mean(dim=0)) / size
+
+
+def _residual(block: _Block, patches: Tensor) -> float:
+    """Share of the patches' normalised tokens outside the span of the attention's inputs."""
+    tokens = patches @ block.projection.T + block.offsets
+    if block.attention.norm:
+        gamma, beta = block.normalised(block.attention.norm)
+        tokens = gamma * torch.nn.functional.layer_norm(tokens, tokens.shape[1:]) + beta
+    if block.biased:
+        tokens = torch.cat([tokens, tokens.new_ones(len(tokens), 1)], dim=1)
+    return float((tokens @ block.span.conditions.T).norm() / tokens.norm())

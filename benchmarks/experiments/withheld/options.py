@@ -1,0 +1,67 @@
+"""Options of the leakage of updates that lack some parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attacks.registry import UsageError
+from experiments.scaffold import AttackOptions, check_positive
+from fedmjp.audit.suite import DEFAULT_BUDGET
+
+
+@dataclass(frozen=True)
+class Options(AttackOptions):
+    """Which part of an update has to be withheld before nothing leaks?
+
+    No other defence: each client sends the gradient of one image, without one group of parameters. The suite `auto`
+    chooses the attacks from what is left, and the strongest is found by the rule of the verdict. Groups: nothing, the
+    position embedding, the patch projection, both, query, key and value of the first block, the whole first block, and
+    everything but the classifier.
+
+    Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models and
+    images to a finished one.
+    """
+
+    models: tuple[str, ...] = ("vit_mini_32=auto", "vit_mini_64=auto", "vit_mini_64=random")
+    """MODEL=SOURCE, or MODEL=SOURCE@PIXELS for another size of the images (positions are resampled); a source is
+    random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    images: str = "photos"
+    """photos (embedded), a folder of pictures, or a data set's name."""
+    data_path: Path | None = None
+    """Local copy of the data set named in --images."""
+    num_images: int = 24
+    """Most images for each model."""
+    budget: float = DEFAULT_BUDGET
+    """Seconds of one CPU core that the suite may plan for an update."""
+    seed: int = 0
+    """Fixes random weights."""
+    out: Path = Path("runs/withheld")
+    """Folder of rows and tables (the committed ones stand in results/withheld)."""
+
+    def lines(self) -> list[tuple[str, str, int | None]]:
+        """(model, source, pixels or None) for each entry of `models`.
+
+        Raises:
+            UsageError: an entry is not written so, or its model is unknown.
+        """
+        from fedmjp.models import split_name
+
+        found = []
+        for entry in self.models:
+            model, _, rest = entry.partition("=")
+            source, _, pixels = rest.partition("@")
+            if not source or (pixels and not pixels.isdigit()):
+                raise UsageError(f"--models {entry}: write MODEL=SOURCE or MODEL=SOURCE@PIXELS")
+            split_name(model)
+            found.append((model, source, int(pixels) if pixels else None))
+        return found
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        check_positive(self, "num_images")
+        if not self.budget > 0:
+            raise UsageError("--budget must be positive")
+        if not self.lines():
+            raise UsageError("--models needs at least one entry")
+        super().validate()

@@ -1,0 +1,99 @@
+"""Attacks of the suite on updates that lack one group of parameters; the protocol stands in `options.Options`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import torch
+from rich.console import Console
+
+from attacks import ThreatModel
+from experiments.session import AttackSession
+from experiments.withheld.groups import GROUPS, without
+from experiments.withheld.options import Options
+from experiments.withheld.render import WITHHELD
+from fedmjp.audit.harness import BASELINES, Scored, run_attack
+from fedmjp.audit.per_image import observe_groups
+from fedmjp.audit.suite import select_attacks
+from fedmjp.audit.victims import Setting, Subject, Victims
+from fedmjp.budgets import AUTO
+from fedmjp.data import load_gallery
+from fedmjp.defenses import DEFENSES
+from fedmjp.models import build_model, resize_model
+from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
+from fedmjp.records.rows import RowLog
+
+PLAIN = Setting("plain", defended=False, hidden=False, against="original")
+
+
+def run(options: Options, console: Console) -> None:
+    """Attack, then write the table."""
+    Run(options, console)()
+
+
+class Run:
+    """One call of the benchmark."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self.options, self.console, self.session = options, console, AttackSession(options, console)
+        self.granted = ThreatModel()
+
+    def __call__(self) -> None:
+        """Attack, then write the table."""
+        provenance = []
+        with self.session.rows() as rows:
+            for model, source, pixels in self.options.lines():
+                provenance.append(self.attack(model, source, pixels, rows))
+        self.session.finish("withheld", WITHHELD, images=provenance[0])
+        self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)
+
+    def attack(self, model: str, source: str, pixels: int | None, rows: RowLog) -> Any:
+        """Write every row of one model that is missing; returns the images' provenance."""
+        o = self.options
+        classes = classes_of(model, source) or IMAGENET_CLASSES
+        built = build_model(model, num_classes=classes, weights=source, seed=o.seed)
+        built = built if pixels is None else resize_model(built, pixels)
+        built.module.to(self.session.device).eval()
+        subject = Subject(built, self.granted)
+        gallery = load_gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
+        victims = self.session.victims(gallery, DEFENSES.get("none")(), o.seed)
+        with self.session.bar() as bar:
+            task = bar.add_task(f"{built.name}, {built.provenance}", total=len(victims) * len(GROUPS))
+            mean = victims.mean_image(1)
+            for client in range(len(victims)):
+                for case, one, norm in self.scored(subject, victims, client, mean, rows):
+                    rows.append({**self.session.columns, **one.row(case, victims.ids(client)[0], norm, 0)})
+                bar.advance(task, len(GROUPS))
+        return gallery.provenance
+
+    def scored(
+        self, subject: Subject, victims: Victims, client: int, mean: torch.Tensor, rows: RowLog
+    ) -> Iterator[tuple[dict[str, Any], Scored, float]]:
+        """What is missing of one client: the case, the scored answer and the gradient's norm."""
+        ids = victims.ids(client)
+        clients, originals = victims.decode([client])
+        if not clients:
+            return
+        score = self.session.scorer(subject.built.patch_size)
+        seen = victims.seen(subject.built, PLAIN, clients, originals)
+        view = observe_groups(subject.built, seen, victims.labels(subject.built, clients), 1)[0]
+        for group in GROUPS:
+            guesses = zip(BASELINES, (mean.expand_as(originals), victims.others(clients, originals)), strict=True)
+            for name, guess in guesses:
+                case = self.case(subject, victims, group, name, {})
+                if not rows.done(case, ids):
+                    yield case, Scored(name, {}, None, score(guess, originals), 0.0, ""), float("nan")
+            left = without(view, group)
+            suite = select_attacks([AUTO], [left], self.granted, budget=self.options.budget)
+            for name, attack in suite.chosen.items():
+                case = self.case(subject, victims, group, name, attack.parameters())
+                if not rows.done(case, ids):
+                    found = run_attack(attack, name, [left], originals, score, weights_granted=True)
+                    yield case, found, left.gradient_norm()
+
+    def case(self, subject: Subject, victims: Victims, group: str, attack: str, parameters: dict) -> dict[str, Any]:
+        """The values that identify a row (`records.rows.CASE`); the setting is the group that is withheld."""
+        case = victims.case(subject, "none", f"without {group}", attack, parameters)
+        return case | {"model": f"{subject.built.name}, {subject.built.image_size} px"}

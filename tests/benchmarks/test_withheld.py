@@ -1,0 +1,75 @@
+"""The benchmark of withheld parameters: groups, rows, resumption, mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import withheld
+from experiments.withheld.groups import GROUPS, without
+
+from fedmjp.models import build_model
+from fedmjp.records.rows import load_rows
+from tests.conftest import observe, photographs
+
+SMALL = ["--models", "vit_mini_32=auto", "--num-images", "2"]
+
+
+def run(out: Path, *options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return withheld.main([*SMALL, "--out", str(out), *options])
+    except SystemExit as stop:  # the parser leaves this way
+        return int(stop.code)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("withheld") / "out"
+    assert run(out) == 0
+    return out
+
+
+def test_a_group_is_left_out_and_nothing_else() -> None:
+    view = observe(build_model("vit_mini_32", num_classes=8, weights="random"), photographs(32, 1))
+    left = {group: set(without(view, group).gradients) for group in GROUPS}
+    assert left["nothing"] == set(view.gradients)
+    assert left["nothing"] - left["position embedding"] == {"pos_embed"}
+    gone = left["nothing"] - left["positions and projection"]
+    assert gone == {"pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"}
+    assert left["nothing"] - left["first query, key, value"] == {"blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias"}
+    assert len(left["nothing"] - left["first block"]) == 12
+    assert left["all but the classifier"] == {"head.weight", "head.bias"}
+
+
+def test_the_span_takes_over_where_positions_are_withheld(finished) -> None:
+    table = pd.read_csv(finished / "table.csv").set_index("withheld")
+    assert list(table.index) == list(GROUPS)
+    assert table.loc["nothing", "attack"] == "patch_embedding"
+    for group in ("position embedding", "patch projection", "positions and projection"):
+        assert table.loc[group, "attack"] == "token_span"
+        assert table.loc[group, "answer"] == "leaks"
+        assert table.loc[group, "psnr_median"] > 60
+    assert table.loc["first query, key, value", "attack"] == "patch_embedding"
+
+
+def test_resuming_a_finished_run_adds_nothing(finished) -> None:
+    before = load_rows(finished / "rows.jsonl.gz")
+    assert run(finished, "--resume") == 0
+    assert len(load_rows(finished / "rows.jsonl.gz")) == len(before)
+    assert run(finished) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--models", "vit_mini_32"], "write MODEL=SOURCE"),
+        (["--models", "vit_mini_33=auto"], "unknown model"),
+        (["--models", "vit_mini_32=auto@31"], "do not divide"),
+        (["--budget", "0"], "--budget must be positive"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, options: list[str], words: str) -> None:
+    assert run(tmp_path / "out", *options) == 2
+    assert words in capsys.readouterr().err
