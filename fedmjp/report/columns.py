@@ -40,6 +40,8 @@ KEYS = {
     "batch_size": "images of an update",
     "steps": "of a search, or of a training's epoch",
     "attack": "its name",
+    "withheld": "the group of parameters that the update lacks",
+    "answer": "the verdict",
     "init": "where a search started",
     "strongest": "whether the attack is the strongest on this federation",
     "threat_model": "what the server was granted",
@@ -69,6 +71,7 @@ KEYS = {
 COUNTS = {
     "count": "images behind a mean",
     "failed": "of them, images of which the attack returned nothing",
+    "recovered": "images above 25 dB, nearer than the best guess",
     "certified": "images whose reconstruction reproduces the update",
     "certified_right": "of them, images with every patch above 25 dB",
     "seeds": "trainings or federations behind a mean",
