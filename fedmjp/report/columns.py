@@ -43,6 +43,8 @@ KEYS = {
     "batch_size": "images of an update",
     "steps": "of a search, or of a training's epoch",
     "attack": "its name",
+    "withheld": "the group of parameters that the update lacks",
+    "answer": "the verdict",
     "init": "where a search started",
     "strongest": "whether the attack is the strongest on this federation",
     "threat_model": "what the server was granted",
@@ -72,6 +74,7 @@ KEYS = {
 COUNTS = {
     "count": "images behind a mean",
     "failed": "of them, images of which the attack returned nothing",
+    "recovered": "images above 25 dB, nearer than the best guess",
     "certified": "images whose reconstruction reproduces the update",
     "certified_right": "of them, images with every patch above 25 dB",
     "claims": "images whose answer comes without a diagnosis",

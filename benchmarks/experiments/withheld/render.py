@@ -25,12 +25,12 @@ def withheld_files(folder: Path) -> dict[str, str]:
                 "answer": str(verdict.answer),
                 "attack": verdict.attack,
                 "psnr_median": verdict.psnr,
-                "gain": verdict.gain.mean,
+                "gain_mean": verdict.gain.mean,
                 "gain_low": verdict.gain.low,
                 "gain_high": verdict.gain.high,
                 "recovered": verdict.recovered,
                 "certified": verdict.certified,
-                "images": own["image_id"].nunique(),
+                "count": own["image_id"].nunique(),
             }
         )
     return {"table.csv": csv(pd.DataFrame(lines), 4)}
@@ -57,7 +57,7 @@ def _cell(table: pd.DataFrame, key: tuple[str, str, str]) -> str:
     row = table.loc[key]
     if not row.attack:
         return str(row.answer)
-    return f"{row.answer}: `{row.attack}` {row.psnr_median:.1f} dB, {row.recovered} of {row.images}"
+    return f"{row.answer}: `{row.attack}` {row.psnr_median:.1f} dB, {row.recovered} of {row['count']}"
 
 
 WITHHELD = Rendering("withheld", withheld_files, {"withheld": withheld_block})
