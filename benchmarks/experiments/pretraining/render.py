@@ -23,8 +23,8 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for key, group in rows.groupby(["line", "gamma", "gamma_pos"], sort=False):
         found = t_interval(group["accuracy"].to_numpy())
-        shown = {"seen": group["seen"].iloc[0], "hidden": group["hidden"].iloc[0], "paper_places": paper[key]}
-        lines.append({**dict(zip(("line", "gamma", "gamma_pos"), key, strict=True)), **_numbers(found), **shown})
+        case = dict(zip(("line", "gamma", "gamma_pos"), key, strict=True))
+        lines.append({**case, **_numbers(found), "paper_places": paper[key]})
     return pd.DataFrame(lines)
 
 
