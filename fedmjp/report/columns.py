@@ -83,8 +83,6 @@ COUNTS = {
     "test_images": "images behind an accuracy",
     "images_seen": "by a training",
     "corruption_count": "corruptions that are averaged",
-    "seen": "patches of an image that DropPos' encoder sees",
-    "hidden": "of them, patches without position",
 }
 QUANTITIES = {
     **{name: f"{direction.label}, of reconstructions" for name, direction in METRIC_DIRECTIONS.items()},

@@ -20,12 +20,12 @@ FIRST = "default"
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
     """One line a training and case: mean over seeds and its 95 % interval (Student's), per cent, and the paper's."""
-    paper = pd.read_csv(PAPER / "droppos_tables.csv").set_index(["training", "gamma", "gamma_pos"])["accuracy"]
+    paper = pd.read_csv(PAPER / "droppos_tables.csv").set_index(["line", "gamma", "gamma_pos"])["places"]
     lines = []
     for key, group in rows.groupby(["line", "gamma", "gamma_pos"], sort=False):
         found = t_interval(group["accuracy"].to_numpy())
-        shown = {"seen": group["seen"].iloc[0], "hidden": group["hidden"].iloc[0], "paper_places": paper[key]}
-        lines.append({**dict(zip(("line", "gamma", "gamma_pos"), key, strict=True)), **_numbers(found), **shown})
+        case = dict(zip(("line", "gamma", "gamma_pos"), key, strict=True))
+        lines.append({**case, **_numbers(found), "paper_places": paper[key]})
     return pd.DataFrame(lines)
 
 
@@ -35,8 +35,8 @@ def averages(rows: pd.DataFrame) -> pd.DataFrame:
     Differences are taken seed by seed. `paper_places` is the mean of the paper's cells and `paper_printed_places` the
     average that it prints, which differs for the default.
     """
-    paper = pd.read_csv(PAPER / "droppos_tables.csv").groupby("training")["accuracy"].mean()
-    printed = pd.read_csv(PAPER / "droppos_averages.csv").set_index("training")["average"]
+    paper = pd.read_csv(PAPER / "droppos_tables.csv").groupby("line")["places"].mean()
+    printed = pd.read_csv(PAPER / "droppos_averages.csv").set_index("line")["printed_places"]
     by_seed = rows.groupby(["line", "seed"], sort=False)["accuracy"].mean()
     lines = []
     for name in rows["line"].unique():
