@@ -6,19 +6,39 @@ pass, and a hook records the output of its softmax, which includes any norm, sca
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attacks.registry import UsageError
 from fedmjp.models.build import BuiltModel
 
 
+@contextmanager
+def recorded_attention(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Context in which each forward pass of a plain ViT adds its last block's attention weights to a list.
+
+    Yields:
+        The list, of tensors (B, heads, T, T); each row (one query token) sums to 1. Tokens are in the model's order:
+        prefix tokens, [CLS] first, then patches in raster order.
+    """
+    layer, kept = module.blocks[-1].attn, []
+    hook = layer.attn_drop.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    fused, layer.fused_attn = layer.fused_attn, False
+    try:
+        yield kept
+    finally:
+        hook.remove()
+        layer.fused_attn = fused
+
+
 @torch.no_grad()
 def last_attention(model: BuiltModel, images: Tensor) -> Tensor:
-    """Attention weights (B, heads, T, T) of the last block; each row (one query token) sums to 1.
+    """Attention weights (B, heads, T, T) of the last block, see `recorded_attention`.
 
-    Tokens are in the model's order: prefix tokens, [CLS] first, then patches in raster order. The model is left in
-    evaluation mode.
+    The model is left in evaluation mode.
 
     Args:
         model: a plain ViT.
@@ -30,12 +50,6 @@ def last_attention(model: BuiltModel, images: Tensor) -> Tensor:
     module = model.module
     if getattr(module, "cls_token", None) is None or not hasattr(module, "blocks"):
         raise UsageError(f"{model.name} has no [CLS] token, whose attention is needed; name a ViT")
-    layer, kept = module.blocks[-1].attn, []
-    hook = layer.attn_drop.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
-    fused, layer.fused_attn = layer.fused_attn, False
-    try:
+    with recorded_attention(module) as kept:
         module.eval()(model.normalise(images))
-    finally:
-        hook.remove()
-        layer.fused_attn = fused
     return kept[0]

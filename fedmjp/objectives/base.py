@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,15 @@ class Objective:
     needs_labels: ClassVar[bool] = False
     accuracy_of: ClassVar[str] = "images"
     recipe: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    @property
+    def kept_by(self) -> Literal["client", "server"]:
+        """Who keeps in a federation what `local` makes.
+
+        With "server" there is one for all clients: the server makes it from its first weights, sends it with every
+        round's weights, and updates it (`after_step`) after every round; clients only read it.
+        """
+        return "client"
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
