@@ -91,11 +91,21 @@ class FederationAudit:
         return Memory(self.folder.memory_folder(self.defense))
 
     def run(self, grid: Any) -> None:
-        """Train and audit from the round after the last finished one."""
-        finished, state = self.folder.load_state(self.defense)
+        """Train and audit from the round after the last finished one.
+
+        Raises:
+            UsageError: the clients of an unfinished run kept what they need, which ended with their processes.
+        """
+        finished, state, kept = self.folder.load_state(self.defense)
+        rounds = self.config.federation.rounds
+        if 0 < finished < rounds and self.task.clients_keep:
+            raise UsageError(
+                f"round {finished + 1} needs what each client keeps under --objective {self.task.objective_name}, "
+                "which ended with the interrupted run; start again in another --out"
+            )
         if state is not None:
             self.task.load(state)
-        rounds = self.config.federation.rounds
+            self.task.learner.begin(kept)
         with self.progress.federation(self.defense, rounds, self.config.sampled(), finished):
             if finished < rounds:
                 run_rounds(
@@ -114,7 +124,7 @@ class FederationAudit:
             self._audit(view, audited)
         self.progress.client_done()
 
-    def on_round(self, number: int, state: Mapping[str, Tensor]) -> None:
+    def on_round(self, number: int, state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
         """Evaluate the global model, note the round and save the state to resume from."""
         f = self.config.federation
         due = number % f.evaluate_every == 0 or number == f.rounds
@@ -123,7 +133,7 @@ class FederationAudit:
             seconds = time.perf_counter() - self.round_started if number else 0.0
             self.folder.append_round(self.defense, number, loss, accuracy, seconds)
             self.progress.round_done(number, loss, accuracy, seconds)
-        self.folder.save_state(self.defense, number, state)
+        self.folder.save_state(self.defense, number, state, kept)
         self.round_started = time.perf_counter()
 
     def _wanted(self, view: ServerView, suite: Suite) -> list[str]:

@@ -47,7 +47,8 @@ class ClientResult:
         buffers: floating-point buffers by name.
         num_examples: images used in all local steps together.
         loss: mean training loss over the local steps.
-        kept: state of what the objective keeps on the client (`Objective.local`), not sent; empty if it keeps nothing.
+        kept: state of what the objective keeps on the client (`Objective.local`), not sent; empty if it keeps nothing
+            there.
     """
 
     tensors: dict[str, Tensor]
@@ -196,14 +197,17 @@ class ClientTask:
             round: number of the round, from 1.
             weights: parameters and float buffers by name.
             source: the bytes that hold the weights, if any; see `load`.
-            kept: `ClientResult.kept` of this client's last round; without it, what the objective keeps starts from the
-                received weights.
+            kept: `ClientResult.kept` of this client's last round, or what the server sent (`Objective.kept_by`);
+                without it, what the objective keeps starts from the received weights.
 
         Raises:
             UsageError: the weights do not fit the model.
         """
         self.load(weights, source)
         self.learner.begin(kept)
+        own = self.learner.objective.kept_by == "client"
+        if own and kept and self.config.federation.update == "gradient":
+            self.learner.after_step(self._progress(round, 0))  # the server has taken the step
         self.model.module.train()
         steps = self.config.federation.local_steps
         losses, gradients = [], {}
@@ -217,15 +221,35 @@ class ClientTask:
             losses.append(float(loss.detach()))
             if self.config.federation.update == "weights":
                 self._descend(gradients)
-                self.learner.after_step(progress)
+                if own:
+                    self.learner.after_step(progress)
         sent = gradients
         if self.config.federation.update == "weights":
             sent = {n: weights[n].to(self.device) - p.detach() for n, p in self.parameters.items()}
         sent = self.defense.on_update(sent, self._generator(3, client, round, 0))
         if self.config.federation.update == "weights":
             sent = {n: weights[n].to(self.device) - t for n, t in sent.items()}
-        examples = self.config.federation.batch_size * steps
-        return ClientResult(sent, self.buffers, examples, sum(losses) / len(losses), self.learner.kept())
+        examples, mean = self.config.federation.batch_size * steps, sum(losses) / len(losses)
+        return ClientResult(sent, self.buffers, examples, mean, self.learner.kept() if own else {})
+
+    def keep(self, weights: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None, round: int) -> dict[str, Tensor]:
+        """What the server keeps for all clients (`Objective.kept_by`) after it has the weights of a round.
+
+        Args:
+            weights: the new global parameters and float buffers by name.
+            kept: what it kept before; None for the first weights, of which it is made.
+            round: number of the round, from 1.
+        """
+        self.load(weights)
+        self.learner.begin(kept)
+        if kept:
+            self.learner.after_step(self._progress(round, 0))
+        return self.learner.kept()
+
+    @property
+    def clients_keep(self) -> bool:
+        """Whether each client keeps something that a later round needs and no message holds."""
+        return self.learner.local is not None and self.learner.objective.kept_by == "client"
 
     def load(self, weights: Mapping[str, Tensor], source: bytes | None = None) -> None:
         """Copy parameters and buffers by name into the model.

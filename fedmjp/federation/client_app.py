@@ -13,9 +13,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedmjp.client import ClientTask, shared_task
-from fedmjp.federation.wire import flat, layout_of, pack, unpack
-
-KEPT = "kept"
+from fedmjp.federation.wire import KEPT, flat, layout_of, pack, unpack
 
 app = ClientApp()
 
@@ -33,8 +31,10 @@ def train(message: Message, context: Context) -> Message:
     task = shared_task(str(instructions["config"]), str(instructions["defense"]))
     state = message.content["state"]
     weights = read_state(task, state)
+    kept = read_kept(task, state)
     # What the objective keeps on the client stays in Flower's state of the node, and is in no message.
-    kept = context.state[KEPT].to_torch_state_dict() if KEPT in context.state else None
+    if KEPT in context.state:
+        kept = context.state[KEPT].to_torch_state_dict()
     client, number = _partition(context), int(instructions["round"])
     result = task.update(client, number, weights, state["parameters"].data, kept)
     if result.kept:
@@ -55,8 +55,11 @@ def _partition(context: Context) -> int:
 
 
 def pack_state(task: ClientTask) -> ArrayRecord:
-    """Current parameters and float buffers of the task's model, one flat array each."""
-    return ArrayRecord({"parameters": pack(task.parameters), "buffers": pack(task.buffers)})
+    """Current parameters and float buffers of the task's model, and what the server keeps; one flat array each."""
+    record = ArrayRecord({"parameters": pack(task.parameters), "buffers": pack(task.buffers)})
+    if task.learner.objective.kept_by == "server":
+        record[KEPT] = pack(task.learner.kept())
+    return record
 
 
 def read_state(task: ClientTask, record: ArrayRecord) -> dict:
@@ -67,3 +70,8 @@ def read_state(task: ClientTask, record: ArrayRecord) -> dict:
     """
     state = unpack(flat(record["parameters"]), layout_of(task.parameters))
     return state | unpack(flat(record["buffers"]), layout_of(task.buffers))
+
+
+def read_kept(task: ClientTask, record: ArrayRecord) -> dict | None:
+    """What the server keeps and sent (`Objective.kept_by`), by name, or None; see `read_state`."""
+    return unpack(flat(record[KEPT]), layout_of(task.learner.kept())) if KEPT in record else None

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
 from fedmjp.client import ClientTask
-from fedmjp.federation.client_app import pack_state, read_state
+from fedmjp.federation.client_app import pack_state, read_kept, read_state
 from fedmjp.federation.strategy import FederatedMean
 from fedmjp.federation.tap import TapGrid
-from fedmjp.federation.wire import flat, layout_of, unpack
+from fedmjp.federation.wire import KEPT, flat, layout_of, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,29 @@ def run_rounds(
     defense: str,
     *,
     on_update: Callable[[ServerView], None],
-    on_round: Callable[[int, Mapping[str, Tensor]], None],
+    on_round: Callable[[int, Mapping[str, Tensor], Mapping[str, Tensor]], None],
     first_round: int = 1,
 ) -> None:
-    """Train from the current state of the task's model to the last configured round.
+    """Train from the current state of the task's model, and of what the server keeps, to the last configured round.
 
     Args:
         grid: connects to the clients.
         task: model, data and configuration.
         defense: name of the defence that the clients use.
         on_update: called with each client's update before it is added to the mean.
-        on_round: called with (round, state) after each round, and with (first_round - 1, state) before the first; the
-            state is the global model's parameters and float buffers by name.
+        on_round: called with (round, state, kept) after each round, and with first_round - 1 before the first; the
+            state is the global model's parameters and float buffers by name, `kept` what the server keeps beside them
+            (`Objective.kept_by`), empty if it keeps nothing.
         first_round: number of the first round, above 1 if a run is resumed.
 
     Raises:
         ClientFailure: a client failed; the message names client and round.
     """
-    f = task.config.federation
+    f, state = task.config.federation, pack_state(task)
+
+    def keep(sent: ArrayRecord, arrays: ArrayRecord, number: int) -> Array:
+        return pack(task.keep(read_state(task, arrays), read_kept(task, sent), number))
+
     strategy = FederatedMean(
         instructions={"config": task.config.to_json(), "defense": defense},
         update=f.update,
@@ -65,6 +70,7 @@ def run_rounds(
         per_round=task.config.sampled(),
         seed=task.config.seed,
         first_round=first_round,
+        keep=keep if KEPT in state else None,
     )
     layout = layout_of(task.parameters)
 
@@ -74,12 +80,10 @@ def run_rounds(
         on_update(ServerView(number, strategy.partitions[node], read_state(task, sent["state"]), gradients))
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        on_round(server_round + first_round - 1, read_state(task, arrays))
+        on_round(server_round + first_round - 1, read_state(task, arrays), read_kept(task, arrays) or {})
         return None
 
-    strategy.start(
-        TapGrid(grid, observe), pack_state(task), num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate
-    )
+    strategy.start(TapGrid(grid, observe), state, num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)
 
 
 def server_app_for(run: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:

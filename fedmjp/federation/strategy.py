@@ -8,16 +8,16 @@ engines give identical results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedmjp.errors import ClientFailure
-from fedmjp.federation.wire import flat, pack
+from fedmjp.federation.wire import KEPT, flat, pack
 
 
 def partitions_by_node(grid: Grid) -> dict[int, int]:
@@ -45,6 +45,8 @@ class FederatedMean(Strategy):
         per_round: number of clients sampled each round.
         seed: of the sampling.
         first_round: number of the first round, above 1 if a run is resumed.
+        keep: makes what the server keeps and sends beside the weights, from (state sent, new state, round); None if it
+            keeps nothing.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class FederatedMean(Strategy):
         per_round: int,
         seed: int,
         first_round: int = 1,
+        keep: Callable[[ArrayRecord, ArrayRecord, int], Array] | None = None,
     ) -> None:
+        self.keep = keep
         self.instructions, self.update, self.learning_rate = instructions, update, learning_rate
         self.per_round, self.seed, self.offset = per_round, seed, first_round - 1
         self.partitions: dict[int, int] = {}
@@ -107,6 +111,8 @@ class FederatedMean(Strategy):
         if self.update == "gradient":
             mean["parameters"].mul_(-self.learning_rate).add_(flat(self._sent["parameters"]))
         arrays = ArrayRecord({part: pack({part: values}) for part, values in mean.items()})
+        if self.keep is not None:
+            arrays[KEPT] = self.keep(self._sent, arrays, number)
         return arrays, MetricRecord({"train-loss": loss / examples, "clients": clients})
 
     def _in_order(self, replies: Iterable[Message], number: int) -> Iterator[Message]:

@@ -15,6 +15,7 @@ import torch
 from flwr.app import Array
 from torch import Tensor
 
+KEPT = "kept"  # the part of a state that the server keeps beside the weights, and the entry of a node's own state
 Layout = dict[str, tuple[int, ...]]
 
 

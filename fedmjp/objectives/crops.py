@@ -37,7 +37,9 @@ class Colours:
 FIRST, SECOND, LOCAL = Colours(1.0, 0.0), Colours(0.1, 0.2), Colours(0.5, 0.0)
 
 
-def random_crops(images: Tensor, size: tuple[int, int], area: tuple[float, float], generator: torch.Generator) -> Tensor:
+def random_crops(
+    images: Tensor, size: tuple[int, int], area: tuple[float, float], generator: torch.Generator
+) -> Tensor:
     """A crop of each image, resized, and flipped with probability 0.5.
 
     Args:

@@ -8,9 +8,9 @@ are candidates, and each candidate is hidden with probability p (`token_masks`).
     L = lambda_1 L_distillation + lambda_2 mean over the global crops of L_restoration
 
 What is at hand of the paper is its appendix. It gives lambda_1 = 1.0, lambda_2 = 0.6, AdamW at 2e-3 for a batch of
-1024, weight decay 0.04 and 10 epochs of warm-up, and refers to DINO for momentum, temperatures and multi-crop: those are
-DINO's defaults. Neither p nor the share of candidates is in it; 1/8 is the share that the field quotes, and p = 0.5 is a
-choice of this project. (The listing there calls the restoration's weight v_1 and the other v_2.)
+1024, weight decay 0.04 and 10 epochs of warm-up, and refers to DINO for momentum, temperatures and multi-crop: those
+are DINO's defaults. Neither p nor the share of candidates is in it; 1/8 is the share that the field quotes, and p = 0.5
+is a choice of this project. (The listing there calls the restoration's weight v_1 and the other v_2.)
 
 Departs from the paper: the weight decay is constant (DINO raises it to 0.4), and so is the teacher's temperature;
 restoration counts the mean over pixel values where the listing counts a sum (`l1=sum`); statistics of batch norm are
@@ -23,7 +23,7 @@ the centre, whose change is (1 - centre_momentum) times the batch's mean teacher
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -85,7 +85,7 @@ class MST(Objective):
     bottleneck: int = 256
     """Channels before the prototypes."""
     frozen: float = 0.01
-    """Share of the training at its start in which the prototypes stay as they are (DINO: 1 of 100 epochs), in [0, 1]."""
+    """Share of the training at its start in which prototypes stay as they are, in [0, 1] (DINO: 1 of 100 epochs)."""
     lambda_1: float = 1.0
     """Weight of the distillation; 0 leaves masked modelling alone, without head and local crops."""
     lambda_2: float = 0.6
@@ -227,11 +227,12 @@ class MST(Objective):
             Mean absolute error of the restored pixels, normalised as the model's input (NaN without a decoder), and the
             share of test images whose class the 20 nearest of at most `REFERENCES` training images tell.
         """
-        from fedmjp.evaluation.neighbours import knn
+        from fedmjp.evaluation.neighbours import neighbour_accuracy
         from fedmjp.objectives.mst_loss import restoration_error
 
-        spread = range(0, len(data.train), -(-len(data.train) // REFERENCES))
-        accuracy = knn(model, data.train.subset(spread), data.test, (NEIGHBOURS,), device)[NEIGHBOURS]
+        some = data.train.subset(range(0, len(data.train), -(-len(data.train) // REFERENCES)))
+        k = min(NEIGHBOURS, len(some))
+        accuracy = neighbour_accuracy(model, replace(data, train=some), device, (k,))[k]
         return restoration_error(model, data.test, device), accuracy
 
     @property

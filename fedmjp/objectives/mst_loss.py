@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedmjp.data import ImageSet
 from fedmjp.models import BuiltModel
 from fedmjp.models.attention import recorded_attention
-from fedmjp.objectives.crop_encoder import encode_crops, grid_of
+from fedmjp.objectives.crop_encoder import Replace, encode_crops, grid_of
 from fedmjp.objectives.distillation import (
     ProjectionHead,
     Teacher,
@@ -60,16 +60,48 @@ class MSTHeads(nn.Module):
 
 
 @dataclass(frozen=True)
-class Taught:
-    """The teacher's answer to a global view.
+class Passed:
+    """A batch on its way to the loss; every list of views has the global crops first.
 
     Attributes:
-        outputs: (B, K), or None without distillation.
-        attention: (B, N) of the class token in the last block, mean over heads, or None where it is of no use.
+        views: as the student's input layer sees them, normalised.
+        masks: of each global crop the hidden patches (B, N) bool, or None if none is.
+        targets: of each global crop the teacher's outputs (B, K), before centre and softmax; empty without
+            distillation.
+        student: of each crop the student's outputs (B, K); empty without distillation.
+        restored: of each global crop the restored pixels (B, C, H, W), normalised; empty without decoder.
     """
 
-    outputs: Tensor | None
-    attention: Tensor | None
+    views: list[ClientInput]
+    masks: list[Tensor | None]
+    targets: list[Tensor]
+    student: list[Tensor]
+    restored: list[Tensor]
+
+
+def pass_views(options: MST, model: BuiltModel, batch: TrainingBatch, teacher: Teacher | None) -> Passed:
+    """Show the global crops to the teacher, and all crops to the student."""
+    module, heads, draw = model.module, model.module.pretext, batch.generator
+    views = [replace(seen, images=model.normalise(seen.images)) for seen in batch.views]
+    both, small = views[:GLOBAL], views[GLOBAL:]
+    taught = [teach(options, teacher, view) for view in both]
+    masks = [_hide(options, module, view, attention, draw) for view, (_, attention) in zip(both, taught, strict=True)]
+    tokens = [
+        encode_crops(module, view.images, view.position_mask, _replacing(options, module, mask, draw))
+        for view, mask in zip(both, masks, strict=True)
+    ]
+    student, restored = [], []
+    if options.lambda_1:
+        features = [view[:, 0] for view in tokens]
+        if small:  # without hidden positions (`MST.check`), and encoded together
+            features += encode_crops(module, torch.cat([v.images for v in small]))[:, 0].chunk(len(small))
+        student = [heads.projection(one, frozen=batch.progress < options.frozen) for one in features]
+    if options.lambda_2:  # a view at a time: its images alone make the statistics of the batch norm
+        restored = [
+            heads.decoder(one[:, module.num_prefix_tokens :], grid_of(module, view.images))
+            for one, view in zip(tokens, both, strict=True)
+        ]
+    return Passed(views, masks, [outputs for outputs, _ in taught if outputs is not None], student, restored)
 
 
 def mst_loss(options: MST, model: BuiltModel, batch: TrainingBatch, teacher: Teacher | None) -> Tensor:
@@ -77,44 +109,45 @@ def mst_loss(options: MST, model: BuiltModel, batch: TrainingBatch, teacher: Tea
 
     In training mode the centre is moved after it was used.
     """
-    module, draw = model.module, batch.generator
-    views = [replace(seen, images=model.normalise(seen.images)) for seen in batch.views]
-    both, small = views[:GLOBAL], views[GLOBAL:]
-    taught = [teach(options, teacher, view) for view in both]
-    masks = [hidden_patches(options, module, view, one.attention, draw) for view, one in zip(both, taught, strict=True)]
-    tokens = [
-        encode_crops(module, view.images, view.position_mask, _replacing(options, module, mask, draw))
-        for view, mask in zip(both, masks, strict=True)
-    ]
-    terms = []
+    passed, module, terms = pass_views(options, model, batch, teacher), model.module, []
     if options.lambda_1:
-        outputs = [one.outputs for one in taught]
-        terms.append(options.lambda_1 * _distil(options, module, tokens, small, outputs, batch.progress))
+        centre = module.pretext.centre
+        targets = [teacher_targets(one, centre, options.teacher_temperature) for one in passed.targets]
+        terms.append(options.lambda_1 * distillation_loss(passed.student, targets, options.student_temperature))
+        if module.training:
+            update_centre(centre, passed.targets, options.centre_momentum)
     if options.lambda_2:
-        losses = [_restore(options, module, *each) for each in zip(tokens, both, masks, strict=True)]
+        patch, counted = module.patch_embed.patch_size, options.restored == "masked"
+        losses = [
+            restoration_loss(restored, view.images, mask if counted else None, patch, options.l1)
+            for restored, view, mask in zip(passed.restored, passed.views, passed.masks, strict=False)
+        ]
         terms.append(options.lambda_2 * torch.stack(losses).mean())
     return torch.stack(terms).sum()
 
 
 @torch.no_grad()
-def teach(options: MST, teacher: Teacher | None, view: ClientInput) -> Taught:
-    """Show the teacher a global view, normalised."""
+def teach(options: MST, teacher: Teacher | None, view: ClientInput) -> tuple[Tensor | None, Tensor | None]:
+    """Show the teacher a global crop, normalised.
+
+    Returns:
+        Its outputs (B, K), or None without distillation, and the class token's attention (B, N) in the last block,
+        mean over heads, or None where it decides nothing.
+    """
     if teacher is None:
-        return Taught(None, None)
+        return None, None
     network, attention = teacher.network, None
-    if options.attends:
-        with recorded_attention(network) as kept:
-            tokens = encode_crops(network, view.images, view.position_mask)
-        attention = class_attention(kept[0], network.num_prefix_tokens)
-    else:
+    with recorded_attention(network) if options.attends else nullcontext() as kept:
         tokens = encode_crops(network, view.images, view.position_mask)
-    return Taught(network.pretext(tokens[:, 0]) if options.lambda_1 else None, attention)
+    if options.attends:
+        attention = class_attention(kept[0], network.num_prefix_tokens)
+    return network.pretext(tokens[:, 0]) if options.lambda_1 else None, attention
 
 
-def hidden_patches(
+def _hide(
     options: MST, module: nn.Module, view: ClientInput, attention: Tensor | None, generator: torch.Generator
 ) -> Tensor | None:
-    """Draw the patches of a global view that the student does not see, (B, N) bool; None if it sees all."""
+    """Draw the patches of a global crop that the student does not see."""
     if options.masking == "none":
         return None
     rows, columns = grid_of(module, view.images)
@@ -126,41 +159,11 @@ def hidden_patches(
     return draw_mask(allowed, options.p, generator)
 
 
-def _replacing(options: MST, module: nn.Module, mask: Tensor | None, generator: torch.Generator):
-    """For `encode_crops`."""
+def _replacing(options: MST, module: nn.Module, mask: Tensor | None, generator: torch.Generator) -> Replace | None:
     if mask is None:
         return None
     token = module.pretext.mask_token
     return partial(replace_patches, mask=mask, token=token, style=options.replacement, generator=generator)
-
-
-def _distil(
-    options: MST,
-    module: nn.Module,
-    tokens: Sequence[Tensor],
-    small: Sequence[ClientInput],
-    outputs: Sequence[Tensor],
-    progress: float,
-) -> Tensor:
-    """The distillation of all crops; local ones have no hidden positions (`MST.check`) and are encoded together."""
-    heads = module.pretext
-    features = [view[:, 0] for view in tokens]
-    if small:
-        together = encode_crops(module, torch.cat([view.images for view in small]))[:, 0]
-        features += together.chunk(len(small))
-    student = [heads.projection(one, frozen=progress < options.frozen) for one in features]
-    targets = [teacher_targets(one, heads.centre, options.teacher_temperature) for one in outputs]
-    loss = distillation_loss(student, targets, options.student_temperature)
-    if module.training:
-        update_centre(heads.centre, outputs, options.centre_momentum)
-    return loss
-
-
-def _restore(options: MST, module: nn.Module, tokens: Tensor, view: ClientInput, mask: Tensor | None) -> Tensor:
-    """Restore one global view; its images alone make the statistics of the batch norm."""
-    restored = module.pretext.decoder(tokens[:, module.num_prefix_tokens :], grid_of(module, view.images))
-    counted = mask if options.restored == "masked" else None
-    return restoration_loss(restored, view.images, counted, module.patch_embed.patch_size, options.l1)
 
 
 @torch.no_grad()

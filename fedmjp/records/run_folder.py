@@ -24,6 +24,7 @@ from fedmjp.objectives import Objective
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog
 
+KEPT = "kept:"  # begins the names of what the server keeps beside the model, in a saved state
 ROUND_COLUMNS = ("defense", "round", "loss", "accuracy", "seconds")
 
 
@@ -156,25 +157,29 @@ class RunFolder:
                 writer.writerow(ROUND_COLUMNS)
             writer.writerow([defense, number, f"{loss:.6f}", f"{accuracy:.6f}", f"{seconds:.3f}"])
 
-    def save_state(self, defense: str, number: int, state: Mapping[str, Tensor]) -> None:
-        """Keep the global model after round `number`, in place of the one before."""
+    def save_state(self, defense: str, number: int, state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+        """Keep the global model after round `number`, and what the server keeps, in place of those before."""
         folder = self.out / "state"
         folder.mkdir(exist_ok=True)
         temporary = folder / f"{defense}.tmp"
-        save_file({n: t.contiguous().clone() for n, t in state.items()}, temporary, metadata={"round": str(number)})
+        whole = dict(state) | {KEPT + name: tensor for name, tensor in kept.items()}
+        save_file({n: t.contiguous().clone() for n, t in whole.items()}, temporary, metadata={"round": str(number)})
         temporary.replace(folder / f"{defense}.safetensors")
 
     def memory_folder(self, defense: str) -> Path:
         """Where the server's memory of old updates is kept while the run goes on."""
         return self.out / "state" / f"{defense}_updates"
 
-    def load_state(self, defense: str) -> tuple[int, dict[str, Tensor] | None]:
-        """(last finished round, state), or (0, None) where nothing was kept."""
+    def load_state(self, defense: str) -> tuple[int, dict[str, Tensor] | None, dict[str, Tensor]]:
+        """(last finished round, state, what the server keeps), or (0, None, {}) where nothing was saved."""
         path = self.out / "state" / f"{defense}.safetensors"
         if not path.exists():
-            return 0, None
+            return 0, None, {}
         with safe_open(path, framework="pt") as file:
-            return int(file.metadata()["round"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            number = int(file.metadata()["round"])
+        kept = {name.removeprefix(KEPT): found.pop(name) for name in list(found) if name.startswith(KEPT)}
+        return number, found, kept
 
     def save_images(self, defense: str, round: int, client: int, what: str, images: Tensor) -> None:
         """Write (B, C, H, W) images in [0, 1] as PNG files."""

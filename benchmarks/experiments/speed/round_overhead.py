@@ -25,7 +25,11 @@ def federated_round(config: RunConfig, task: ClientTask) -> float:
 
     def conduct(grid) -> None:
         run_rounds(
-            grid, task, "none", on_update=lambda view: None, on_round=lambda n, state: marks.append(time.perf_counter())
+            grid,
+            task,
+            "none",
+            on_update=lambda view: None,
+            on_round=lambda n, state, kept: marks.append(time.perf_counter()),
         )
 
     ENGINES.get("local")(conduct, config.federation.clients)

@@ -1,0 +1,87 @@
+"""Whether MST's pretext task is learned: distillation against collapse, restoration against the mean colour.
+
+A student that ignores the image can do no better than to predict the teacher's mean output, at a cross-entropy of that
+mean's entropy; a teacher that has collapsed makes this trivial, and its entropies show it (`distillation.entropies`).
+Views and masks are drawn from a fixed seed, so that the same weights give the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedmjp.data import ImageSet
+from fedmjp.defenses import ClientInput
+from fedmjp.models import BuiltModel
+from fedmjp.objectives.base import TrainingBatch
+from fedmjp.objectives.distillation import Teacher, distillation_loss, entropies, teacher_targets
+from fedmjp.objectives.mst import MST
+from fedmjp.objectives.mst_loss import pass_views
+from fedmjp.objectives.restoration import patch_values
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Pretext:
+    """What the pretext task has come to on images that were not trained on; NaN where the options leave a part out.
+
+    Attributes:
+        distillation: cross-entropy over crossed views, nats.
+        collapse: entropy of the teacher's mean output, nats: the least cross-entropy of a student that ignores the
+            image. Near 0 if the teacher has collapsed to a point.
+        teacher_entropy: mean entropy of the teacher's outputs, nats; near log K if it is uniform.
+        restoration: mean absolute error of all pixels of global crops, normalised.
+        restoration_hidden: the same over hidden patches.
+        mean_colour: mean absolute distance to each crop's own mean colour, all pixels.
+        mean_colour_hidden: the same over hidden patches.
+    """
+
+    distillation: float
+    collapse: float
+    teacher_entropy: float
+    restoration: float
+    restoration_hidden: float
+    mean_colour: float
+    mean_colour_hidden: float
+
+
+@torch.no_grad()
+def measure_pretext(
+    options: MST, model: BuiltModel, teacher: Teacher | None, images: ImageSet, device: torch.device, seed: int = 0
+) -> Pretext:
+    """Measure on views of `images`; the model is left in evaluation mode.
+
+    Args:
+        options: of the objective that is measured.
+        model, teacher: on `device`.
+        images: at least one.
+        seed: of views and masks.
+    """
+    model.module.eval()
+    generator, losses, targets = torch.Generator().manual_seed(seed), [], []
+    errors = {name: [] for name in ("restored", "restored_hidden", "colour", "colour_hidden")}
+    for start in range(0, len(images), BATCH):
+        part = images.images(range(start, min(start + BATCH, len(images)))).to(device)
+        views = tuple(ClientInput(view) for view in options.views(part, model, generator))
+        passed = pass_views(options, model, TrainingBatch(views, None, generator, 1.0), teacher)
+        if options.lambda_1:
+            centre = model.module.pretext.centre
+            own = [teacher_targets(one, centre, options.teacher_temperature) for one in passed.targets]
+            losses.append((len(part), float(distillation_loss(passed.student, own, options.student_temperature))))
+            targets += own
+        for restored, view, mask in zip(passed.restored, passed.views, passed.masks, strict=False):
+            for name, found in (("restored", restored), ("colour", view.images.mean(dim=(2, 3), keepdim=True))):
+                off = patch_values((found - view.images).abs(), model.module.patch_embed.patch_size)  # (B, N, C p q)
+                errors[name].append(off.flatten())
+                if mask is not None:
+                    errors[f"{name}_hidden"].append(off[mask].flatten())
+    mean, each = entropies(torch.cat(targets)) if targets else (float("nan"),) * 2
+    restored, hidden, colour, colour_hidden = map(_mean, errors.values())
+    loss = sum(n * value for n, value in losses) / len(images) if losses else float("nan")
+    return Pretext(loss, mean, each, restored, hidden, colour, colour_hidden)
+
+
+def _mean(parts: list[torch.Tensor]) -> float:
+    return float(torch.cat(parts).mean()) if parts else float("nan")
