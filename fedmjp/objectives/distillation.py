@@ -54,7 +54,7 @@ class Teacher(nn.Module):
     """A copy of the student's encoder and projection head that follows it; it has no decoder and takes no gradient.
 
     Args:
-        student: the module that is trained, with the heads of `MST.attach`; without distillation its projection is None.
+        student: the module that is trained, with the heads of `MST.attach`; without distillation it has no projection.
     """
 
     def __init__(self, student: nn.Module) -> None:
@@ -77,6 +77,11 @@ def momentum_at(start: float, progress: float) -> float:
     return 1 - (1 - start) * (math.cos(math.pi * progress) + 1) / 2
 
 
+def full(outputs: Tensor) -> Tensor:
+    """Outputs in at least float32: divided by a temperature of 0.04, bfloat16's rounding would be felt."""
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+
+
 def distillation_loss(student: Sequence[Tensor], targets: Sequence[Tensor], temperature: float) -> Tensor:
     """Mean cross-entropy over all pairs of a target and another view, a scalar.
 
@@ -85,7 +90,7 @@ def distillation_loss(student: Sequence[Tensor], targets: Sequence[Tensor], temp
         targets: probabilities (B, K) from `teacher_targets`, one a global view.
         temperature: the student's, above 0.
     """
-    logs = [F.log_softmax(outputs.float() / temperature, dim=-1) for outputs in student]
+    logs = [F.log_softmax(full(outputs) / temperature, dim=-1) for outputs in student]
     terms = [
         -(target * log).sum(dim=-1).mean() for g, target in enumerate(targets) for v, log in enumerate(logs) if v != g
     ]
@@ -94,13 +99,13 @@ def distillation_loss(student: Sequence[Tensor], targets: Sequence[Tensor], temp
 
 def teacher_targets(outputs: Tensor, centre: Tensor, temperature: float) -> Tensor:
     """softmax((t - c) / tau_t): (B, K) and (K,) -> (B, K)."""
-    return F.softmax((outputs.float() - centre) / temperature, dim=-1)
+    return F.softmax((full(outputs) - centre) / temperature, dim=-1)
 
 
 @torch.no_grad()
 def update_centre(centre: Tensor, outputs: Sequence[Tensor], momentum: float) -> None:
     """c <- momentum c + (1 - momentum) mean of the teacher's outputs (B, K) of all global views, in place."""
-    centre.lerp_(torch.cat(list(outputs)).float().mean(dim=0), 1 - momentum)
+    centre.lerp_(torch.cat(list(outputs)).to(centre.dtype).mean(dim=0), 1 - momentum)
 
 
 def entropies(targets: Tensor) -> tuple[float, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,7 +61,7 @@ def restoration_loss(
         patch: (height, width) in pixels.
         reduction: mean over the values that count, or their sum over the batch.
     """
-    errors = (restored.float() - images.float()).abs()
+    errors = (restored - images).abs()
     if mask is not None:
         errors = patch_values(errors, patch)[mask]
     return errors.sum() if reduction == "sum" else errors.sum() / max(1, errors.numel())
