@@ -1,0 +1,115 @@
+"""Pre-train with MST and measure what came of it: neighbours, a linear probe, and the pretext task itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn import functional as F
+
+from experiments.pretraining.mst_options import KS, MSTOptions
+from experiments.pretraining.mst_render import MST, ROWS
+from experiments.pretraining.rows import asked, training_id
+from experiments.rendering import read_rows
+from fedmjp.evaluation.features import features
+from fedmjp.evaluation.linear_probe import fit_logistic
+from fedmjp.evaluation.neighbours import neighbour_votes
+from fedmjp.evaluation.self_distillation import measure_pretext
+from fedmjp.metrics import bootstrap_mean
+from fedmjp.models import BuiltModel
+from fedmjp.records import provenance
+from fedmjp.records.rows import RowLog, pack_rows, unpack_rows
+from fedmjp.records.run_record import note_rows
+from fedmjp.training.config import TrainConfig
+from fedmjp.training.trainer import Trainer
+
+START, STUDENT, TEACHER = "start", "student", "teacher"
+MEASURES = (*(f"knn_{k}" for k in KS), "linear")
+
+
+def run(options: MSTOptions, console: Console) -> None:
+    """Train what is missing, then write and print the tables."""
+    path = options.out / "rows.jsonl"
+    unpack_rows(path)
+    with RowLog(path, ROWS) as log:
+        for seed in options.seeds:
+            for line in options.lines:
+                _train(line, options.config(line, seed), options, log, console)
+    pack_rows(path)
+    rows = read_rows(options.out, ROWS)
+    note_rows(options.out, "python benchmarks/mst.py", rows, data=sorted(set(rows["provenance"])))
+    MST.write(options.out)
+    for table in sorted(options.out.glob("table*.md")):
+        console.print(table.read_text(), highlight=False, markup=False, soft_wrap=True)
+
+
+def _train(line: str, config: TrainConfig, options: MSTOptions, log: RowLog, console: Console) -> None:
+    """Write the rows of one training, unless they are there."""
+    name = training_id(config)
+    if log.has({"training": name, "network": STUDENT, "measure": MEASURES[-1]}):
+        return
+    trainer, epochs = Trainer(config), config.recipe.epochs
+    found = list(_measured(START, trainer.model, trainer, options))
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"{line}, seed {config.seed}", total=epochs * len(trainer.batches))
+        history = [trainer.epoch(number, lambda loss: bar.advance(task)) for number in range(1, epochs + 1)]
+    teacher = trainer.learner.local
+    if teacher is not None and trainer.learner.objective.lambda_1:
+        network = dataclasses.replace(trainer.model, module=teacher.network)
+        found += _measured(TEACHER, network, trainer, options)
+    found += _measured(STUDENT, trainer.model, trainer, options)
+    shared = {"training": name, "line": line, **asked(config), **_shared(trainer, history)}
+    for row in found:
+        log.append(shared | row)
+    own = {row["measure"]: row["accuracy"] for row in found if row["network"] == STUDENT}
+    console.print(
+        f"{line}, seed {config.seed}: {own['knn_20']:.1f} % by 20 neighbours, {own['linear']:.1f} % by a linear probe, "
+        f"{shared['images_per_second']:.0f} images/s",
+        highlight=False,
+    )
+
+
+def _measured(network: str, model: BuiltModel, trainer: Trainer, options: MSTOptions) -> Iterator[dict[str, Any]]:
+    """Accuracies (per cent, with bootstrap intervals over the test images) on the class token's features."""
+    data, step = trainer.data, max(1, len(trainer.data.train) // options.references)
+    some = data.train.subset(range(0, step * options.references, step)[: options.references])
+    train, test = (features(model, images, trainer.device) for images in (some, data.test))
+    classes = len(data.classes)
+    for k in KS:
+        votes = neighbour_votes(train, some.labels, test, k, classes)
+        yield {"network": network, "measure": f"knn_{k}", **_accuracy(votes, data.test.labels)}
+    mean, deviation = train.mean(dim=0), train.std(dim=0).clamp(min=1e-6)
+    weight, bias = fit_logistic((train - mean) / deviation, some.labels, classes)
+    answers = F.linear((test - mean) / deviation, weight, bias)
+    yield {"network": network, "measure": "linear", **_accuracy(answers, data.test.labels)}
+
+
+def _accuracy(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+    interval = bootstrap_mean(100 * (scores.argmax(dim=1) == labels).double().numpy())
+    return {"accuracy": interval.mean, "accuracy_low": interval.low, "accuracy_high": interval.high}
+
+
+def _shared(trainer: Trainer, history: list[dict[str, float]]) -> dict[str, Any]:
+    """What all rows of a training say: its last losses, its pretext task, its size and origin."""
+    learner, steps = trainer.learner, int(sum(line["steps"] for line in history))
+    pretext = measure_pretext(learner.objective, trainer.model, learner.local, trainer.data.test, trainer.device)
+    seconds = sum(line["train_seconds"] for line in history)
+    return {
+        **vars(pretext),
+        "outputs": learner.objective.outputs,
+        "train_loss": history[-1]["train_loss"],
+        "steps": steps,
+        "images_seen": steps * trainer.recipe.batch_size,
+        "train_seconds": seconds,
+        "images_per_second": steps * trainer.recipe.batch_size / seconds,
+        "parameters": sum(p.numel() for p in trainer.model.module.parameters()),
+        "images": len(trainer.data.test),
+        "weights": f"trained from {trainer.model.provenance.removesuffix(', NOT TRAINED')}",
+        "provenance": trainer.data.provenance,
+        **provenance.columns(trainer.device),
+    }
