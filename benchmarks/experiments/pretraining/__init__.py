@@ -1,1 +1,1 @@
-"""Pre-training on places: position accuracy of DropPos under other ratios than those of its training."""
+"""Pre-trainings without labels: DropPos' position accuracy in cases other than its training's, and MST's tables."""
