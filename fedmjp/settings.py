@@ -113,6 +113,13 @@ def read_value(text: str, kind: Any) -> Any:
     return kind(text) if kind in PLAIN else _refuse(text)
 
 
+def write_value(value: Any) -> str:
+    """The text that `read_value` reads as this value."""
+    if isinstance(value, tuple):
+        return ",".join(map(write_value, value))
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
 def describe(kind: Any) -> str:
     """What `read_value` takes for a type, in words; "" for types that text cannot give."""
     origin, arguments = get_origin(kind), get_args(kind)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from attacks.lazy import lazy_exports
 from attacks.registry import Registry
 from fedmjp.objectives.base import Objective, TrainingBatch
-from fedmjp.settings import split_entry, with_settings
+from fedmjp.settings import split_entry, with_settings, write_value
 
 if TYPE_CHECKING:
     from fedmjp.objectives.learner import Draws, Learner, client_loss
@@ -68,6 +68,6 @@ def objective_help() -> str:
     """The help of --objective: the choices with their options and defaults."""
     choices = []
     for name, kind in OBJECTIVES.available().items():
-        options = ", ".join(f"{option.name}={option.default}" for option in fields(kind))
+        options = ", ".join(f"{option.name}={write_value(option.default)}" for option in fields(kind))
         choices.append(f"{name} ({options})" if options else name)
     return f"What is trained: NAME or NAME:option=value,option=value. Choose from: {'; '.join(choices)}."

@@ -31,6 +31,7 @@ from attacks.registry import UsageError
 from fedmjp.models.registry import MODELS, split_name
 from fedmjp.objectives.base import Objective, TrainingBatch
 from fedmjp.objectives.position_prediction import require_grid
+from fedmjp.settings import write_value
 
 if TYPE_CHECKING:
     import torch
@@ -148,8 +149,7 @@ class MST(Objective):
 
     def _require(self, name: str, fits: bool, words: str) -> None:
         if not fits:
-            value = getattr(self, name)
-            raise UsageError(f"{name} of objective 'mst' must {words}, not {_text(value)}")
+            raise UsageError(f"{name} of objective 'mst' must {words}, not {write_value(getattr(self, name))}")
 
     def check(self, model: str, defense: Defense) -> None:
         """Refuse models whose positions cannot be resampled, and jigsaws of crops smaller than the image.
@@ -225,15 +225,19 @@ class MST(Objective):
 
         Returns:
             Mean absolute error of the restored pixels, normalised as the model's input (NaN without a decoder), and the
-            share of test images whose class the 20 nearest of at most `REFERENCES` training images tell.
+            share of test images whose class the 20 nearest of at most `REFERENCES` training images tell (NaN without
+            labels).
         """
         from fedmjp.evaluation.neighbours import neighbour_accuracy
         from fedmjp.objectives.mst_loss import restoration_error
 
+        error = restoration_error(model, data.test, device)
+        if not data.labelled:
+            return error, float("nan")
         some = data.train.subset(range(0, len(data.train), -(-len(data.train) // REFERENCES)))
         k = min(NEIGHBOURS, len(some))
         accuracy = neighbour_accuracy(model, replace(data, train=some), device, (k,))[k]
-        return restoration_error(model, data.test, device), accuracy
+        return error, accuracy
 
     @property
     def attends(self) -> bool:
@@ -247,8 +251,3 @@ class MST(Objective):
     def _cells(self, cells: int) -> int:
         """Patches along a side of a local crop, of `cells` along the image's."""
         return int(self.local_side * cells + 0.5)
-
-
-def _text(value: Any) -> str:
-    """A value as it is typed."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -410,6 +410,10 @@ def test_evaluation_repeats_and_needs_no_teacher() -> None:
     first, second = (made.objective.evaluate(made.model, None, data, torch.device("cpu")) for _ in range(2))
     assert first == second
     assert 0.3 < first[0] < 3
+    unlabelled = dataclasses.replace(data, labelled=False)
+    error, accuracy = made.objective.evaluate(made.model, None, unlabelled, torch.device("cpu"))
+    assert error == first[0]
+    assert math.isnan(accuracy)
     without = learner(f"mst:{TINY},lambda_2=0")
     assert math.isnan(without.objective.evaluate(without.model, None, data, torch.device("cpu"))[0])
 
