@@ -232,18 +232,17 @@ class ClientTask:
         examples, mean = self.config.federation.batch_size * steps, sum(losses) / len(losses)
         return ClientResult(sent, self.buffers, examples, mean, self.learner.kept() if own else {})
 
-    def keep(self, weights: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None, round: int) -> dict[str, Tensor]:
-        """What the server keeps for all clients (`Objective.kept_by`) after it has the weights of a round.
+    def keep(self, weights: Mapping[str, Tensor], kept: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
+        """What the server keeps for all clients (`Objective.kept_by`), updated after a round.
 
         Args:
             weights: the new global parameters and float buffers by name.
-            kept: what it kept before; None for the first weights, of which it is made.
+            kept: what it kept before.
             round: number of the round, from 1.
         """
         self.load(weights)
         self.learner.begin(kept)
-        if kept:
-            self.learner.after_step(self._progress(round, 0))
+        self.learner.after_step(self._progress(round, 0))
         return self.learner.kept()
 
     @property

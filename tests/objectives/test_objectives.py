@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,8 +20,9 @@ from fedmjp.config import DataConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model
 from fedmjp.models.weights import ORIGIN
-from fedmjp.objectives import OBJECTIVES, Draws, Learner, Objective, client_loss, read_objective
+from fedmjp.objectives import OBJECTIVES, Draws, Learner, Objective, client_loss, objective_help, read_objective
 from fedmjp.records.rows import load_rows
+from fedmjp.settings import write_value
 from fedmjp.training import Recipe, TrainConfig, train
 from fedmjp.training.folder import TrainingFolder
 from fedmjp.training.trainer import Trainer
@@ -221,3 +223,12 @@ def test_rows_name_the_objective(tmp_path) -> None:
     rows = load_rows(tmp_path / "run" / "rows.jsonl")
     assert set(rows["objective"]) == {"supervised"}
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["objective"] == "supervised"
+
+
+def test_the_help_gives_options_as_they_are_typed() -> None:
+    text = objective_help()
+    for name, kind in OBJECTIVES.available().items():
+        for option in dataclasses.fields(kind):
+            typed = f"{option.name}={write_value(option.default)}"
+            assert typed in text
+            assert read_objective(f"{name}:{typed}") == kind()
