@@ -1,13 +1,13 @@
 """Whether MST's pretext task is learned: distillation against collapse, restoration against the mean colour.
 
 A student that ignores the image can do no better than to predict the teacher's mean output, at a cross-entropy of that
-mean's entropy; a teacher that has collapsed makes this trivial, and its entropies show it (`distillation.entropies`).
+mean's entropy; a teacher that has collapsed makes this trivial, and its entropies show it.
 Views and masks are drawn from a fixed seed, so that the same weights give the same numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -15,7 +15,7 @@ from fedmjp.data import ImageSet
 from fedmjp.defenses import ClientInput
 from fedmjp.models import BuiltModel
 from fedmjp.objectives.base import TrainingBatch
-from fedmjp.objectives.distillation import Teacher, distillation_loss, entropies, teacher_targets
+from fedmjp.objectives.distillation import Teacher, distillation_loss, entropy, teacher_targets
 from fedmjp.objectives.mst import MST
 from fedmjp.objectives.mst_loss import pass_views
 from fedmjp.objectives.restoration import patch_values
@@ -60,28 +60,38 @@ def measure_pretext(
         seed: of views and masks.
     """
     model.module.eval()
-    generator, losses, targets = torch.Generator().manual_seed(seed), [], []
-    errors = {name: [] for name in ("restored", "restored_hidden", "colour", "colour_hidden")}
+    generator, means = torch.Generator().manual_seed(seed), _Means()
     for start in range(0, len(images), BATCH):
         part = images.images(range(start, min(start + BATCH, len(images)))).to(device)
         views = tuple(ClientInput(view) for view in options.views(part, model, generator))
         passed = pass_views(options, model, TrainingBatch(views, None, generator, 1.0), teacher)
         if options.lambda_1:
             centre = model.module.pretext.centre
-            own = [teacher_targets(one, centre, options.teacher_temperature) for one in passed.targets]
-            losses.append((len(part), float(distillation_loss(passed.student, own, options.student_temperature))))
-            targets += own
+            targets = [teacher_targets(one, centre, options.teacher_temperature) for one in passed.targets]
+            loss = distillation_loss(passed.student, targets, options.student_temperature)
+            means.add("distillation", loss.expand(len(part)))
+            means.add("target", torch.cat(targets))
+            means.add("teacher_entropy", entropy(torch.cat(targets)))
         for restored, view, mask in zip(passed.restored, passed.views, passed.masks, strict=False):
-            for name, found in (("restored", restored), ("colour", view.images.mean(dim=(2, 3), keepdim=True))):
-                off = patch_values((found - view.images).abs(), model.module.patch_embed.patch_size)  # (B, N, C p q)
-                errors[name].append(off.flatten())
+            for name, found in (("restoration", restored), ("mean_colour", view.images.mean(dim=(2, 3), keepdim=True))):
+                errors = patch_values((found - view.images).abs(), model.module.patch_embed.patch_size)  # (B, N, C p q)
+                means.add(name, errors.flatten())
                 if mask is not None:
-                    errors[f"{name}_hidden"].append(off[mask].flatten())
-    mean, each = entropies(torch.cat(targets)) if targets else (float("nan"),) * 2
-    restored, hidden, colour, colour_hidden = map(_mean, errors.values())
-    loss = sum(n * value for n, value in losses) / len(images) if losses else float("nan")
-    return Pretext(loss, mean, each, restored, hidden, colour, colour_hidden)
+                    means.add(f"{name}_hidden", errors[mask].flatten())
+    collapse = float(entropy(means["target"]))
+    return Pretext(collapse=collapse, **{f.name: float(means[f.name]) for f in fields(Pretext) if f.name != "collapse"})
 
 
-def _mean(parts: list[torch.Tensor]) -> float:
-    return float(torch.cat(parts).mean()) if parts else float("nan")
+class _Means:
+    """Running means over the first dimension, by name; NaN for a name under which nothing was added."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        total, count = self._sums.get(name, (0.0, 0))
+        self._sums[name] = total + values.double().sum(dim=0), count + len(values)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        total, count = self._sums.get(name, (torch.tensor([float("nan")]), 1))
+        return total / max(1, count)

@@ -108,14 +108,6 @@ def update_centre(centre: Tensor, outputs: Sequence[Tensor], momentum: float) ->
     centre.lerp_(torch.cat(list(outputs)).to(centre.dtype).mean(dim=0), 1 - momentum)
 
 
-def entropies(targets: Tensor) -> tuple[float, float]:
-    """Entropy of the mean output, and mean entropy of an output, in nats, of probabilities (B, K).
-
-    Two collapses show in them: to one point both are near 0, to the uniform distribution both are near log K. Outputs
-    that tell images apart have a high first and a lower second.
-    """
-
-    def entropy(p: Tensor) -> Tensor:
-        return -(p * p.clamp_min(1e-12).log()).sum(dim=-1)
-
-    return float(entropy(targets.mean(dim=0))), float(entropy(targets).mean())
+def entropy(probabilities: Tensor) -> Tensor:
+    """In nats, over the last dimension: (..., K) -> (...)."""
+    return -(probabilities * probabilities.clamp_min(1e-12).log()).sum(dim=-1)
