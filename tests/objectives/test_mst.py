@@ -12,7 +12,9 @@ from torchvision.transforms import functional as TF
 
 from fedmjp import train as train_command
 from fedmjp.config import ModelConfig
+from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES, ClientInput
+from fedmjp.evaluation.self_distillation import measure_pretext
 from fedmjp.objectives import Draws, Learner, TrainingBatch, read_objective
 from fedmjp.objectives.crop_encoder import encode_crops
 from fedmjp.objectives.crops import FIRST, Colours, blur, change_colours, jitter, random_crops
@@ -402,8 +404,6 @@ def test_mjp_composes_without_local_crops() -> None:
 
 
 def test_evaluation_repeats_and_needs_no_teacher() -> None:
-    from fedmjp.data import load_data
-
     made, data = learner(f"mst:{TINY}"), load_data("photos", size=32)
     first, second = (made.objective.evaluate(made.model, None, data, torch.device("cpu")) for _ in range(2))
     assert first == second
@@ -463,3 +463,25 @@ def test_errors_are_one_line(options, words: str, tmp_path, capsys) -> None:
     printed = capsys.readouterr().err.strip()
     assert words in printed
     assert printed.count("\n") == 0
+
+
+@pytest.mark.slow
+def test_the_pretext_task_can_be_learned() -> None:
+    """On a few photographs in ever new crops: outputs tell images apart, pixels beat the mean colour."""
+    made = learner("mst:outputs=16,hidden=64,bottleneck=16,local_crops=2,momentum=0.98,frozen=0")
+    images, model = load_data("photos", size=32).train.subset(range(8)), made.model
+    before = measure_pretext(made.objective, model, made.local, images, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.module.parameters(), 1e-3)
+    draws = Draws(draw(1), draw(2))
+    for step in range(300):
+        model.module.train()
+        loss = made.loss(made.views(images.images(range(8)), draws, 1), None, draws, step / 300)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        made.after_step(step / 300)
+    after = measure_pretext(made.objective, model, made.local, images, torch.device("cpu"))
+    assert after.collapse > 0.5 * math.log(16)  # not a point
+    assert after.teacher_entropy < 0.9 * math.log(16)  # not uniform
+    assert after.distillation < after.collapse - 0.1
+    assert after.restoration < 0.7 * after.mean_colour < before.restoration
