@@ -89,14 +89,16 @@ def lines_text(
     words: Mapping[str, str] = WORDS,
 ) -> str:
     """A table of lines: linear probe and k-NN of the student, the paper's linear probe."""
-    lines = []
-    for name in wanted:
-        if (name, "student", "linear") in own.index:
-            figure = f"{paper[name]:.1f}" if name in paper else ""
-            cells = [_cell(own, (name, "student", measure)) for measure in ("linear", "knn_20")]
-            lines.append([f"`{name}`", {**WORDS, **words}[name], *cells, figure])
+    ran = [name for name in wanted if (name, "student", "linear") in own.index]
+    measures = ("linear", "knn_20")
+    # All lines of a seed start from the same encoder.
+    lines = [["", "before training", *(_cell(own, (name, "start", m)) for m in measures), ""] for name in ran[:1]]
+    for name in ran:
+        figure = f"{paper[name]:.1f}" if name in paper else ""
+        cells = [_cell(own, (name, "student", measure)) for measure in measures]
+        lines.append([f"`{name}`", {**WORDS, **words}[name], *cells, figure])
     heads = ["line", title, "linear probe (%)", "20-NN (%)", "paper, linear (%)"]
-    missing = [f"`{name}`" for name in wanted if (name, "student", "linear") not in own.index]
+    missing = [f"`{name}`" for name in wanted if name not in ran]
     text = markdown_table(heads, lines)
     return f"{text}\n\nNot run: {', '.join(missing)}." if missing else text
 

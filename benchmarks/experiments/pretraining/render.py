@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.pretraining.mst_render import MST
 from experiments.pretraining.rows import ROWS
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from experiments.scaffold import PAPER, RESULTS
@@ -95,4 +96,4 @@ DROPPOS = Rendering(
     "droppos", files, {"droppos": lambda folder: (folder / "table.md").read_text(encoding="utf-8").strip()}
 )
 # Rendered into the pages once results are committed.
-RENDERINGS = (DROPPOS,) if (RESULTS / DROPPOS.folder).is_dir() else ()
+RENDERINGS = tuple(one for one in (DROPPOS, MST) if (RESULTS / one.folder).is_dir())
