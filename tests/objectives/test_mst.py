@@ -11,7 +11,7 @@ import torch
 from torchvision.transforms import functional as TF
 
 from fedmjp import train as train_command
-from fedmjp.config import ModelConfig
+from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.evaluation.self_distillation import measure_pretext
@@ -24,6 +24,7 @@ from fedmjp.objectives.mst_loss import mst_loss, pass_views, teach
 from fedmjp.objectives.restoration import patch_values
 from fedmjp.objectives.token_masks import BERT, candidates, draw_mask, replace_patches
 from fedmjp.training.config import default_config
+from fedmjp.training.trainer import Trainer
 from tests.conftest import photographs
 from tests.objectives import oracle
 from tests.objectives.test_position_prediction import GRIDS, draw, pictures, small
@@ -425,6 +426,27 @@ def test_the_papers_recipe() -> None:
     assert (options.lambda_1, options.lambda_2, options.momentum, options.share) == (1.0, 0.6, 0.996, 0.125)
     assert dataclasses.replace(options, masking="random", replacement="bert", restored="masked").validate() is None
     assert options._cells(14) * 16 == 96  # DINO's local crops of 224
+
+
+def test_a_resumed_training_ends_in_the_same_bits() -> None:
+    config = default_config(f"mst:{TINY},local_crops=1,momentum=0.5")
+    config = dataclasses.replace(
+        config,
+        model=ModelConfig("vit_micro_32", "random"),
+        data=DataConfig("photos", None, 16, 8),
+        recipe=dataclasses.replace(config.recipe, epochs=2, batch_size=8, warmup_epochs=1),
+    )
+    whole, broken, resumed = Trainer(config), Trainer(config), Trainer(config)
+    wanted = [whole.epoch(number, lambda loss: None) for number in (1, 2)]
+    broken.epoch(1, lambda loss: None)
+    resumed.load_state(broken.state())
+    found = resumed.epoch(2, lambda loss: None)
+    assert (found["train_loss"], found["test_loss"]) == (wanted[1]["train_loss"], wanted[1]["test_loss"])
+    for one, other in ((whole.model.module, resumed.model.module), (whole.learner.local, resumed.learner.local)):
+        pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    student, teacher = whole.model.module, whole.learner.local.network
+    assert not torch.equal(student.blocks[0].mlp.fc1.weight, teacher.blocks[0].mlp.fc1.weight)
 
 
 SMALL = ["--data", "photos", "--train-limit", "16", "--model", "vit_micro_32", "--batch-size", "8"]
