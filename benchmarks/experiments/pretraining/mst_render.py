@@ -111,8 +111,8 @@ def pretext_text(rows: pd.DataFrame) -> str:
         top = math.log(mean["outputs"])
         cells = [_number(mean[key]) for key in PRETEXT[:3]]
         pairs = [
-            f"{_number(mean[key])} / {_number(mean[other])}"
-            for key, other in zip(PRETEXT[3:5], PRETEXT[5:], strict=True)
+            " / ".join(_number(mean[key]) for key in pair) if mean[list(pair)].notna().all() else ""
+            for pair in zip(PRETEXT[3:5], PRETEXT[5:], strict=True)
         ]
         lines.append([f"`{name}`", *cells, f"{top:.2f}" if cells[0] else "", *pairs])
     heads = ["line", "cross-entropy", "of a student that ignores the image", "teacher's entropy", "uniform"]
