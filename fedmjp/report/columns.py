@@ -21,6 +21,8 @@ KEYS = {
     "start": "where the weights of a training started",
     "block": "first block: standard, or april (no norm, no residual)",
     "line": "model or variant as the printed table calls it",
+    "network": "of MST: student, teacher, or start, which is the student before training",
+    "measure": "how features are judged: knn_K, by K nearest neighbours, or linear, by a linear probe",
     "defense": "the clients' defence",
     "defense_parameters": "its options, as JSON",
     "gamma": "masking ratio of MJP; 0 for none",

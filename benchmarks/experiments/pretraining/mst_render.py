@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.pretraining.mst_options import DEFAULT, KS
-from experiments.rendering import Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER
 from fedmjp.records.rows import Schema
 
@@ -45,14 +45,14 @@ WORDS = {
 }
 STRATEGIES = (DEFAULT, "none", "random", "attended", "mlm", "mlm_dino", "bert")
 LAMBDAS = ("lambda_0.2", "lambda_0.4", DEFAULT, "lambda_0.8")
-PARTS = ("", "_low", "_high")
 
 
 def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
     """One line a pre-training, network and measure: accuracy and its interval (per cent), means over seeds."""
     numbers = ["accuracy", "accuracy_low", "accuracy_high"]
     grouped = rows.groupby(["line", "network", "measure"], sort=False)
-    return grouped[numbers].mean().assign(seeds=grouped["seed"].nunique()).reset_index()
+    table = grouped[numbers].mean().assign(seeds=grouped["seed"].nunique()).reset_index()
+    return table.rename(columns={"accuracy": "accuracy_mean"})
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -135,7 +135,7 @@ def _paper(name: str) -> Mapping[str, float]:
 
 
 def _cell(own: pd.DataFrame, key: tuple[str, str, str]) -> str:
-    return interval(own.loc[key], "accuracy", 1, PARTS) if key in own.index else ""
+    return interval(own.loc[key], "accuracy", 1, MEAN) if key in own.index else ""
 
 
 def _number(value: float) -> str:
