@@ -71,11 +71,11 @@ def files(folder: Path) -> dict[str, str]:
 
 def neighbours_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
     """Table 1: the default line by k."""
-    paper = pd.read_csv(PAPER / "mst_table1.csv").set_index("k")["knn"]
+    paper = pd.read_csv(PAPER / "mst_table1.csv").set_index("measure")["accuracy"]
     lines = []
     for k in KS:
         cells = [_cell(own, (DEFAULT, network, f"knn_{k}")) for network in ("student", "teacher", "start")]
-        lines.append([str(k), *cells, f"{paper[k]:.1f}"])
+        lines.append([str(k), *cells, f"{paper[f'knn_{k}']:.1f}"])
     heads = ["k", "student (%)", "teacher (%)", "before training (%)", "paper (%)"]
     return f"{markdown_table(heads, lines)}\n\n{limits(rows)}"
 
@@ -131,7 +131,7 @@ def limits(rows: pd.DataFrame) -> str:
 
 
 def _paper(name: str) -> Mapping[str, float]:
-    return pd.read_csv(PAPER / f"{name}.csv").set_index("line")["linear"].to_dict()
+    return pd.read_csv(PAPER / f"{name}.csv").set_index("line")["accuracy"].to_dict()
 
 
 def _cell(own: pd.DataFrame, key: tuple[str, str, str]) -> str:
