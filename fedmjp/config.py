@@ -27,7 +27,7 @@ from fedmjp.budgets import (
     searches,
     spread_evenly,
 )
-from fedmjp.data.catalog import split_source
+from fedmjp.data.catalog import IMAGES, require_kind
 from fedmjp.data.partitioning import read_alpha
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
@@ -95,7 +95,8 @@ class DataConfig:
 
     data: str = "photos"
     """photos (embedded), cifar10, cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files; without class
-    folders there are no labels)."""
+    folders there are no labels). For segmentation: mosaics (made from the photographs), or masks:PATH (ADE20K's
+    layout)."""
     data_path: Path | None = None
     """Local copy of a named data set: parquet files in the hub's layout, or an image folder for imagenet."""
     train_limit: int | None = None
@@ -204,7 +205,9 @@ class RunConfig:
         for name in self.defense:
             self.defence(name).validate()
             self.chosen_objective().check(self.model.model, self.defence(name))
-        split_source(self.data.data)
+        if self.chosen_objective().per_pixel:
+            raise UsageError(f"--objective {self.objective} has no federation here; train it with fedmjp.train")
+        require_kind(self.data.data, IMAGES, "a federation")
         self._validate_federation()
         for name in self.audit.named():
             ATTACKS.check(name)

@@ -15,7 +15,8 @@ from attacks.registry import Registry, UsageError
 if TYPE_CHECKING:
     from fedmjp.data.imageset import ImageSet
 
-FOLDER = "folder:"
+# What a data set holds. Command lines that attack or classify take images.
+IMAGES, LABEL_MAPS = "images with a class each", "images with a class a pixel"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ SOURCES: Registry[Callable[[Request], DataBundle]] = Registry(
     {
         "photos": "fedmjp.data.photos:load_photos",
         "folder:PATH": "fedmjp.data.folder:load_folder",
+        "masks:PATH": "fedmjp.data.masks:load_masks",
+        "mosaics": "fedmjp.data.mosaics:load_mosaics",
         "cifar10": "fedmjp.data.hub:CIFAR10",
         "cifar100": "fedmjp.data.hub:CIFAR100",
         "tiny-imagenet": "fedmjp.data.hub:TINY_IMAGENET",
@@ -83,15 +86,37 @@ SOURCES: Registry[Callable[[Request], DataBundle]] = Registry(
 )
 
 
+KINDS = {"masks:PATH": LABEL_MAPS, "mosaics": LABEL_MAPS}  # of all others: IMAGES
+
+
 def split_source(name: str) -> tuple[str, str | None]:
-    """(entry of `SOURCES`, folder) that --data `name` stands for; the folder is None but for "folder:PATH".
+    """(entry of `SOURCES`, folder) that --data `name` stands for; the folder is None but for "folder:PATH" and so on.
 
     Raises:
         UsageError: unknown name, or no folder after the colon.
     """
-    if not name.startswith(FOLDER):
+    kind, colon, folder = name.partition(":")
+    entry = f"{kind}:PATH"
+    if not colon or entry not in SOURCES:
         SOURCES.check(name)
         return name, None
-    if not name.removeprefix(FOLDER):
-        raise UsageError("no folder given; write folder:PATH with the path of an image folder")
-    return "folder:PATH", name.removeprefix(FOLDER)
+    if not folder:
+        raise UsageError(f"no folder given; write {entry} with the path of a folder")
+    return entry, folder
+
+
+def require_kind(name: str, kind: str, user: str) -> None:
+    """Refuse a data set that holds something else than `kind`.
+
+    Args:
+        name: as --data takes it.
+        kind: `IMAGES` or another kind.
+        user: what needs that kind, to begin the message with.
+
+    Raises:
+        UsageError: unknown name, or another kind; the message lists the data sets of that kind.
+    """
+    found = KINDS.get(split_source(name)[0], IMAGES)
+    if found != kind:
+        fitting = ", ".join(entry for entry in SOURCES if KINDS.get(entry, IMAGES) == kind)
+        raise UsageError(f"{user} needs {kind}, and data set {name!r} holds {found}; choose from: {fitting}")

@@ -45,6 +45,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
         "supervised": "fedmjp.objectives.supervised:Supervised",
         "mp3": "fedmjp.objectives.mp3:MP3",
         "droppos": "fedmjp.objectives.droppos:DropPos",
+        "segmentation": "fedmjp.objectives.segmentation:Segmentation",
     },
     group="fedmjp.objectives",
     base="fedmjp.objectives.base:Objective",

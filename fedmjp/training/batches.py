@@ -23,9 +23,13 @@ from timm.data.random_erasing import RandomErasing
 from timm.utils import random_seed
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+from torchvision.tv_tensors import Image as Picture
+from torchvision.tv_tensors import Mask
 
 from attacks import UsageError
 from fedmjp.data import ImageSet
+from fedmjp.data.labelmaps import LabelMapSet
 from fedmjp.models import BuiltModel
 from fedmjp.training.config import Recipe
 
@@ -36,6 +40,8 @@ KEPT_BYTES = 1 << 30
 class Augmented(Dataset):
     """Images of a set with random cropping, flipping and RandAugment, drawn anew at each access.
 
+    Label maps are cropped and flipped with their images; RandAugment would move pixels without them and is not used.
+
     Args:
         images: the set.
         recipe: gives `smallest_crop` and `rand_augment`.
@@ -45,23 +51,32 @@ class Augmented(Dataset):
         self.images = images
         pixels = len(images) * 3 * images.size**2
         self.kept = _decoded(images) if pixels <= KEPT_BYTES else None
-        self.transform = create_transform(
-            images.size,
-            is_training=True,
-            scale=(recipe.smallest_crop, 1.0),
-            color_jitter=None,
-            auto_augment=None if recipe.rand_augment == "none" else recipe.rand_augment,
-            interpolation="bicubic",
-            normalize=False,
+        self.maps = _decoded_maps(images) if images.per_pixel and self.kept is not None else None
+        self.transform = (
+            _with_maps(images.size, recipe)
+            if images.per_pixel
+            else create_transform(
+                images.size,
+                is_training=True,
+                scale=(recipe.smallest_crop, 1.0),
+                color_jitter=None,
+                auto_augment=None if recipe.rand_augment == "none" else recipe.rand_augment,
+                interpolation="bicubic",
+                normalize=False,
+            )
         )
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Image number `index`, augmented, (3, size, size) uint8, and its label."""
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
+        """Image number `index`, augmented, (3, size, size) uint8, and its label or label map (size, size) int64."""
         pixels = _decode(self.images, [index])[0] if self.kept is None else self.kept[index]
-        return self.transform(Image.fromarray(pixels)), int(self.images.labels[index])
+        if not self.images.per_pixel:
+            return self.transform(Image.fromarray(pixels)), int(self.images.labels[index])
+        labels = self.images.targets([index])[0] if self.maps is None else self.maps[index].long()
+        pair = Picture(torch.from_numpy(pixels).permute(2, 0, 1)), Mask(labels)
+        return tuple(part.as_subclass(Tensor) for part in self.transform(*pair))
 
 
 class Batches:
@@ -95,7 +110,8 @@ class Batches:
         return len(self.loader)
 
     def epoch(self, number: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of epoch `number` (from 1): images (B, C, H, W) and soft labels (B, classes), on `device`.
+        """The batches of epoch `number` (from 1): images (B, C, H, W) and soft labels (B, classes) or label maps
+        (B, H, W) int64, on `device`.
 
         All global random generators are seeded first, so that an epoch's batches do not depend on earlier epochs.
         """
@@ -108,12 +124,25 @@ class Batches:
             images, labels = pixels.to(device).float().div_(255), labels.to(device)
             if self.recipe.erasing:
                 images = erase(self.model.normalise(images)) * std + mean
-            yield self._mixed(images, labels)
+            yield (images, labels) if labels.ndim > 1 else self._mixed(images, labels)
 
     def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         if self.mixup is not None:
             return self.mixup(images, labels)
         return images, mixup_target(labels, self.classes, smoothing=self.recipe.label_smoothing)
+
+
+def _with_maps(size: int, recipe: Recipe) -> v2.Transform:
+    """Random crop and flip of an image, uint8, together with its label map."""
+    crop = v2.RandomResizedCrop(size, (recipe.smallest_crop, 1.0), interpolation=v2.InterpolationMode.BICUBIC)
+    return v2.Compose([crop, v2.RandomHorizontalFlip()])
+
+
+@lru_cache(maxsize=1)
+def _decoded_maps(images: LabelMapSet) -> Tensor:
+    """All label maps of a set, (n, size, size) uint8, cached like `_decoded`."""
+    parts = [images.targets(range(i, min(i + 1024, len(images)))).byte() for i in range(0, len(images), 1024)]
+    return torch.cat(parts)
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ import tyro
 
 from attacks.registry import UsageError
 from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, ModelConfig
-from fedmjp.data.catalog import split_source
+from fedmjp.data.catalog import IMAGES, LABEL_MAPS, require_kind
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import MODELS, split_name
@@ -165,7 +165,8 @@ class TrainConfig:
         self.chosen_objective().check(self.model.model, self.defence())
         self._validate_labels()
         self.start.validate(self.model)
-        split_source(self.data.data)
+        kind = LABEL_MAPS if self.chosen_objective().per_pixel else IMAGES
+        require_kind(self.data.data, kind, f"--objective {self.objective}")
         if self.model.block != "standard":
             raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")
         recipe = self.recipe
@@ -192,12 +193,20 @@ class TrainConfig:
             raise UsageError("--workers, --threads and --seed must not be negative")
 
     def _validate_labels(self) -> None:
-        """Mixing images and smoothing labels are of no use to an objective without labels."""
-        recipe = self.recipe
+        """Mixing images and smoothing labels are of no use to an objective without labels, or with label maps."""
+        recipe, objective = self.recipe, self.chosen_objective()
         used = [_flag(o) for o in ("mixup", "cutmix", "label_smoothing") if getattr(recipe, o) > 0]
-        if used and not self.chosen_objective().needs_labels:
-            off = " ".join(f"{flag} 0" for flag in used)
+        off = " ".join(f"{flag} 0" for flag in used)
+        if used and not objective.needs_labels:
             raise UsageError(f"--objective {self.objective} has no labels to mix or smooth; pass {off}")
+        if used and objective.per_pixel:
+            raise UsageError(
+                f"--objective {self.objective} has label maps, which are not mixed or smoothed; pass {off}"
+            )
+        if recipe.rand_augment != "none" and objective.per_pixel:
+            raise UsageError(
+                f"--rand-augment would move pixels away from the labels of --objective {self.objective}; pass none"
+            )
 
 
 def default_config(objective: str) -> TrainConfig:
