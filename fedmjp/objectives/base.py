@@ -49,6 +49,7 @@ class Objective:
     Attributes:
         needs_labels: whether the loss reads labels. Mixing and smoothing of labels are for such objectives only.
         per_pixel: whether labels are maps, a class for each pixel; such an objective is trained centrally.
+        score: name of what `evaluate` measures, for a table.
         accuracy_of: what the accuracy of `evaluate` counts, in words for a table.
         recipe: how the paper trains, where that differs from `fedmjp.training.config`: field of `Recipe` or
             `StartConfig` -> value. They become the defaults of `fedmjp.train --objective NAME`.
@@ -56,6 +57,7 @@ class Objective:
 
     needs_labels: ClassVar[bool] = False
     per_pixel: ClassVar[bool] = False
+    score: ClassVar[str] = "accuracy"
     accuracy_of: ClassVar[str] = "images"
     recipe: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 

@@ -38,7 +38,8 @@ class Segmentation(Objective):
 
     needs_labels: ClassVar[bool] = True
     per_pixel: ClassVar[bool] = True
-    accuracy_of: ClassVar[str] = "pixels (mean IoU over classes)"
+    score: ClassVar[str] = "mean IoU"
+    accuracy_of: ClassVar[str] = "pixels"
     recipe: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {
             "epochs": 127,
