@@ -49,7 +49,8 @@ def _epoch(trainer: Trainer, number: int, console: Console) -> dict[str, float]:
         line = trainer.epoch(number, lambda loss: bar.update(task, advance=1, description=f"{title}, loss {loss:.3f}"))
     console.print(
         f"{title}  loss {line['train_loss']:.3f}  test loss {line['test_loss']:.3f}  "
-        f"{trainer.learner.objective.score} {line['test_accuracy']:.2%}  {line['train_seconds']:.0f} s  {line['images_per_second']:.0f} images/s",
+        f"{trainer.learner.objective.score} {line['test_accuracy']:.2%}  {line['train_seconds']:.0f} s  "
+        f"{line['images_per_second']:.0f} images/s",
         highlight=False,
     )
     return line

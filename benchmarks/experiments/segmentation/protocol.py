@@ -1,6 +1,6 @@
 """Segmentation with and without MJP: Table 3 of the MJP supplement.
 
-Departs from the supplement: encoders of less than a million parameters that saw 20,000 images of CIFAR-10 once, and
+Departs from the supplement: encoders of less than a million parameters that saw 10,000 images of CIFAR-10 once, and
 mosaics of eight photographs, instead of Swin-Tiny, ImageNet-1k and ADE20K. Signs of differences can be compared,
 figures cannot. Lines under MJP in segmentation are not in the supplement.
 """
@@ -28,7 +28,7 @@ BATCH = 64
 def run(options: Options, console: Console) -> None:
     """Train what is missing, write the table, and print it."""
     session = Session(options, console, ROWS)
-    lines = lines_of(options.models)
+    lines = lines_of(options.models, options.pretrained_models)
     with session.rows() as rows:
         for seed in options.seeds:
             data = load(options.config(lines[0], seed))

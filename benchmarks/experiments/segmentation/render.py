@@ -38,7 +38,7 @@ def segmentation_table(rows: pd.DataFrame) -> pd.DataFrame:
         difference_low, difference_high (paired by seed), paper_difference and verdict (`trainings.seeds.verdict`).
     """
     models = tuple(dict.fromkeys(line.split(",")[0] for line in rows["line"] if line != COLOUR))
-    against = {line.name: line.against for line in lines_of(models)}
+    against = {line.name: line.against for line in lines_of(models, models)}
     paper = pd.read_csv(PAPER / "mjp_supplement_table3.csv").set_index("line")
     by_line = {name: group.set_index("seed") for name, group in rows.groupby("line", sort=False)}
     lines = []
