@@ -49,10 +49,10 @@ class Options(RowOptions):
         python benchmarks/segmentation.py --pretraining-path DIR
 
     Trains UPerNet on each model by the code of `python -m fedmjp.train --objective segmentation`, once a seed: from
-    random weights, plainly and under MJP, and for --pretrained-models also plainly from encoders that were pre-trained on
-    CIFAR-10 plainly and under MJP, which is the supplement's comparison. Measures mean IoU and mean accuracy over classes on unchanged test
-    images. A line "colour alone" classifies each pixel by its own colour. Pre-trained encoders are kept in
-    --pretrained. Writes rows.jsonl.gz, table.csv and run.json to --out.
+    random weights, plainly and under MJP, and for --pretrained-models also plainly from encoders that were pre-trained
+    on CIFAR-10 plainly and under MJP, which is the supplement's comparison. Measures mean IoU and mean accuracy over
+    classes on unchanged test images. A line "colour alone" classifies each pixel by its own colour. Pre-trained
+    encoders are kept in --pretrained. Writes rows.jsonl.gz, table.csv and run.json to --out.
     """
 
     models: tuple[str, ...] = ("swin_micro_32", "vit_micro_32")
