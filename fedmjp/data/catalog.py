@@ -15,8 +15,8 @@ from attacks.registry import Registry, UsageError
 if TYPE_CHECKING:
     from fedmjp.data.imageset import ImageSet
 
-# What a data set holds. Command lines that attack or classify take images.
-IMAGES, LABEL_MAPS = "images with a class each", "images with a class a pixel"
+# What a data set holds. Command lines that attack take images.
+IMAGES, LABEL_MAPS, SPEECH = "images with a class each", "images with a class a pixel", "spoken words"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Request:
     """Arguments that `load_data` passes to a source.
 
     Attributes:
-        size: side of the images in pixels.
+        size: side of the images in pixels; spoken words have a length of their own.
         path: a local copy, or None.
         train_limit, test_limit: largest number of images in a split; None for all.
         seed: of the random choice of images.
@@ -78,6 +78,8 @@ SOURCES: Registry[Callable[[Request], DataBundle]] = Registry(
         "folder:PATH": "fedmjp.data.folder:load_folder",
         "masks:PATH": "fedmjp.data.masks:load_masks",
         "mosaics": "fedmjp.data.mosaics:load_mosaics",
+        "speech:PATH": "fedmjp.data.speech:load_speech",
+        "spoken": "fedmjp.data.spoken:load_spoken",
         "cifar10": "fedmjp.data.hub:CIFAR10",
         "cifar100": "fedmjp.data.hub:CIFAR100",
         "tiny-imagenet": "fedmjp.data.hub:TINY_IMAGENET",
@@ -86,7 +88,8 @@ SOURCES: Registry[Callable[[Request], DataBundle]] = Registry(
 )
 
 
-KINDS = {"masks:PATH": LABEL_MAPS, "mosaics": LABEL_MAPS}  # of all others: IMAGES
+# Of all others: IMAGES.
+KINDS = {"masks:PATH": LABEL_MAPS, "mosaics": LABEL_MAPS, "speech:PATH": SPEECH, "spoken": SPEECH}
 
 
 def split_source(name: str) -> tuple[str, str | None]:

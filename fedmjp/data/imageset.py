@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from attacks.registry import UsageError
+from fedmjp.data.catalog import IMAGES
 
 # Exceptions that Pillow raises for damaged files; PNG files can raise SyntaxError, some TIFF files ValueError.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
@@ -35,13 +36,13 @@ class ImageSet:
         ids: list of n strings.
         classes: list of strings.
         size: int, pixels.
-        per_pixel: whether `targets` are maps.
+        kind: what the set holds, one of the words of `fedmjp.data.catalog`.
 
     Raises:
         UsageError: `labels` and `ids` differ in length or a label has no class name.
     """
 
-    per_pixel: ClassVar[bool] = False
+    kind: ClassVar[str] = IMAGES
 
     def __init__(
         self,

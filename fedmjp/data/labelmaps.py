@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from attacks.registry import UsageError
+from fedmjp.data.catalog import LABEL_MAPS
 from fedmjp.data.imageset import DECODE_ERRORS, ImageSet
 
 IGNORED = 255  # label of pixels that neither train nor count
@@ -36,7 +37,7 @@ class LabelMapSet(ImageSet):
         UsageError: more classes than 8-bit maps can hold.
     """
 
-    per_pixel: ClassVar[bool] = True
+    kind: ClassVar[str] = LABEL_MAPS
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Folders of spoken words in the layout of Speech Commands (Warden, 2018): WORD/NAME.wav, a second each at 16 kHz.
 
 `testing_list.txt` names the test words, one WORD/NAME.wav a line, and `validation_list.txt` words that are left out of
-both splits; without the first, a fifth of every word is drawn for the test. Every folder is a class but those that begin
-with "_", such as _background_noise_. Departs from MP3's twelve classes (ten commands, silence, unknown).
+both splits; without the first, a fifth of every word is drawn for the test. Every folder is a class but those that
+begin with "_", such as _background_noise_. Departs from MP3's twelve classes (ten commands, silence, unknown).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`spoken`: ten command words spoken by the synthesiser espeak-ng, where Speech Commands is not at hand.
 
-The words are those of Speech Commands' ten commands. Each clip has an English accent, a voice, a speed and a pitch of its
-own, begins at a random time in its second, and lies under white noise of 5 to 30 dB below it. Voices of test clips speak
-no training clip. A synthesiser speaks far more evenly than people do: what is measured on these words is no figure for
+The words are Speech Commands' ten commands. Each clip has an English accent, a voice, a speed and a pitch of its own,
+begins at a random time in its second, and has white noise of 5 to 30 dB below it. Voices of test clips speak no
+training clip. A synthesiser speaks far more evenly than people do: what is measured on these words is no figure for
 Speech Commands, and every table says so.
 """
 
@@ -86,7 +86,9 @@ def espeak() -> str:
     """
     found = shutil.which("espeak-ng")
     if found is None:
-        raise UsageError("data set 'spoken' needs the program espeak-ng (apt-get install espeak-ng); or use speech:PATH")
+        raise UsageError(
+            "data set 'spoken' needs the program espeak-ng (apt-get install espeak-ng); or use speech:PATH"
+        )
     return found
 
 

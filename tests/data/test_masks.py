@@ -9,6 +9,7 @@ from PIL import Image
 
 from attacks.registry import UsageError
 from fedmjp.data import load_data
+from fedmjp.data.catalog import LABEL_MAPS
 from fedmjp.data.labelmaps import IGNORED
 
 NAMES = ("wall", "building", "sky")
@@ -62,7 +63,7 @@ def test_a_subset_keeps_images_and_labels_together(tmp_path) -> None:
     bundle = load(plant(tmp_path))
     part = bundle.train.subset([1])
     assert part.ids == ["images/training/1.bmp"]
-    assert part.per_pixel
+    assert part.kind == LABEL_MAPS
     assert torch.equal(part.targets([0]), bundle.train.targets([1]))
 
 
