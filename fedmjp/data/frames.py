@@ -5,9 +5,9 @@ A word is a second of sound at 16 kHz, and 100 frames. They are stored as an ima
 objectives, defences and attacks take them as they take images. Values are mapped to [0, 1] by fixed bounds for each
 coefficient (`LOW`, `HIGH`), wide enough for speech; what lies outside is clipped.
 
-MFCCs are those of librosa (Hann window, 40 mel bands from 20 Hz to 8 kHz, decibels, orthonormal DCT). MP3 takes those of
-TC-ResNet's TensorFlow code, whose filter bank and scale it does not state. torchaudio would compute them, too, but no
-release of it fits this project's torch.
+MFCCs are those of librosa (Hann window, 40 mel bands from 20 Hz to 8 kHz, decibels, orthonormal DCT). MP3 takes those
+of TC-ResNet's TensorFlow code, whose filter bank and scale it does not state. torchaudio would compute them, too, but
+no release of it fits this project's torch.
 """
 
 from __future__ import annotations
