@@ -76,14 +76,14 @@ SOURCES: Registry[Callable[[Request], DataBundle]] = Registry(
     {
         "photos": "fedmjp.data.photos:load_photos",
         "folder:PATH": "fedmjp.data.folder:load_folder",
-        "masks:PATH": "fedmjp.data.masks:load_masks",
-        "mosaics": "fedmjp.data.mosaics:load_mosaics",
-        "speech:PATH": "fedmjp.data.speech:load_speech",
-        "spoken": "fedmjp.data.spoken:load_spoken",
         "cifar10": "fedmjp.data.hub:CIFAR10",
         "cifar100": "fedmjp.data.hub:CIFAR100",
         "tiny-imagenet": "fedmjp.data.hub:TINY_IMAGENET",
         "imagenet": "fedmjp.data.hub:IMAGENET",
+        "masks:PATH": "fedmjp.data.masks:load_masks",
+        "mosaics": "fedmjp.data.mosaics:load_mosaics",
+        "speech:PATH": "fedmjp.data.speech:load_speech",
+        "spoken": "fedmjp.data.spoken:load_spoken",
     },
 )
 

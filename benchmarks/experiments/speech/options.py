@@ -45,7 +45,7 @@ class TrainingOptions(RowOptions):
     """spoken (by espeak-ng, synthetic), or speech:PATH (WORD/NAME.wav, as Speech Commands)."""
     train_limit: int | None = 600
     """Use a random subset of this many training words."""
-    test_limit: int | None = None
+    test_limit: int | None = 300
     """Evaluate on a random subset of this many test words."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each fixes weights, order, shifts and the words, for all lines alike."""
