@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attacks.registry import UsageError
+from fedmjp import probe as probe_command
 from fedmjp import simulate as simulate_command
 from fedmjp import train as train_command
 from fedmjp.config import DataConfig, ModelConfig
@@ -204,3 +205,13 @@ def test_the_card_names_the_score(tmp_path) -> None:
 def test_more_classes_than_a_map_can_hold_are_refused() -> None:
     with pytest.raises(UsageError, match="256 classes do not fit into 8-bit label maps"):
         LabelMapSet(None, None, [], [str(k) for k in range(256)], 8)
+
+
+def test_a_segmentation_encoder_can_be_probed(tmp_path, capsys) -> None:
+    options = [*SEGMENT, "--data", "mosaics", "--train-limit", "16", "--test-limit", "8", "--epochs", "1"]
+    assert train_command.main([*options, "--warmup-epochs", "0", "--out", str(tmp_path / "out")]) == 0
+    checkpoint = ["--checkpoint", str(tmp_path / "out" / "model.safetensors")]
+    assert probe_command.main([*checkpoint, "--train-limit", "24", "--test-limit", "8", "--neighbours", "1"]) == 0
+    assert "linear probe" in capsys.readouterr().out
+    assert probe_command.main([*checkpoint, "--data", "mosaics"]) == 2
+    assert "the encoder of a vit_micro_32 needs images with a class each" in capsys.readouterr().err

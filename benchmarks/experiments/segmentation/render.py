@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import PLAIN, Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import PLAIN, Rendering, csv, difference, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER
 from experiments.segmentation.options import lines_of
 from experiments.trainings.seeds import verdict
@@ -65,12 +65,13 @@ def segmentation_files(folder: Path) -> dict[str, str]:
 
 def segmentation_block(folder: Path) -> str:
     """The table as Markdown, a line a training."""
-    heads = ["trained"]
+    heads = ["trained", "seeds"]
     for words in METRICS.values():
         heads += [words, "difference"]
     lines = []
     for name, group in pd.read_csv(folder / "table.csv").groupby("line", sort=False):
-        cells, own = [str(name)], group.set_index("metric")
+        own = group.set_index("metric")
+        cells = [str(name), str(group["seeds"].iloc[0])]
         for metric in METRICS:
             row = own.loc[metric]
             cells += [interval(row, "", 1, PLAIN), _difference(row)]
@@ -79,9 +80,7 @@ def segmentation_block(folder: Path) -> str:
 
 
 def _difference(row: pd.Series) -> str:
-    if pd.isna(row["difference"]):
-        return ""
-    cell = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*row[["difference", "difference_low", "difference_high"]])
+    cell = difference(row)
     return cell if pd.isna(row["verdict"]) else f"{cell} (paper {row['paper_difference']:+g}: {row['verdict']})"
 
 

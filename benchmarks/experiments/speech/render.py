@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import MEAN, PLAIN, Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, PLAIN, Rendering, csv, difference, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER
 from experiments.speech.options import SUPERVISED
 from fedmjp.metrics import bootstrap_mean, t_interval
@@ -48,10 +48,9 @@ def speech_block(folder: Path) -> str:
     """The table as Markdown, with the paper's figures on Speech Commands under it."""
     lines = []
     for _, row in pd.read_csv(folder / "table.csv").iterrows():
-        paired = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*row[["difference", "difference_low", "difference_high"]])
         places = "" if pd.isna(row["place_accuracy"]) else f"{row['place_accuracy']:.1f}"
-        lines.append([row["line"], interval(row, "", 1, PLAIN), "" if pd.isna(row["difference"]) else paired, places])
-    heads = ["trained", "accuracy (%)", "difference", "places after MP3 (%)"]
+        lines.append([row["line"], str(row["seeds"]), interval(row, "", 1, PLAIN), difference(row), places])
+    heads = ["trained", "seeds", "accuracy (%)", "difference", "places after MP3 (%)"]
     paper = pd.read_csv(PAPER / "mp3_speech.csv").itertuples(index=False)
     return markdown_table(heads, lines) + (
         "\n\nThe paper on Speech Commands, twelve classes: "
