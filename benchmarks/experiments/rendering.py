@@ -125,13 +125,13 @@ def interval(
 
 
 def difference(row: Mapping[str, Any] | pd.Series, digits: int = 1) -> str:
-    """The cell "+mean [low, high]" from the columns difference, difference_low and difference_high; "" without one.
+    """The cell "+mean [low, high]" from the columns difference_mean, _low and _high; "" without one.
 
     Without the interval where it is not finite, as of one pair.
     """
-    if pd.isna(row["difference"]):
+    if pd.isna(row["difference_mean"]):
         return ""
-    value, low, high = (float(row[f"difference{part}"]) for part in ("", "_low", "_high"))
+    value, low, high = (float(row[f"difference{part}"]) for part in MEAN)
     bounds = f" [{low:+.{digits}f}, {high:+.{digits}f}]" if np.isfinite([low, high]).all() else ""
     return f"{value:+.{digits}f}{bounds}"
 

@@ -64,10 +64,10 @@ def test_differences_are_paired_by_seed() -> None:
         for seed, value in enumerate(values)
     ]
     table = segmentation_table(pd.DataFrame(rows)).set_index(["line", "metric"])
-    assert table.loc[(names[1], "miou"), "difference"] == pytest.approx(-2.5 / 3)
-    assert pd.isna(table.loc[(COLOUR, "miou"), "difference"])
+    assert table.loc[(names[1], "miou"), "difference_mean"] == pytest.approx(-2.5 / 3)
+    assert pd.isna(table.loc[(COLOUR, "miou"), "difference_mean"])
     trained = table.loc[(names[3], "macc")]
-    assert trained["difference"] == pytest.approx(3.1 / 3)
+    assert trained["difference_mean"] == pytest.approx(3.1 / 3)
     assert trained["paper_difference"] == 0.28
     assert trained["verdict"] == "agrees"
 
@@ -143,12 +143,12 @@ def test_tables_of_speech() -> None:
         for seed, value in enumerate(values)
     ]
     table = speech_table(pd.DataFrame(rows)).set_index("line")
-    assert table.loc["MP3", "difference"] == pytest.approx(3)
+    assert table.loc["MP3", "difference_mean"] == pytest.approx(3)
     assert table.loc["MP3", "place_accuracy"] == 4
-    assert pd.isna(table.loc[SUPERVISED, "difference"])
+    assert pd.isna(table.loc[SUPERVISED, "difference_mean"])
     shared = {"width": 32, "positions": "fixed", "diagnosis": "no"}
     found = leak_table(pd.DataFrame([shared | {"explained": None, "rank": None}] * 2))
-    assert found["updates"].tolist() == [2]
+    assert found["count"].tolist() == [2]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import PLAIN, Rendering, csv, difference, interval, markdown_table, read_rows
+from experiments.rendering import Rendering, csv, difference, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER
 from experiments.segmentation.options import lines_of
 from experiments.trainings.seeds import verdict
@@ -34,8 +34,9 @@ def segmentation_table(rows: pd.DataFrame) -> pd.DataFrame:
         rows: of `ROWS`.
 
     Returns:
-        columns line, metric, mean, low, high (Student's 95 % interval over seeds), seeds, against, difference,
-        difference_low, difference_high (paired by seed), paper_difference and verdict (`trainings.seeds.verdict`).
+        columns line, metric, value_mean, value_low, value_high (Student's 95 % interval over seeds), seeds, against,
+        difference_mean, difference_low, difference_high (paired by seed), paper_difference and verdict
+        (`trainings.seeds.verdict`).
     """
     models = tuple(dict.fromkeys(line.split(",")[0] for line in rows["line"] if line != COLOUR))
     against = {line.name: line.against for line in lines_of(models, models)}
@@ -45,14 +46,15 @@ def segmentation_table(rows: pd.DataFrame) -> pd.DataFrame:
     for name, group in by_line.items():
         for metric in METRICS:
             own = t_interval(group[metric].to_numpy())
-            line = {"line": name, "metric": metric, "mean": own.mean, "low": own.low, "high": own.high}
+            line = {"line": name, "metric": metric}
+            line |= {"value_mean": own.mean, "value_low": own.low, "value_high": own.high}
             line |= {"seeds": own.count, "against": against.get(name, "")}
             if line["against"] in by_line:
                 found = t_interval((group[metric] - by_line[line["against"]][metric]).dropna().to_numpy())
                 theirs = math.nan
                 if name.endswith("pre-trained with MJP") and name.startswith("swin"):
                     theirs = round(paper.loc["Swin-Tiny + MJP", metric] - paper.loc["Swin-Tiny", metric], 2)
-                line |= {"difference": found.mean, "difference_low": found.low, "difference_high": found.high}
+                line |= {"difference_mean": found.mean, "difference_low": found.low, "difference_high": found.high}
                 line |= {"paper_difference": theirs, "verdict": verdict(theirs, found)}
             lines.append(line)
     return pd.DataFrame(lines)
@@ -74,7 +76,7 @@ def segmentation_block(folder: Path) -> str:
         cells = [str(name), str(group["seeds"].iloc[0])]
         for metric in METRICS:
             row = own.loc[metric]
-            cells += [interval(row, "", 1, PLAIN), _difference(row)]
+            cells += [interval(row, "value", 1), _difference(row)]
         lines.append(cells)
     return markdown_table(heads, lines)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import MEAN, PLAIN, Rendering, csv, difference, interval, markdown_table, read_rows
+from experiments.rendering import Rendering, csv, difference, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER
 from experiments.speech.options import SUPERVISED
 from fedmjp.metrics import bootstrap_mean, t_interval
@@ -35,11 +35,12 @@ def speech_table(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for name, group in by_line.items():
         own = t_interval(group["accuracy"].to_numpy())
-        line = {"line": name, "mean": own.mean, "low": own.low, "high": own.high, "seeds": own.count}
+        line = {"line": name, "seeds": own.count}
+        line |= {"accuracy_mean": own.mean, "accuracy_low": own.low, "accuracy_high": own.high}
         line["place_accuracy"] = group["place_accuracy"].astype(float).mean()
         if name != SUPERVISED and SUPERVISED in by_line:
             found = t_interval((group["accuracy"] - by_line[SUPERVISED]["accuracy"]).dropna().to_numpy())
-            line |= {"difference": found.mean, "difference_low": found.low, "difference_high": found.high}
+            line |= {"difference_mean": found.mean, "difference_low": found.low, "difference_high": found.high}
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -49,7 +50,7 @@ def speech_block(folder: Path) -> str:
     lines = []
     for _, row in pd.read_csv(folder / "table.csv").iterrows():
         places = "" if pd.isna(row["place_accuracy"]) else f"{row['place_accuracy']:.1f}"
-        lines.append([row["line"], str(row["seeds"]), interval(row, "", 1, PLAIN), difference(row), places])
+        lines.append([row["line"], str(row["seeds"]), interval(row, "accuracy", 1), difference(row), places])
     heads = ["trained", "seeds", "accuracy (%)", "difference", "places after MP3 (%)"]
     paper = pd.read_csv(PAPER / "mp3_speech.csv").itertuples(index=False)
     return markdown_table(heads, lines) + (
@@ -63,7 +64,7 @@ def leak_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One line a width and kind of positions; figures are empty where the attack gives no answer."""
     lines = []
     for (width, positions), group in rows.groupby(["width", "positions"], sort=False):
-        line = {"width": width, "positions": positions, "updates": len(group)}
+        line = {"channels": width, "positions": positions, "count": len(group)}
         line["rank"] = group["rank"].astype(float).median()
         answered = group["explained"].dropna().astype(float)
         if len(answered):
@@ -79,9 +80,9 @@ def leak_block(folder: Path) -> str:
     lines = []
     for _, row in pd.read_csv(folder / "table.csv", keep_default_na=True).iterrows():
         open_ = pd.isna(row["explained_mean"])
-        cells = ["no answer" if open_ else interval(row, "explained", 1, MEAN), "" if open_ else f"{row['rank']:.0f}"]
+        cells = ["no answer" if open_ else interval(row, "explained", 1), "" if open_ else f"{row['rank']:.0f}"]
         diagnosis = "" if pd.isna(row["diagnosis"]) else row["diagnosis"]
-        lines.append([f"{row['width']}", row["positions"], *cells, f"{row['updates']}", diagnosis])
+        lines.append([f"{row['channels']}", row["positions"], *cells, f"{row['count']}", diagnosis])
     heads = ["channels D", "positions", "variance explained (%)", "frames solved for", "words", "the attack says"]
     return markdown_table(heads, lines)
 
