@@ -110,6 +110,8 @@ QUANTITIES = {
     "with_positions": "value with position embeddings",
     "without": "value without them",
     "one_seed_margin": "half the interval over the test images of one training",
+    "miou": "mean over classes of intersection over union (%)",
+    "macc": "mean over classes of the share of pixels found (%)",
     "place_accuracy": "per cent of places predicted correctly at the end of the pre-training",
     "explained": "variance of a word's frames around their mean over time that the reconstruction explains (%)",
     "rank": "frames, or combinations of them, that the attack solved for; median",
