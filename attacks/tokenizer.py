@@ -217,7 +217,7 @@ def has_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> bool:
 
 
 def _cuts_patches(conv: nn.Conv2d) -> bool:
-    square = conv.kernel_size[0] == conv.kernel_size[1] > 1
+    square = conv.kernel_size[0] == conv.kernel_size[1]
     return square and conv.kernel_size == conv.stride and conv.padding in ((0, 0), "valid") and conv.groups == 1
 
 

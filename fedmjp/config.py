@@ -27,11 +27,11 @@ from fedmjp.budgets import (
     searches,
     spread_evenly,
 )
-from fedmjp.data.catalog import split_source
+from fedmjp.data.catalog import IMAGES, require_kind
 from fedmjp.data.partitioning import read_alpha
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
-from fedmjp.models import split_name
+from fedmjp.models import MODELS, split_name
 from fedmjp.objectives import Objective, objective_help, read_objective
 from fedmjp.settings import describe, read_value, replace_at, split_entry, with_settings
 
@@ -81,8 +81,8 @@ class ModelConfig:
     model: str = "deit_s"
     """vit_s, deit_s, vit_ti, deit_ti, vit_b, deit_b, vit_mini_32, vit_mini_64, vit_micro_32 (each also as NAME_nope
     without position embedding, NAME_rel with relative position biases instead, NAME_mjp with MJP's and NAME_idx with a
-    table of origins), swin_t, swin_micro_32, resnet50, resnet_micro_32. Defences and objectives turn NAME into the
-    variant that they need by themselves."""
+    table of origins), swin_t, swin_micro_32, resnet50, resnet_micro_32, or speech_mini for spoken words. Defences and
+    objectives turn NAME into the variant that they need by themselves."""
     weights: str = "auto"
     """random, timm (published weights), a checkpoint's path, or auto (shipped weights of that name, else random)."""
     block: Literal["standard", "april"] = "standard"
@@ -95,7 +95,8 @@ class DataConfig:
 
     data: str = "photos"
     """photos (embedded), cifar10, cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files; without class
-    folders there are no labels)."""
+    folders there are no labels). For segmentation: mosaics (made from the photographs), or masks:PATH (ADE20K's
+    layout). For models of speech: speech:PATH (WORD/NAME.wav), or spoken (by espeak-ng)."""
     data_path: Path | None = None
     """Local copy of a named data set: parquet files in the hub's layout, or an image folder for imagenet."""
     train_limit: int | None = None
@@ -204,7 +205,11 @@ class RunConfig:
         for name in self.defense:
             self.defence(name).validate()
             self.chosen_objective().check(self.model.model, self.defence(name))
-        split_source(self.data.data)
+        if self.chosen_objective().per_pixel:
+            raise UsageError(f"--objective {self.objective} has no federation here; train it with fedmjp.train")
+        if MODELS.get(split_name(self.model.model)[0]).speech:
+            raise UsageError(f"--model {self.model.model} has no federation here; train it with fedmjp.train")
+        require_kind(self.data.data, IMAGES, "a federation")
         self._validate_federation()
         for name in self.audit.named():
             ATTACKS.check(name)

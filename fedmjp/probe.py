@@ -14,7 +14,7 @@ from typing import Literal
 from attacks.registry import UsageError
 from fedmjp.cli import guarded, parse, terminal
 from fedmjp.config import DataConfig
-from fedmjp.data.catalog import split_source
+from fedmjp.data.catalog import IMAGES, SPEECH, require_kind, split_source
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def probe(config: ProbeConfig) -> dict[str, float]:
     from fedmjp.objectives.position_prediction import PositionPrediction
 
     device, origin = usable_device(config.device), require_origin(config.checkpoint)
-    data = shared_data(config.data, MODELS.get(split_name(origin.model)[0]).image_size, config.seed)
+    spec = MODELS.get(split_name(origin.model)[0])
+    require_kind(config.data.data, SPEECH if spec.speech else IMAGES, f"the encoder of a {origin.model}")
+    data = shared_data(config.data, spec.image_size, config.seed)
     data.require_labels("fedmjp.probe")
     learner = restore(config.checkpoint, device)
     predicts = isinstance(learner.objective, PositionPrediction)

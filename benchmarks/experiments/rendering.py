@@ -115,9 +115,25 @@ def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def interval(
     row: Mapping[str, Any] | pd.Series, name: str, digits: int, parts: Sequence[str] = ("_mean", "_low", "_high")
 ) -> str:
-    """The cell "mean [low, high]" from the columns of `row` that are called `name` with each of `parts`."""
-    value, low, high = (f"{float(row[f'{name}{part}']):z.{digits}f}" for part in parts)
-    return f"{value} [{low}, {high}]"
+    """The cell "mean [low, high]" from the columns of `row` that are called `name` with each of `parts`.
+
+    The mean alone where the interval is not finite, as over one seed.
+    """
+    numbers = [float(row[f"{name}{part}"]) for part in parts]
+    value, low, high = (f"{number:z.{digits}f}" for number in numbers)
+    return f"{value} [{low}, {high}]" if np.isfinite(numbers[1:]).all() else value
+
+
+def difference(row: Mapping[str, Any] | pd.Series, digits: int = 1) -> str:
+    """The cell "+mean [low, high]" from the columns difference_mean, _low and _high; "" without one.
+
+    Without the interval where it is not finite, as of one pair.
+    """
+    if pd.isna(row["difference_mean"]):
+        return ""
+    value, low, high = (float(row[f"difference{part}"]) for part in MEAN)
+    bounds = f" [{low:+.{digits}f}, {high:+.{digits}f}]" if np.isfinite([low, high]).all() else ""
+    return f"{value:+.{digits}f}{bounds}"
 
 
 MEAN = ("_mean", "_low", "_high")

@@ -15,7 +15,8 @@ from attacks.registry import Registry, UsageError
 if TYPE_CHECKING:
     from fedmjp.data.imageset import ImageSet
 
-FOLDER = "folder:"
+# What a data set holds. Command lines that attack take images.
+IMAGES, LABEL_MAPS, SPEECH = "images with a class each", "images with a class a pixel", "spoken words"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Request:
     """Arguments that `load_data` passes to a source.
 
     Attributes:
-        size: side of the images in pixels.
+        size: side of the images in pixels; spoken words have a length of their own.
         path: a local copy, or None.
         train_limit, test_limit: largest number of images in a split; None for all.
         seed: of the random choice of images.
@@ -79,19 +80,46 @@ SOURCES: Registry[Callable[[Request], DataBundle]] = Registry(
         "cifar100": "fedmjp.data.hub:CIFAR100",
         "tiny-imagenet": "fedmjp.data.hub:TINY_IMAGENET",
         "imagenet": "fedmjp.data.hub:IMAGENET",
+        "masks:PATH": "fedmjp.data.masks:load_masks",
+        "mosaics": "fedmjp.data.mosaics:load_mosaics",
+        "speech:PATH": "fedmjp.data.speech:load_speech",
+        "spoken": "fedmjp.data.spoken:load_spoken",
     },
 )
 
 
+# Of all others: IMAGES.
+KINDS = {"masks:PATH": LABEL_MAPS, "mosaics": LABEL_MAPS, "speech:PATH": SPEECH, "spoken": SPEECH}
+
+
 def split_source(name: str) -> tuple[str, str | None]:
-    """(entry of `SOURCES`, folder) that --data `name` stands for; the folder is None but for "folder:PATH".
+    """(entry of `SOURCES`, folder) that --data `name` stands for; the folder is None but for "folder:PATH" and so on.
 
     Raises:
         UsageError: unknown name, or no folder after the colon.
     """
-    if not name.startswith(FOLDER):
+    kind, colon, folder = name.partition(":")
+    entry = f"{kind}:PATH"
+    if not colon or entry not in SOURCES:
         SOURCES.check(name)
         return name, None
-    if not name.removeprefix(FOLDER):
-        raise UsageError("no folder given; write folder:PATH with the path of an image folder")
-    return "folder:PATH", name.removeprefix(FOLDER)
+    if not folder:
+        raise UsageError(f"no folder given; write {entry} with the path of a folder")
+    return entry, folder
+
+
+def require_kind(name: str, kind: str, user: str) -> None:
+    """Refuse a data set that holds something else than `kind`.
+
+    Args:
+        name: as --data takes it.
+        kind: `IMAGES` or another kind.
+        user: what needs that kind, to begin the message with.
+
+    Raises:
+        UsageError: unknown name, or another kind; the message lists the data sets of that kind.
+    """
+    found = KINDS.get(split_source(name)[0], IMAGES)
+    if found != kind:
+        fitting = ", ".join(entry for entry in SOURCES if KINDS.get(entry, IMAGES) == kind)
+        raise UsageError(f"{user} needs {kind}, and data set {name!r} holds {found}; choose from: {fitting}")

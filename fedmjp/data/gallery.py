@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attacks.registry import UsageError
-from fedmjp.data.catalog import SOURCES
+from fedmjp.data.catalog import IMAGES, KINDS, SOURCES, require_kind
 from fedmjp.data.folder import FileImages, find_pictures, openable
 from fedmjp.data.imageset import ImageSet, choose
 from fedmjp.data.sources import load_data
@@ -49,14 +49,15 @@ def load_gallery(
     Raises:
         UsageError: `place` does not exist, or holds no image that can be opened.
     """
-    if place in SOURCES and place != "folder:PATH":
+    if place in SOURCES and not place.endswith(":PATH"):
+        require_kind(place, IMAGES, "an attack")
         bundle = load_data(place, size=size, path=path, seed=seed)
         images = bundle.train if place == "photos" else bundle.test
         kept = range(len(images))[:limit] if place == "photos" else choose(len(images), limit, seed)
         return Gallery(images.subset(kept), place, bundle.provenance, tuple(bundle.skipped))
     root = Path(place).expanduser()
     if not root.is_dir():
-        names = ", ".join(name for name in SOURCES if name != "folder:PATH")
+        names = ", ".join(n for n in SOURCES if n not in KINDS and not n.endswith(":PATH"))
         raise UsageError(f"--images {place} is neither a folder nor a data set; choose a folder or from: {names}")
     skipped: list[str] = []
     files = openable(root, find_pictures(root), limit, seed, skipped)

@@ -8,12 +8,14 @@ scored against exactly these pixels. EXIF orientation is ignored, as in torchvis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 from PIL import Image
 
 from attacks.registry import UsageError
+from fedmjp.data.catalog import IMAGES
 
 # Exceptions that Pillow raises for damaged files; PNG files can raise SyntaxError, some TIFF files ValueError.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
@@ -34,10 +36,13 @@ class ImageSet:
         ids: list of n strings.
         classes: list of strings.
         size: int, pixels.
+        kind: what the set holds, one of the words of `fedmjp.data.catalog`.
 
     Raises:
         UsageError: `labels` and `ids` differ in length or a label has no class name.
     """
+
+    kind: ClassVar[str] = IMAGES
 
     def __init__(
         self,
@@ -81,6 +86,10 @@ class ImageSet:
             batch[slot] = self._decode(index).transpose(2, 0, 1)
         return torch.from_numpy(batch).float().div_(255)
 
+    def targets(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
+        """What a model is trained to say of the images at `indices`: their classes, (B,) int64."""
+        return self.labels[torch.as_tensor(indices)]
+
     def subset(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> ImageSet:
         """Return the set of the images at `indices`, in that order, over the same source and classes.
 
@@ -90,9 +99,13 @@ class ImageSet:
         picked = [int(i) for i in indices]
         for index in picked:
             self._check(index)
-        part = ImageSet(self._open, self.labels[picked], [self.ids[i] for i in picked], self.classes, self.size)
+        part = self._of_rows(picked)
         part._rows = self._rows[picked]
         return part
+
+    def _of_rows(self, picked: list[int]) -> ImageSet:
+        """A set with the labels and ids of some rows; `subset` tells it which rows of the source they are."""
+        return ImageSet(self._open, self.labels[picked], [self.ids[i] for i in picked], self.classes, self.size)
 
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self):

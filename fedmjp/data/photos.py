@@ -87,7 +87,7 @@ class CropImages:
             UsageError: scikit-image is installed without the photograph.
         """
         crop = self.crops[index]
-        return _photograph(crop.photo).crop(crop.box)
+        return photograph(crop.photo).crop(crop.box)
 
 
 def load_photos(request: Request) -> DataBundle:
@@ -128,7 +128,12 @@ def _box(photo: Photo, number: int, train: bool) -> tuple[int, int, int, int]:
 
 
 @functools.lru_cache(maxsize=len(PHOTOS))
-def _photograph(name: str) -> Image.Image:
+def photograph(name: str) -> Image.Image:
+    """The whole photograph called `name` in `PHOTOS`, RGB.
+
+    Raises:
+        UsageError: scikit-image is installed without it.
+    """
     import skimage.data
 
     try:

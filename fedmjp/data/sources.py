@@ -20,7 +20,7 @@ def load_data(
     """Load the data set called `name`; pixels are decoded only on demand.
 
     Args:
-        name: an entry of `SOURCES`; "folder:PATH" for an image folder.
+        name: an entry of `SOURCES`; "folder:PATH" for an image folder, and so on.
         size: side of the images in pixels, at least 1.
         path: a local copy: a folder of parquet files in the hub's layout, or for "imagenet" also an image folder.
         train_limit: largest number of images in the train set, at least 1; a random subset determined by `seed`. None

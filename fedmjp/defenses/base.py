@@ -8,7 +8,7 @@ defence for its options: a module that imports torch inside its hooks keeps `--h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -28,11 +28,14 @@ class ClientInput:
         position_mask: (B, N) bool, positions hidden behind the unknown embedding, or None.
         origins: (B, N) int64, where each patch stood before the jigsaw, for models that take it as an input (IDX), or
             None.
+        rearrange: moves the pixels of other maps (B, K, H, W) of the same images, such as labels, as those of `images`
+            were moved; None if none was.
     """
 
     images: Tensor
     position_mask: Tensor | None = None
     origins: Tensor | None = None
+    rearrange: Callable[[Tensor], Tensor] | None = None
 
     def forward_kwargs(self) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward pass, in addition to the images: those of the two that are set."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
@@ -90,10 +91,10 @@ class MaskedJigsawPuzzle(Defense):
         mask = block_masks(draws, model.grid, self.gamma, generator)
         order = jigsaw_order(mask, generator)
         mask, order = (t.to(images.device).expand(len(images), -1) for t in (mask, order))
-        moved = move_patches(images, order, model.patch_size)
+        rearrange = partial(move_patches, order=order, patch_size=model.patch_size)
         hides = self.positions == "unknown" and model.hides_positions
         tells = self.positions == "index" and model.tells_origins
-        return ClientInput(moved, mask if hides else None, order if tells else None)
+        return ClientInput(rearrange(images), mask if hides else None, order if tells else None, rearrange)
 
     def loss_weights(self) -> Mapping[str, float]:
         """The localisation loss."""

@@ -51,5 +51,9 @@ class ShuffledPatchesAndPixels(Defense):
             jigsaw_order(torch.ones(len(images), count, dtype=torch.bool, device=generator.device), generator)
             for count in (model.grid[0] * model.grid[1], model.patch_size**2)
         )
-        moved = move_patches(images, patches.to(images.device), model.patch_size)
-        return ClientInput(move_pixels(moved, pixels.to(images.device), model.patch_size))
+
+        def rearrange(maps: Tensor) -> Tensor:
+            moved = move_patches(maps, patches.to(maps.device), model.patch_size)
+            return move_pixels(moved, pixels.to(maps.device), model.patch_size)
+
+        return ClientInput(rearrange(images), rearrange=rearrange)

@@ -27,6 +27,7 @@ class BuiltModel:
         module: takes normalised images and, for ViTs, `position_mask` and `origins`.
         name: as given, with its variant.
         provenance: where the weights come from, in words for a table.
+        speech: see `ModelSpec`.
     """
 
     module: nn.Module
@@ -37,11 +38,13 @@ class BuiltModel:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     provenance: str
+    speech: bool = False
 
     @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of patches."""
-        return (self.image_size // self.patch_size,) * 2
+        side = self.image_size // self.patch_size
+        return (1 if self.speech else side, side)
 
     @property
     def hides_positions(self) -> bool:
@@ -95,7 +98,8 @@ def build_model(
     provenance = load_weights(module, name=name, source=weights, timm_name=spec.published, seed=seed)
     if block == "april":
         module.blocks[0] = AprilBlock(module.blocks[0])
-    return BuiltModel(module, name, block, spec.image_size, spec.patch_size, spec.mean, spec.std, provenance)
+    about = {"image_size": spec.image_size, "patch_size": spec.patch_size, "mean": spec.mean, "std": spec.std}
+    return BuiltModel(module, name, block, **about, provenance=provenance, speech=spec.speech)
 
 
 def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
@@ -119,8 +123,10 @@ def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
 def _initialise(spec: ModelSpec, variant: str, num_classes: int, dal: str) -> nn.Module:
     if spec.vit is None:
         return timm.create_model(spec.timm_name, num_classes=num_classes, **spec.changes)
-    return ViT(
-        img_size=spec.image_size,
+    channels, *size = spec.input_shape
+    module = ViT(
+        img_size=tuple(size),
+        in_chans=channels,
         patch_size=spec.patch_size,
         num_classes=num_classes,
         pos_embed="none" if variant in ("_nope", "_rel") else "learn",
@@ -130,3 +136,6 @@ def _initialise(spec: ModelSpec, variant: str, num_classes: int, dal: str) -> nn
         dal=dal if variant in ("_mjp", "_idx") else "none",
         **spec.vit,
     )
+    if spec.speech and module.pos_embed is not None:
+        module.fix_positions()
+    return module

@@ -28,6 +28,8 @@ class ModelSpec:
         mean, std: normalisation of inputs in [0, 1].
         vit: keyword arguments of `ViT`; None for models that are not plain ViTs.
         changes: what a small Swin or ResNet changes of timm's architecture; no published weights fit it.
+        speech: inputs are frames of sound (`fedmjp.data.frames`), a row of `image_size` patches of one pixel with as
+            many channels as a frame has coefficients, and positions are the fixed sinusoids of Vaswani et al.
     """
 
     timm_name: str | None
@@ -37,6 +39,13 @@ class ModelSpec:
     std: tuple[float, ...] = IMAGENET_STD
     vit: dict[str, Any] | None = field(default=None)
     changes: dict[str, Any] = field(default_factory=dict)
+    speech: bool = False
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of an input."""
+        side = self.image_size
+        return (len(self.mean), 1, side) if self.speech else (len(self.mean), side, side)
 
     @property
     def published(self) -> str | None:
@@ -61,6 +70,11 @@ _swin = {"img_size": 32, "window_size": 4, "embed_dim": 64, "depths": (2, 2), "n
 MODELS.register("swin_micro_32")(ModelSpec("swin_tiny_patch4_window7_224", 32, 4, changes=_swin))
 _resnet = {"channels": (32, 64, 128, 256)}
 MODELS.register("resnet_micro_32")(ModelSpec("resnet18", 32, 4, changes=_resnet))
+# MP3, section 4.3: frames of 40 MFCCs, 100 a second; heads are not stated there. The coefficients' common mean and
+# deviation (but for the loudness, the first) are of spoken words, in the units of `fedmjp.data.frames`.
+_speech = {"embed_dim": 32, "depth": 8, "num_heads": 4, "mlp_ratio": 2.0}
+_speech |= {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1}
+MODELS.register("speech_mini")(ModelSpec(None, 100, 1, (0.64, *(0.5,) * 39), (0.06,) * 40, vit=_speech, speech=True))
 MODELS.register("swin_t")(ModelSpec("swin_tiny_patch4_window7_224", 224, 16))
 MODELS.register("resnet50")(ModelSpec("resnet50", 224, 16))
 

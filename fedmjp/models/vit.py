@@ -17,9 +17,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from timm.layers import DropPath, RelPosBias
+from timm.layers import DropPath, RelPosBias, build_sincos2d_pos_embed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedmjp.models.localisation import DenseAbsoluteLocalisation
 
@@ -63,6 +64,14 @@ class ViT(VisionTransformer):
         table = nn.Parameter(torch.empty(1, rows, self.embed_dim))
         nn.init.trunc_normal_(table, std=0.02)
         return table
+
+    def fix_positions(self) -> None:
+        """Replace the learned position embedding by the fixed one of `fixed_positions`; it is in no checkpoint and no
+        update, because it follows from the architecture."""
+        prefix = self.num_prefix_tokens
+        table = functional.pad(fixed_positions(self.patch_embed.grid_size, self.embed_dim), (0, 0, prefix, 0))
+        del self.pos_embed
+        self.register_buffer("pos_embed", table[None], persistent=False)
 
     def forward(self, images: Tensor, position_mask: Tensor | None = None, origins: Tensor | None = None) -> Tensor:
         """Logits (B, classes) of normalised images (B, C, H, W).
@@ -133,6 +142,23 @@ class ViT(VisionTransformer):
     def patch_positions(self) -> Tensor | None:
         """Position embeddings of the patches, (N, D), or None if the model has none."""
         return None if self.pos_embed is None else self.pos_embed[0, self.num_prefix_tokens :]
+
+
+def fixed_positions(grid: tuple[int, int], width: int) -> Tensor:
+    """The fixed sin-cos position embedding, (N, D).
+
+    For one row of patches that of Vaswani et al. (section 3.5): sine and cosine of place / 10000^(2k/D), in turns. For
+    more rows timm's, with one half of the channels for the row and the other for the column.
+
+    Args:
+        grid: patches (rows, columns).
+        width: D, a multiple of 4.
+    """
+    if grid[0] > 1:
+        return build_sincos2d_pos_embed(list(grid), dim=width)
+    rates = 10_000 ** (-torch.arange(0, width, 2) / width)  # (D / 2,)
+    angles = torch.arange(grid[1])[:, None] * rates  # (N, D / 2)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
 def skip_blocks(module: ViT, rate: float) -> None:

@@ -92,7 +92,7 @@ def classes_of(name: str, source: str) -> int | None:
     if source in ("random", "timm") or (source == "auto" and not shipped.exists()):
         return None
     state = read_state(shipped if source == "auto" else Path(source))
-    head = next((state[k] for k in ("head.weight", "fc.weight") if k in state), None)
+    head = next((state[k] for k in ("head.weight", "fc.weight", f"{PRETEXT}classify.weight") if k in state), None)
     return None if head is None else len(head)
 
 

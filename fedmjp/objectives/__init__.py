@@ -46,6 +46,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
         "mp3": "fedmjp.objectives.mp3:MP3",
         "droppos": "fedmjp.objectives.droppos:DropPos",
         "mst": "fedmjp.objectives.mst:MST",
+        "segmentation": "fedmjp.objectives.segmentation:Segmentation",
     },
     group="fedmjp.objectives",
     base="fedmjp.objectives.base:Objective",

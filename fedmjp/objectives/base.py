@@ -30,7 +30,8 @@ class TrainingBatch:
 
     Attributes:
         views: what `Objective.views` made of the images, each after the defence on the input; mostly one.
-        labels: (B,) int64, or (B, classes) probabilities (smoothed or mixed labels), or None.
+        labels: (B,) int64, or (B, classes) probabilities (smoothed or mixed labels), or None; of an objective
+            `per_pixel` (B, H, W) int64, as they were before the defence.
         generator: a CPU generator for the objective's own random numbers, the same for the same step.
         progress: share of the training that is done, in [0, 1).
     """
@@ -47,12 +48,16 @@ class Objective:
 
     Attributes:
         needs_labels: whether the loss reads labels. Mixing and smoothing of labels are for such objectives only.
+        per_pixel: whether labels are maps, a class for each pixel; such an objective is trained centrally.
+        score: name of what `evaluate` measures, for a table.
         accuracy_of: what the accuracy of `evaluate` counts, in words for a table.
         recipe: how the paper trains, where that differs from `fedmjp.training.config`: field of `Recipe` or
             `StartConfig` -> value. They become the defaults of `fedmjp.train --objective NAME`.
     """
 
     needs_labels: ClassVar[bool] = False
+    per_pixel: ClassVar[bool] = False
+    score: ClassVar[str] = "accuracy"
     accuracy_of: ClassVar[str] = "images"
     recipe: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 

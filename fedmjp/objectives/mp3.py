@@ -6,7 +6,9 @@ patches (section 3.2). A linear head D -> N reads all patches, and with h_i the 
 
     L = (1 / N) sum_i CE(W h_i + b, i),
 
-context or not. For fine-tuning the head is dropped and class token, classifier and positions are new.
+context or not. Of words, whose frames are small parts of a sequence, a share of the places is given (`given`, section
+4.3: 5 %, without masks): the fixed sinusoids are added to those patches, and only the others are predicted, which the
+paper leaves open. For fine-tuning the head is dropped and class token, classifier and positions are new.
 
 Departs from the paper: attention over the context is computed as full attention under a mask (timm's `attn_mask`), so
 the time of a step does not fall with eta as in the paper's Table 2. The class token is left out here, since the paper
@@ -52,11 +54,17 @@ class MP3(PositionPrediction):
 
     eta: float = 0.75
     """Share of patches that are no context, in [0, 1) (paper: 0.5 CIFAR-100, 0.8 Tiny-ImageNet, 0.75 ImageNet)."""
+    given: float = 0.0
+    """Share of patches whose place is given, in [0, 1) (paper: 0, and 0.05 on Speech Commands)."""
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
         if not 0 <= self.eta < 1:
             raise UsageError(f"eta of objective 'mp3' must lie in [0, 1): at {self.eta} no patch is context")
+        if not 0 <= self.given < 1:
+            raise UsageError(
+                f"given of objective 'mp3' must lie in [0, 1): at {self.given} no place is to be predicted"
+            )
 
     def model_name(self, name: str) -> str:
         """NAME_nope."""
@@ -86,24 +94,36 @@ class MP3(PositionPrediction):
         nn.init.zeros_(module.pretext.bias)
 
     def predict(self, model: BuiltModel, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Logits (B, N, N) of every patch's place, and the places (B, N)."""
+        """Logits (B, M, N) of the places of the M patches whose place is not given, and those places (B, M)."""
         import torch
 
-        from fedmjp.objectives.places import members, random_subsets
+        from fedmjp.objectives.places import gather_tokens, members, random_subsets
 
-        total = model.module.patch_embed.num_patches
+        total, device = model.module.patch_embed.num_patches, images.device
         count = count_kept(total, self.eta, rounds_up=True)
-        context = members(random_subsets(len(images), total, count, generator, images.device), total)
-        logits = place_logits(model.module, model.normalise(images), context)
-        return logits, torch.arange(total, device=images.device).expand(len(images), -1)
+        context = members(random_subsets(len(images), total, count, generator, device), total)
+        asked = count_kept(total, self.given, rounds_up=False)
+        if asked == total:
+            logits = place_logits(model.module, model.normalise(images), context)
+            return logits, torch.arange(total, device=device).expand(len(images), -1)
+        places = random_subsets(len(images), total, asked, generator, device)
+        logits = place_logits(model.module, model.normalise(images), context, ~members(places, total))
+        return gather_tokens(logits, places), places
 
 
-def place_logits(module: nn.Module, images: Tensor, context: Tensor) -> Tensor:
+def place_logits(module: nn.Module, images: Tensor, context: Tensor, given: Tensor | None = None) -> Tensor:
     """Logits (B, N, N) of every patch's place.
 
     Args:
         module: with the head of `MP3.attach`.
         images: (B, C, H, W), normalised.
         context: (B, N) bool, at least one True a row: the patches that give keys and values.
+        given: (B, N) bool, the patches to which the fixed position embedding is added; None for none.
     """
-    return module.pretext(module.encode(module.patch_embed(images), context[:, None, None, :]))
+    from fedmjp.models.vit import fixed_positions
+
+    patches = module.patch_embed(images)
+    if given is not None:
+        table = fixed_positions(module.patch_embed.grid_size, module.embed_dim).to(patches)
+        patches = patches + given[..., None] * table
+    return module.pretext(module.encode(patches, context[:, None, None, :]))

@@ -7,9 +7,10 @@ Grids are (rows, columns) with N = rows * columns patches in raster order, as ti
 from __future__ import annotations
 
 import torch
-from timm.layers import build_sincos2d_pos_embed
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fedmjp.models.vit import fixed_positions
 
 
 def random_subsets(batch: int, total: int, count: int, generator: torch.Generator, device: torch.device) -> Tensor:
@@ -62,8 +63,7 @@ def sincos_table(grid: tuple[int, int], width: int, prefix: int) -> Tensor:
     Args:
         width: D, a multiple of 4.
     """
-    table = build_sincos2d_pos_embed(list(grid), dim=width)  # (N, D)
-    return F.pad(table, (0, 0, prefix, 0))[None]
+    return F.pad(fixed_positions(grid, width), (0, 0, prefix, 0))[None]
 
 
 @torch.no_grad()

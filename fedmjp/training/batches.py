@@ -1,8 +1,8 @@
 """Training batches: order, augmentation and mixing, all by timm.
 
-Cropping, flipping and RandAugment act on single images; erasing, Mixup and CutMix act on the batch, as in timm's
-prefetching loader. Except for erased pixels the result stays in [0, 1], so that the defence's jigsaw and the
-objective's normalisation get the same kind of input as in a client.
+Cropping, flipping and RandAugment act on single images (`fedmjp.training.augmentation`); erasing, Mixup and CutMix act
+on the batch, as in timm's prefetching loader. Except for erased pixels the result stays in [0, 1], so that the
+defence's jigsaw and the objective's normalisation get the same kind of input as in a client.
 
 Departs from DeiT: a data set returns its images already at the model's size, so a random crop is taken from that square
 and not from the file at its full resolution.
@@ -11,57 +11,21 @@ and not from the file at its full resolution.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 import torch
-from PIL import Image
-from timm.data import create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from timm.utils import random_seed
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from attacks import UsageError
 from fedmjp.data import ImageSet
 from fedmjp.models import BuiltModel
+from fedmjp.training.augmentation import augmented
 from fedmjp.training.config import Recipe
-
-# Decoded images are kept in memory up to this size; a larger set is decoded again in every epoch.
-KEPT_BYTES = 1 << 30
-
-
-class Augmented(Dataset):
-    """Images of a set with random cropping, flipping and RandAugment, drawn anew at each access.
-
-    Args:
-        images: the set.
-        recipe: gives `smallest_crop` and `rand_augment`.
-    """
-
-    def __init__(self, images: ImageSet, recipe: Recipe) -> None:
-        self.images = images
-        pixels = len(images) * 3 * images.size**2
-        self.kept = _decoded(images) if pixels <= KEPT_BYTES else None
-        self.transform = create_transform(
-            images.size,
-            is_training=True,
-            scale=(recipe.smallest_crop, 1.0),
-            color_jitter=None,
-            auto_augment=None if recipe.rand_augment == "none" else recipe.rand_augment,
-            interpolation="bicubic",
-            normalize=False,
-        )
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Image number `index`, augmented, (3, size, size) uint8, and its label."""
-        pixels = _decode(self.images, [index])[0] if self.kept is None else self.kept[index]
-        return self.transform(Image.fromarray(pixels)), int(self.images.labels[index])
 
 
 class Batches:
@@ -82,7 +46,7 @@ class Batches:
         if len(images) < recipe.batch_size:
             raise UsageError(f"--batch-size {recipe.batch_size} is more than the {len(images)} training images")
         self.recipe, self.model, self.seed, self.classes = recipe, model, seed, len(images.classes)
-        dataset = Augmented(images, recipe)
+        dataset = augmented(images, recipe)
         self.sampler = RepeatAugSampler(dataset, num_replicas=1, rank=0, num_repeats=recipe.repeats, selected_round=0)
         self.loader = DataLoader(dataset, recipe.batch_size, sampler=self.sampler, num_workers=workers, drop_last=True)
         self.mixup = None
@@ -95,7 +59,8 @@ class Batches:
         return len(self.loader)
 
     def epoch(self, number: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of epoch `number` (from 1): images (B, C, H, W) and soft labels (B, classes), on `device`.
+        """The batches of epoch `number` (from 1): images (B, C, H, W) and soft labels (B, classes) or label maps
+        (B, H, W) int64, on `device`.
 
         All global random generators are seeded first, so that an epoch's batches do not depend on earlier epochs.
         """
@@ -105,27 +70,13 @@ class Batches:
         erase = RandomErasing(self.recipe.erasing, mode="pixel", device=str(device))
         mean, std = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (self.model.mean, self.model.std))
         for pixels, labels in self.loader:
-            images, labels = pixels.to(device).float().div_(255), labels.to(device)
+            images, labels = pixels.to(device), labels.to(device)
+            images = images.float().div_(255) if images.dtype == torch.uint8 else images
             if self.recipe.erasing:
                 images = erase(self.model.normalise(images)) * std + mean
-            yield self._mixed(images, labels)
+            yield (images, labels) if labels.ndim > 1 else self._mixed(images, labels)
 
     def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         if self.mixup is not None:
             return self.mixup(images, labels)
         return images, mixup_target(labels, self.classes, smoothing=self.recipe.label_smoothing)
-
-
-@lru_cache(maxsize=1)
-def _decoded(images: ImageSet) -> np.ndarray:
-    """All images of a set, (n, size, size, 3) uint8, cached for consecutive trainings; must not be written to."""
-    return _decode(images, range(len(images)))
-
-
-def _decode(images: ImageSet, indices: range | list[int]) -> np.ndarray:
-    """The images at `indices`, (B, size, size, 3) uint8."""
-    pixels = np.empty((len(indices), images.size, images.size, 3), dtype=np.uint8)
-    for start in range(0, len(indices), 1024):
-        part = images.images(indices[start : start + 1024])
-        pixels[start : start + len(part)] = part.mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-    return pixels

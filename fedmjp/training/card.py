@@ -23,7 +23,7 @@ CARD = """# {name}, {data}
 
 | | |
 |---|---|
-| top-1 accuracy of this file | {accuracy:.1%} of {accuracy_of}{tests} test images, undefended |
+| {score} of this file | {accuracy:.1%} of {accuracy_of}{tests} test images, undefended |
 | training images | {images} of {data}, {classes} classes |
 | data | {provenance} |
 | start | {start} |
@@ -79,6 +79,7 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
         "name": trainer.model.name,
         "summary": _summary(config, steps * config.recipe.batch_size),
         "accuracy": accuracy,
+        "score": "top-1 accuracy" if objective.score == Objective.score else objective.score,
         "accuracy_of": "" if objective.accuracy_of == Objective.accuracy_of else f"{objective.accuracy_of} in ",
         "objective": ", ".join([split_entry(config.objective, "--objective")[0], *_options(objective)]),
         "tests": len(data.test),

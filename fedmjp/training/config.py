@@ -17,7 +17,7 @@ import tyro
 
 from attacks.registry import UsageError
 from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, ModelConfig
-from fedmjp.data.catalog import split_source
+from fedmjp.data.catalog import IMAGES, LABEL_MAPS, SPEECH, require_kind
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import MODELS, split_name
@@ -165,7 +165,7 @@ class TrainConfig:
         self.chosen_objective().check(self.model.model, self.defence())
         self._validate_labels()
         self.start.validate(self.model)
-        split_source(self.data.data)
+        self._validate_kind()
         if self.model.block != "standard":
             raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")
         recipe = self.recipe
@@ -191,13 +191,36 @@ class TrainConfig:
         if self.workers < 0 or self.threads < 0 or self.seed < 0:
             raise UsageError("--workers, --threads and --seed must not be negative")
 
+    def _validate_kind(self) -> None:
+        """Data, model and objective are of images, of label maps, or of speech."""
+        model, recipe = self.model.model, self.recipe
+        if not MODELS.get(split_name(model)[0]).speech:
+            kind = LABEL_MAPS if self.chosen_objective().per_pixel else IMAGES
+            require_kind(self.data.data, kind, f"--objective {self.objective}")
+            return
+        if self.chosen_objective().per_pixel:
+            raise UsageError(f"--objective {self.objective} needs a model of images, not {model}")
+        require_kind(self.data.data, SPEECH, f"--model {model}")
+        unused = {"rand_augment": "none", "smallest_crop": 1, "mixup": 0, "cutmix": 0, "erasing": 0}
+        wrong = [f"{_flag(o)} {value}" for o, value in unused.items() if getattr(recipe, o) != value]
+        if wrong:
+            raise UsageError(f"--model {model} hears words, which are shifted in time only; pass {' '.join(wrong)}")
+
     def _validate_labels(self) -> None:
-        """Mixing images and smoothing labels are of no use to an objective without labels."""
-        recipe = self.recipe
+        """Mixing images and smoothing labels are of no use to an objective without labels, or with label maps."""
+        recipe, objective = self.recipe, self.chosen_objective()
         used = [_flag(o) for o in ("mixup", "cutmix", "label_smoothing") if getattr(recipe, o) > 0]
-        if used and not self.chosen_objective().needs_labels:
-            off = " ".join(f"{flag} 0" for flag in used)
+        off = " ".join(f"{flag} 0" for flag in used)
+        if used and not objective.needs_labels:
             raise UsageError(f"--objective {self.objective} has no labels to mix or smooth; pass {off}")
+        if used and objective.per_pixel:
+            raise UsageError(
+                f"--objective {self.objective} has label maps, which are not mixed or smoothed; pass {off}"
+            )
+        if recipe.rand_augment != "none" and objective.per_pixel:
+            raise UsageError(
+                f"--rand-augment would move pixels away from the labels of --objective {self.objective}; pass none"
+            )
 
 
 def default_config(objective: str) -> TrainConfig:

@@ -35,10 +35,8 @@ def train(config: TrainConfig, console: Console) -> Path:
     for number in range(len(history) + 1, config.recipe.epochs + 1):
         history.append(_epoch(trainer, number, console))
         folder.save(trainer.state(), history)
-    accuracy = export(trainer, history, folder.weights)
-    console.print(
-        f"float16 weights: accuracy {accuracy:.2%} ({trainer.learner.objective.accuracy_of})", highlight=False
-    )
+    accuracy, objective = export(trainer, history, folder.weights), trainer.learner.objective
+    console.print(f"float16 weights: {objective.score} {accuracy:.2%} ({objective.accuracy_of})", highlight=False)
     return folder.weights
 
 
@@ -50,8 +48,9 @@ def _epoch(trainer: Trainer, number: int, console: Console) -> dict[str, float]:
         task = bar.add_task(title, total=len(trainer.batches))
         line = trainer.epoch(number, lambda loss: bar.update(task, advance=1, description=f"{title}, loss {loss:.3f}"))
     console.print(
-        f"{title}  loss {line['train_loss']:.3f}  test loss {line['test_loss']:.3f}  accuracy "
-        f"{line['test_accuracy']:.2%}  {line['train_seconds']:.0f} s  {line['images_per_second']:.0f} images/s",
+        f"{title}  loss {line['train_loss']:.3f}  test loss {line['test_loss']:.3f}  "
+        f"{trainer.learner.objective.score} {line['test_accuracy']:.2%}  {line['train_seconds']:.0f} s  "
+        f"{line['images_per_second']:.0f} images/s",
         highlight=False,
     )
     return line

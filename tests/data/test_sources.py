@@ -15,6 +15,7 @@ from attacks.registry import UsageError
 from fedmjp.data import SOURCES, load_data
 
 NAMES = ["photos", "folder:PATH", "cifar10", "cifar100", "tiny-imagenet", "imagenet"]
+NAMES += ["masks:PATH", "mosaics", "speech:PATH", "spoken"]
 SNIPPET = """
 import sys, fedmjp.data
 print(sorted({"flwr", "flwr_datasets", "datasets", "skimage"} & set(sys.modules)))

@@ -1,0 +1,1 @@
+"""UPerNet on small encoders, with and without MJP."""

@@ -1,0 +1,90 @@
+"""What is rendered from the rows of segmentation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.rendering import Rendering, csv, difference, interval, markdown_table, read_rows
+from experiments.scaffold import PAPER
+from experiments.segmentation.options import lines_of
+from experiments.trainings.seeds import verdict
+from fedmjp.metrics import t_interval
+from fedmjp.records.rows import Schema
+
+COLOUR = "colour alone"
+METRICS = {"miou": "mean IoU (%)", "macc": "mean accuracy (%)"}
+# One row a line and seed; `iou` lists the IoU of each class.
+ROWS = Schema(
+    keys=(
+        *("line", "model", "pretraining", "defense", "gamma", "seed", *METRICS, "iou", "test_loss", "train_loss"),
+        *("recipe", "images_seen", "train_seconds", "parameters", "weights", "provenance", "run_id"),
+        *("commit", "version", "torch_version", "device"),
+    ),
+    identity=("line", "seed"),
+)
+
+
+def segmentation_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line a training and metric.
+
+    Args:
+        rows: of `ROWS`.
+
+    Returns:
+        columns line, metric, value_mean, value_low, value_high (Student's 95 % interval over seeds), seeds, against,
+        difference_mean, difference_low, difference_high (paired by seed), paper_difference and verdict
+        (`trainings.seeds.verdict`).
+    """
+    models = tuple(dict.fromkeys(line.split(",")[0] for line in rows["line"] if line != COLOUR))
+    against = {line.name: line.against for line in lines_of(models, models)}
+    paper = pd.read_csv(PAPER / "mjp_supplement_table3.csv").set_index("line")
+    by_line = {name: group.set_index("seed") for name, group in rows.groupby("line", sort=False)}
+    lines = []
+    for name, group in by_line.items():
+        for metric in METRICS:
+            own = t_interval(group[metric].to_numpy())
+            line = {"line": name, "metric": metric}
+            line |= {"value_mean": own.mean, "value_low": own.low, "value_high": own.high}
+            line |= {"seeds": own.count, "against": against.get(name, "")}
+            if line["against"] in by_line:
+                found = t_interval((group[metric] - by_line[line["against"]][metric]).dropna().to_numpy())
+                theirs = math.nan
+                if name.endswith("pre-trained with MJP") and name.startswith("swin"):
+                    theirs = round(paper.loc["Swin-Tiny + MJP", metric] - paper.loc["Swin-Tiny", metric], 2)
+                line |= {"difference_mean": found.mean, "difference_low": found.low, "difference_high": found.high}
+                line |= {"paper_difference": theirs, "verdict": verdict(theirs, found)}
+            lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def segmentation_files(folder: Path) -> dict[str, str]:
+    """table.csv."""
+    return {"table.csv": csv(segmentation_table(read_rows(folder, ROWS)), 5)}
+
+
+def segmentation_block(folder: Path) -> str:
+    """The table as Markdown, a line a training."""
+    heads = ["trained", "seeds"]
+    for words in METRICS.values():
+        heads += [words, "difference"]
+    lines = []
+    for name, group in pd.read_csv(folder / "table.csv").groupby("line", sort=False):
+        own = group.set_index("metric")
+        cells = [str(name), str(group["seeds"].iloc[0])]
+        for metric in METRICS:
+            row = own.loc[metric]
+            cells += [interval(row, "value", 1), _difference(row)]
+        lines.append(cells)
+    return markdown_table(heads, lines)
+
+
+def _difference(row: pd.Series) -> str:
+    cell = difference(row)
+    return cell if pd.isna(row["verdict"]) else f"{cell} (paper {row['paper_difference']:+g}: {row['verdict']})"
+
+
+SEGMENTATION = Rendering("segmentation", segmentation_files, {"segmentation": segmentation_block})
+RENDERINGS = (SEGMENTATION,)
