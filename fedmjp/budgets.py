@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attacks import Attack
 
 AUTO, ALL = "auto", "all"  # instead of names of attacks (`fedmjp.audit.suite`)
+DEFAULT_BUDGET = 10.0  # seconds of one CPU core that the suite plans for each update
 EVERY = ""  # the name under which a bare number is kept
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attacks import ATTACKS, Attack, Observation, ThreatModel, UsageError
-from fedmjp.budgets import ALL, AUTO, build_attack
+from fedmjp.budgets import ALL, AUTO, DEFAULT_BUDGET, build_attack
 
-DEFAULT_BUDGET = 10.0  # seconds of one CPU core for each update
 OVERRUN = 1.2  # times the budget from which on it is said what took longer
 BY_NAME_ONLY = "repeats another attack with another package; run it by name or with --attacks all"
 

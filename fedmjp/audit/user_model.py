@@ -28,9 +28,9 @@ from fedmjp.audit.inputs import (
     repeated_images,
     unwrap,
 )
-from fedmjp.audit.suite import DEFAULT_BUDGET, Suite, select_attacks
+from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.audit.verdict import judge
-from fedmjp.budgets import AUTO, named_attacks
+from fedmjp.budgets import AUTO, DEFAULT_BUDGET, named_attacks
 from fedmjp.metrics import load_lpips
 from fedmjp.records.rows import METRICS, OPTIONAL, ROW_KEYS
 

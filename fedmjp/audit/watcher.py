@@ -32,10 +32,9 @@ from fedmjp.audit.folder import AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import Scored, answer, explained
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
 from fedmjp.audit.observe import model_as_sent
-from fedmjp.audit.suite import DEFAULT_BUDGET
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
-from fedmjp.budgets import AUTO
+from fedmjp.budgets import AUTO, DEFAULT_BUDGET
 from fedmjp.metrics import METRIC_DIRECTIONS
 from fedmjp.records.rows import load_rows
 from fedmjp.records.run_folder import save_image

@@ -54,10 +54,11 @@ def test_rows_say_what_was_trained(whole) -> None:
 
 
 def test_limits_are_told_in_the_rows_own_figures(whole) -> None:
-    text = limits(whole)
+    text = limits(whole, True)
     assert "saw 16 images" in text
     kept = whole[(whole["line"] == "A") & (whole["gamma"] == 0.5)]["consistency"].mean()
     assert f"A plain vit_micro_32 keeps {kept:.1f} %" in text
+    assert "the paper" not in limits(whole, False)
 
 
 def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path, monkeypatch) -> None:

@@ -13,8 +13,8 @@ from experiments.scaffold import DefendedOptions, check_names, check_positive
 from fedmjp.budgets import ALL, AUTO
 
 ATTACKS_USED = (
-    f"Attacks to run: all, or names. There is no auto: it keeps to a time, and the time of a search is what --steps "
-    f"sets here. Choose from: all, {', '.join(ATTACKS)}."
+    "Attacks to run: all, or names. There is no auto: it keeps to a time, and here the steps that are asked set the "
+    f"time of a search. Choose from: all, {', '.join(ATTACKS)}."
 )
 
 

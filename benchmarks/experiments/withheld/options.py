@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attacks.registry import UsageError
 from experiments.scaffold import AttackOptions, check_positive
-from fedmjp.audit.suite import DEFAULT_BUDGET
+from fedmjp.budgets import DEFAULT_BUDGET
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from experiments.session import AttackSession
 from experiments.withheld.groups import GROUPS, without
 from experiments.withheld.options import Options
 from experiments.withheld.render import WITHHELD
-from fedmjp.audit.harness import BASELINES, Scored, run_attack
+from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.suite import select_attacks
 from fedmjp.audit.victims import Setting, Subject, Victims
@@ -23,7 +23,7 @@ from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model, resize_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
-from fedmjp.records.rows import RowLog
+from fedmjp.records.rows import BASELINES, RowLog
 
 PLAIN = Setting("plain", defended=False, hidden=False, against="original")
 
