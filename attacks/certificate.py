@@ -178,4 +178,5 @@ def _labels(compared: Mapping[str, Tensor], logits: Tensor) -> Tensor | None:
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:
-    return sum(float(g.detach().double().square().sum()) for g in gradients.values()) ** 0.5
+    norms = (torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for g in gradients.values())
+    return sum(float(norm) ** 2 for norm in norms) ** 0.5

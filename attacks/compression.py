@@ -6,7 +6,7 @@ columns only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +55,23 @@ def find_precision(observation: Observation, values: Mapping[str, Tensor]) -> Fi
             name = str(kind).removeprefix("torch.")
             return Finding("precision", f"all {what} are {name} numbers: {MEANS}")
     large = [g for g in values.values() if g.numel() >= LEAST_LARGE]
-    coarse = [len(s.unique()) <= min(256, s.count_nonzero() // 4) for s in map(sample, large)]
-    if coarse and sum(coarse) > ALMOST_ALL * len(coarse):
+    coarse = (len(s.unique()) <= min(256, s.count_nonzero() // 4) for s in map(sample, large))
+    if _almost_all(coarse, len(large)):
         return Finding("precision", f"no parameter's gradient has more than 256 different values (int8): {MEANS}")
     tables = [g.flatten(1) for g in large if g.dim() > 1]
-    coarse = [any(_on_a_grid(rows[:SOME_ROWS]) for rows in (table, table.mT)) for table in tables]
-    if coarse and sum(coarse) > ALMOST_ALL * len(coarse):
+    if _almost_all((any(_on_a_grid(rows[:SOME_ROWS]) for rows in (table, table.mT)) for table in tables), len(tables)):
         return Finding("precision", f"each channel's gradient lies on a grid of 256 values of its own (int8): {MEANS}")
     return None
+
+
+def _almost_all(checks: Iterable[bool], count: int) -> bool:
+    """Whether more than `ALMOST_ALL` of `count` checks hold; none is made once too many have failed."""
+    failed = 0
+    for holds in checks:
+        failed += not holds
+        if count - failed <= ALMOST_ALL * count:
+            return False
+    return count > 0
 
 
 def _on_a_grid(rows: Tensor) -> bool:
@@ -85,6 +94,9 @@ def find_sparsification(observation: Observation, values: Mapping[str, Tensor]) 
         if gradient.dim() not in (2, 4) or name.rpartition(".")[0] in tables:
             continue
         rows = gradient.flatten(1)
+        if rows.all():
+            entries += rows.numel()
+            continue
         rows = rows[(rows != 0).any(dim=1)][:, (rows != 0).any(dim=0)]
         zeros, entries = zeros + int((rows == 0).sum()), entries + rows.numel()
     if entries < LEAST_ENTRIES or zeros < SPARSE * entries or _is_rounded(observation, values):

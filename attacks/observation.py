@@ -104,8 +104,8 @@ class Observation:
         """Euclidean norm of the whole update."""
         import torch
 
-        squares = [g.detach().to(torch.float64).square().sum() for g in self.gradients.values()]
-        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+        norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for g in self.gradients.values()]
+        return float(torch.stack(norms).norm()) if norms else 0.0
 
     def to_pixels(self, normalised: Tensor) -> Tensor:
         """Map normalised images (B, C, H, W) back to [0, 1], clipped."""
