@@ -17,6 +17,7 @@ labels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from attacks.tokenizer import logits_of
 ROUND_OFF_UNITS, EDGE = 4.0, 2.0
 # Share of dL/db that p - y may leave unexplained.
 MISFIT = 1e-2
+# The classifiers found, by model and shape of its images: which layer it is does not depend on the weights.
+_CLASSIFIERS: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], str | None]] = WeakKeyDictionary()
 # Classes from which on smoothed labels, two numbers more, leave something to check.
 LEAST_SMOOTHED = 5
 
@@ -75,12 +78,20 @@ def read_step(observation: Observation, relative_error: float = 0.0) -> Step | N
 def find_classifier(observation: Observation) -> str | None:
     """Name of the linear layer whose output, for one image, are the model's logits; None where there is none.
 
-    One forward pass on a grey image; a model that would change by it (batch norms in training mode) has none.
+    One forward pass on a grey image, once for each model; a model that would change by it (batch norms in training
+    mode) has none.
     """
-    model = observation.model
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    model, key = observation.model, observation.image_shape
     if any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
         return None
+    known = _CLASSIFIERS.setdefault(model, {})
+    if key not in known:
+        known[key] = _find_classifier(model, key)
+    return known[key]
+
+
+def _find_classifier(model: nn.Module, image_shape: tuple[int, int, int]) -> str | None:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     outputs: dict[str, Tensor] = {}
     handles = [
         module.register_forward_hook(lambda _, __, output, name=name: outputs.__setitem__(name, output))
@@ -89,7 +100,7 @@ def find_classifier(observation: Observation) -> str | None:
     try:
         like = next(model.parameters())
         with torch.no_grad():
-            logits = logits_of(model(torch.zeros(1, *observation.image_shape, dtype=like.dtype, device=like.device)))
+            logits = logits_of(model(torch.zeros(1, *image_shape, dtype=like.dtype, device=like.device)))
     except Exception:  # a model that takes no bare image says nothing of its classifier
         return None
     finally:
