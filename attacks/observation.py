@@ -104,7 +104,8 @@ class Observation:
         """Euclidean norm of the whole update."""
         import torch
 
-        norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for g in self.gradients.values()]
+        numbers = (g.detach() if g.is_floating_point() else g.double() for g in self.gradients.values())
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in numbers]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
     def to_pixels(self, normalised: Tensor) -> Tensor:
