@@ -52,7 +52,7 @@ CAUSES = {
     "top_k": "top-k",
     "batch_of_two": "the batch holds 2 images",
     "repeated_image": "1 different image",
-    "summed": "differs from the one given",
+    "summed": "a sum of at least 2 different",
     "other_weights": "the weights are those before the step",
     "dropout": "training mode with dropout",
     "flipped": "differs from the one given",
