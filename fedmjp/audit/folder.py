@@ -125,7 +125,7 @@ class AuditFolder:
 
         description = {
             "run_id": self.subject.run_id(),
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": provenance.command(Path(sys.argv[0]).name),
             "config": dict(options),
             "versions": provenance.versions(),
             "commit": provenance.commit(),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +31,10 @@ PACKAGES = (
     "numpy",
     "pandas",
 )
+
+
+# The folders of an absolute path at the beginning of an argument or of a value in it (MODEL=PATH, folder:PATH).
+FOLDERS = re.compile(r"(^|[=:,])/(?:[^/,=:]+/)*(?=[^/,=:])")
 
 
 @lru_cache
@@ -123,3 +129,12 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
         elif before.get(key) != value:
             found.add(key)
     return found
+
+
+def command(program: str) -> str:
+    """The command line of this process, with `program` for what was started.
+
+    Of an absolute path only its last part stays (`.../cifar10`), because results are published and the folders of one
+    machine mean nothing on another.
+    """
+    return " ".join([program, *(FOLDERS.sub(r"\1.../", argument) for argument in sys.argv[1:])])

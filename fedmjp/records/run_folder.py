@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import shutil
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -61,7 +60,7 @@ class RunFolder:
             raise UsageError(f"--out {self.out} cannot be written to; pass another folder")
         self.description |= {
             "run_id": self.run_id,
-            "command": "python -m fedmjp.simulate " + " ".join(sys.argv[1:]),
+            "command": provenance.command("python -m fedmjp.simulate"),
             "config": identity,
             "versions": provenance.versions(),
             "commit": provenance.commit(),

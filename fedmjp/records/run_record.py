@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def note_run(
     lists = {**(joined or {}), "commits": commits, "devices": devices}
     record = {
         **before,
-        "commands": [*before.get("commands", []), " ".join([program, *sys.argv[1:]])],
+        "commands": [*before.get("commands", []), provenance.command(program)],
         **more,
         "versions": provenance.versions(),
         **{name: sorted({*before.get(name, []), *values}) for name, values in lists.items()},

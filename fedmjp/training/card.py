@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ CARD = """# {name}, {data}
 | commit | {commit} |
 | torch, timm | {torch}, {timm} |
 
-    python -m fedmjp.train {command}
+    {command}
 
 Weights are stored as float16. They are released under this project's licence; the images they were trained on are no
 part of it and have terms of their own.
@@ -98,7 +97,7 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
         "commit": provenance.commit(),
         "torch": torch.__version__,
         "timm": versions["timm"],
-        "command": " ".join(sys.argv[1:]),
+        "command": provenance.command("python -m fedmjp.train"),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,31 @@ def test_other_options_are_refused(now: dict, said: str) -> None:
 def test_another_commit_is_refused() -> None:
     with pytest.raises(UsageError, match="out was begun at commit abc1234"):
         provenance.require_same(Path("out"), "run", {"config": OPTIONS, "commit": "abc1234"}, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "recorded"),
+    [
+        ("/home/me/cifar10", ".../cifar10"),
+        ("vit_ti=/home/me/weights/vit.safetensors", "vit_ti=.../vit.safetensors"),
+        ("folder:/home/me/pictures/", "folder:.../pictures/"),
+        ("runs/cifar10", "runs/cifar10"),
+        ("mjp:gamma=0.1,dal=none", "mjp:gamma=0.1,dal=none"),
+    ],
+)
+def test_a_recorded_command_does_not_say_where_a_machine_keeps_its_files(argument, recorded, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark.py", "--data", argument])
+    assert provenance.command("python benchmark.py") == f"python benchmark.py --data {recorded}"
+
+
+def test_no_committed_record_holds_an_absolute_path() -> None:
+    def strings(value: object) -> list[str]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return [value] if isinstance(value, str) else [text for part in parts for text in strings(part)]
+
+    records = sorted((Path(__file__).parents[2] / "results").rglob("run.json"))
+    assert len(records) > 20
+    for record in records:
+        words = " ".join(strings(json.loads(record.read_text(encoding="utf-8")))).split()
+        assert words
+        assert not [word for word in words if provenance.FOLDERS.search(word)], record
