@@ -90,6 +90,10 @@ class StartConfig:
             raise UsageError(f"--drop-path needs a plain ViT, not {model.model}")
 
 
+# The recipe with every augmentation left out, for short trainings that name the rest themselves.
+UNAUGMENTED = Recipe(repeats=1, rand_augment="none", smallest_crop=1, mixup=0, cutmix=0, erasing=0)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a Vision Transformer in one place, on the model, data, loss and defence that a federation's clients use."""

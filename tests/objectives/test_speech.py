@@ -22,8 +22,9 @@ from fedmjp.models.vit import fixed_positions
 from fedmjp.objectives import TrainingBatch
 from fedmjp.objectives.mp3 import MP3
 from fedmjp.objectives.places import random_subsets
-from fedmjp.training import Recipe, TrainConfig
+from fedmjp.training import TrainConfig
 from fedmjp.training.batches import Batches
+from fedmjp.training.config import UNAUGMENTED
 from fedmjp.training.trainer import Trainer
 from tests.objectives import oracle
 from tests.objectives.test_position_prediction import draw, pictures, small
@@ -31,18 +32,7 @@ from tests.objectives.test_position_prediction import draw, pictures, small
 soundfile = pytest.importorskip("soundfile", reason="the extra speech is not installed")
 pytest.importorskip("librosa", reason="the extra speech is not installed")
 
-WORDS = Recipe(
-    epochs=8,
-    batch_size=8,
-    learning_rate=0.2,
-    warmup_epochs=1,
-    repeats=1,
-    rand_augment="none",
-    smallest_crop=1,
-    mixup=0,
-    cutmix=0,
-    erasing=0,
-)
+WORDS = dataclasses.replace(UNAUGMENTED, epochs=8, batch_size=8, learning_rate=0.2, warmup_epochs=1)
 
 
 @pytest.fixture(scope="module")

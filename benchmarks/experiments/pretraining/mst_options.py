@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attacks.registry import UsageError
-from experiments.scaffold import RowOptions
-from fedmjp.config import DataConfig, ModelConfig
+from experiments.pretraining.shared_options import PretrainingOptions
+from fedmjp.config import DataConfig
 from fedmjp.training.config import Recipe, TrainConfig, default_config
 
 DEFAULT = "default"
@@ -37,7 +37,7 @@ SMALL = "mst:outputs=256,hidden=256,bottleneck=64,local_crops=2,momentum=0.98"
 
 
 @dataclass(frozen=True)
-class MSTOptions(RowOptions):
+class MSTOptions(PretrainingOptions):
     """Pre-training with MST.  Tables 1 and 4 of its appendix, and its lambda_2 (section 10).
 
         python benchmarks/mst.py --data-path DIR
@@ -49,8 +49,6 @@ class MSTOptions(RowOptions):
     to --out; --resume trains what is missing.
     """
 
-    model: str = "vit_micro_32"
-    """A plain ViT."""
     objective: str = SMALL
     """What all lines share, as --objective of fedmjp.train; a line changes some of it."""
     lines: tuple[str, ...] = tuple(LINES)
@@ -60,8 +58,6 @@ class MSTOptions(RowOptions):
     """What is trained on; the same images for all lines of a seed."""
     recipe: Recipe = field(default_factory=lambda: SHORT)
     """How to train, all lines alike. The defaults are a short training."""
-    seeds: tuple[int, ...] = (0,)
-    """Each fixes weights, order, crops, masks, and the subsets of images, for all lines alike."""
     references: int = 5000
     """Training images whose features k-NN and linear probe read."""
     precision: Literal["auto", "float32", "bfloat16"] = "bfloat16"
@@ -77,8 +73,6 @@ class MSTOptions(RowOptions):
         strange = [name for name in self.lines if name not in LINES]
         if strange or not self.lines:
             raise UsageError(f"--lines takes names from: {', '.join(LINES)}; not {', '.join(strange) or 'none'}")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise UsageError("--seeds takes different numbers, at least one")
         images = self.data.train_limit or self.references
         if not max(KS) <= self.references <= images:
             raise UsageError(f"--references must lie between {max(KS)} and the training images, not {self.references}")
@@ -91,13 +85,4 @@ class MSTOptions(RowOptions):
         """The options of one training, as `python -m fedmjp.train` takes them."""
         changes = ",".join(f"{name}={value}" for name, value in LINES[line].items())
         joint = "," if ":" in self.objective else ":"
-        return TrainConfig(
-            objective=f"{self.objective}{joint}{changes}" if changes else self.objective,
-            model=ModelConfig(self.model, "random"),
-            data=self.data,
-            recipe=self.recipe,
-            precision=self.precision,
-            device=self.device,
-            threads=self.threads,
-            seed=seed,
-        )
+        return self.training(f"{self.objective}{joint}{changes}" if changes else self.objective, seed)

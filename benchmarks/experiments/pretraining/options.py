@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from attacks.registry import UsageError
-from experiments.scaffold import RowOptions, check_positive
-from fedmjp.config import DataConfig, ModelConfig
+from experiments.pretraining.shared_options import PretrainingOptions
+from experiments.scaffold import check_positive
 from fedmjp.objectives.droppos import DropPos
-from fedmjp.training.config import Recipe, TrainConfig
+from fedmjp.training.config import Recipe, TrainConfig, default_config
 
 # The 13 pre-trainings of Tables S1 to S3 of the DropPos supplement: name -> what differs from the default.
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -29,24 +30,13 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "tau_0.5": {"tau": 0.5},
 }
 GAMMAS, GAMMAS_POS = (0.0, 0.25, 0.5, 0.75), (0.25, 0.5, 0.75, 0.95)  # the 16 cases that each is measured in
-SHORT = Recipe(
-    epochs=2,
-    batch_size=128,
-    learning_rate=4e-3,
-    warmup_epochs=0.2,
-    label_smoothing=0.0,
-    clip_gradient=5.0,
-    repeats=1,
-    rand_augment="none",
-    smallest_crop=0.2,
-    mixup=0.0,
-    cutmix=0.0,
-    erasing=0.0,
+SHORT = dataclasses.replace(
+    default_config("droppos").recipe, epochs=2, batch_size=128, learning_rate=4e-3, warmup_epochs=0.2
 )
 
 
 @dataclass(frozen=True)
-class DropPosOptions(RowOptions):
+class DropPosOptions(PretrainingOptions):
     """Position accuracy of DropPos.  Tables S1 to S3 of its supplement.
 
         python benchmarks/droppos.py --data-path DIR
@@ -58,18 +48,12 @@ class DropPosOptions(RowOptions):
 
     model: str = "vit_mini_32"
     """A plain ViT."""
-    data: DataConfig = field(default_factory=lambda: DataConfig("cifar10", None, None, 2_000))
-    """What is trained on."""
     recipe: Recipe = field(default_factory=lambda: SHORT)
-    """How to train, all settings alike."""
+    """How to train, all alike. The defaults are a short training."""
     decoder_width: int = 192
     """Channels of the decoder (paper: 512, beside an encoder of 768)."""
     only: tuple[str, ...] = ()
     """Names of trainings (none given: all 13)."""
-    seeds: tuple[int, ...] = (0,)
-    """Each fixes weights, order and masks, for all settings alike."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of activations in training; accuracy is measured in float32."""
     out: Path = Path("runs/droppos")
     """Folder of rows and tables (the committed ones stand in results/droppos)."""
 
@@ -82,28 +66,17 @@ class DropPosOptions(RowOptions):
         """The options of one training, as `python -m fedmjp.train` takes them."""
         settings = {"decoder_width": self.decoder_width, **TRAININGS[name]}
         entry = ",".join(f"{option}={_text(value)}" for option, value in settings.items())
-        return TrainConfig(
-            objective=f"droppos:{entry}",
-            model=ModelConfig(self.model, "random"),
-            data=self.data,
-            recipe=self.recipe,
-            precision=self.precision,
-            device=self.device,
-            threads=self.threads,
-            seed=seed,
-        )
+        return self.training(f"droppos:{entry}", seed)
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         strange = [name for name in self.only if name not in TRAININGS]
         if strange:
             raise UsageError(f"unknown training {strange[0]!r}; choose from: {', '.join(TRAININGS)}")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise UsageError("--seeds takes different numbers, at least one")
+        super().validate()
         check_positive(self, "decoder_width")
         for name in self.chosen():
             self.config(name, self.seeds[0]).validate()
-        super().validate()
 
 
 def _text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,22 +11,11 @@ from attacks.registry import UsageError
 from experiments.scaffold import RowOptions, check_positive
 from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.data.catalog import SPEECH, require_kind
-from fedmjp.training.config import Recipe, StartConfig, TrainConfig
+from fedmjp.training.config import UNAUGMENTED, Recipe, StartConfig, TrainConfig
 
 SUPERVISED = "supervised"
 # Words are shifted in time and nothing else (`fedmjp.training.augmentation`); the rate is Adam's 1e-3 at 16 words.
-WORDS = Recipe(
-    epochs=20,
-    batch_size=16,
-    learning_rate=0.032,
-    warmup_epochs=2,
-    repeats=1,
-    rand_augment="none",
-    smallest_crop=1,
-    mixup=0,
-    cutmix=0,
-    erasing=0,
-)
+WORDS = dataclasses.replace(UNAUGMENTED, epochs=20, batch_size=16, learning_rate=0.032, warmup_epochs=2)
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class TrainingOptions(RowOptions):
 
     def pretraining_config(self, epochs: int, seed: int) -> TrainConfig:
         """The options of one pre-training, in a folder of its own."""
-        recipe = Recipe(**{**vars(self.recipe), "epochs": epochs, "label_smoothing": 0, "warmup_epochs": epochs / 10})
+        recipe = dataclasses.replace(self.recipe, epochs=epochs, label_smoothing=0, warmup_epochs=epochs / 10)
         objective, out = f"mp3:eta=0,given={self.given}", self.pretrained / f"mp3-{epochs}-{seed}"
         return self._config(recipe, seed, objective=objective, out=out, resume=True)
 

@@ -17,21 +17,12 @@ from attacks.registry import UsageError
 from experiments.scaffold import DeviceOptions
 from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.defenses import DEFENSES
-from fedmjp.training.config import DefenseOptions, Recipe, TrainConfig
+from fedmjp.training.config import UNAUGMENTED, DefenseOptions, Recipe, TrainConfig
 
 # One pass over a part of CIFAR-10 on a CPU core: rate and batch were chosen on one seed of a plain ViT of four blocks,
 # among rates of 0.016 to 0.064 and batches of 16 to 64, and are the same for every line.
-SHORT = Recipe(
-    epochs=1,
-    batch_size=32,
-    learning_rate=0.02,
-    warmup_epochs=0.1,
-    repeats=1,
-    rand_augment="none",
-    smallest_crop=0.7,
-    mixup=0,
-    cutmix=0,
-    erasing=0,
+SHORT = dataclasses.replace(
+    UNAUGMENTED, epochs=1, batch_size=32, learning_rate=0.02, warmup_epochs=0.1, smallest_crop=0.7
 )
 
 
