@@ -87,8 +87,10 @@ def repair(observation: Observation) -> tuple[Observation, list[Finding]]:
 
 def scaled_loss(factor: float) -> Finding:
     """A gradient that is `factor` times that of the mean cross-entropy."""
-    said = f"the gradient is {factor:.4g} times that of the mean cross-entropy (a summed or scaled loss): no hindrance"
-    return Finding("scaled_loss", said, fixed=True)
+    sentence = (
+        f"the gradient is {factor:.4g} times that of the mean cross-entropy (a summed or scaled loss): no hindrance"
+    )
+    return Finding("scaled_loss", sentence, fixed=True)
 
 
 def _findings(observation: Observation) -> Iterator[Finding | None]:
@@ -261,7 +263,7 @@ def _step(observation: Observation, error: float, clipped: bool) -> Finding | No
 
 
 def _scale(observation: Observation, step: Step | None) -> float:
-    """By what one step's update exceeds the gradient of the mean cross-entropy; 1 where that cannot be told."""
+    """By what one step's update exceeds the gradient of the mean cross-entropy; 1 where that is not known."""
     known = step is not None and observation.local_steps == 1
     return step.factor if known and abs(step.factor - 1) > SCALED else 1.0
 

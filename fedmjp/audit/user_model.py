@@ -69,25 +69,15 @@ def audit_gradient(
             tokens are not projection + position, or an unknown attack.
     """
     threat_model = threat_model or ThreatModel()
-    images = check_images(images)
-    shape = tuple(images.shape[1:])
-    mean, std = check_normalisation(mean or [0.0] * shape[0], std or [1.0] * shape[0], shape[0])
-    labels = None if labels is None else check_labels(labels, len(images))
-    model, findings = unwrap(model)
-    tokenizer = readable_tokenizer(model, shape)
-    gradients, renamed = check_gradients(model, gradients)
-    given = Observation(gradients, model, len(images), shape, mean, std, round=1, labels=labels)
-    images = images.to(next(iter(gradients.values())))
-    observation, recognised = repair(given)
-    findings += [*renamed, *recognised, *repeated_images(images)]
-    findings += check_reproduced(observation, images, recognised)
+    observation, images, findings = _observe(model, images, gradients, mean, std, labels)
+    tokenizer = readable_tokenizer(observation.model, observation.image_shape)
     if Capability.LABELS not in threat_model.grants:
         observation = replace(observation, labels=None)
     suite = choose_attacks(attacks, [observation], threat_model, budget)
     guesses = embedded_guesses(images)
     findings += [Finding("guesses", ORIGIN, fixed=True)] if guesses else []
     score_images = scorer(tokenizer.patch_size, load_lpips(lpips_net, lpips_weights, images.device))
-    subject = Subject(type(model).__name__, "own images", "scored against the original", threat_model)
+    subject = Subject(type(observation.model).__name__, "own images", "scored against the original", threat_model)
     scored = list(
         audit_update(
             [observation],
@@ -113,8 +103,32 @@ def audit_gradient(
         rows=table,
         originals=images,
         subject=subject,
-        options={"mean": mean, "std": std, "attacks": list(suite.chosen), "budget": budget},
+        options={"mean": observation.mean, "std": observation.std, "attacks": list(suite.chosen), "budget": budget},
     )
+
+
+def _observe(
+    model: nn.Module,
+    images: Tensor,
+    gradients: Mapping[str, Tensor],
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    labels: Tensor | None,
+) -> tuple[Observation, Tensor, list[Finding]]:
+    """The checked update as a server sees it, the images beside it, and what was found; see `audit_gradient`."""
+    images = check_images(images)
+    shape = tuple(images.shape[1:])
+    mean, std = check_normalisation(mean or [0.0] * shape[0], std or [1.0] * shape[0], shape[0])
+    labels = None if labels is None else check_labels(labels, len(images))
+    model, findings = unwrap(model)
+    readable_tokenizer(model, shape)  # refuses models that cannot be audited before anything is computed
+    gradients, renamed = check_gradients(model, gradients)
+    images = images.to(next(iter(gradients.values())))
+    given = Observation(gradients, model, len(images), shape, mean, std, round=1, labels=labels)
+    observation, recognised = repair(given)
+    findings += [*renamed, *recognised, *repeated_images(images)]
+    findings += check_reproduced(observation, images, recognised)
+    return observation, images, findings
 
 
 def readable_tokenizer(model: nn.Module, shape: tuple[int, int, int]) -> Tokenizer:

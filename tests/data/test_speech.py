@@ -138,10 +138,10 @@ def test_spoken_words_are_determined_by_seed_and_number() -> None:
     assert [one.classes[k] for k in one.train.labels] == [name.split("/")[0] for name in one.train.ids]
 
 
-def test_test_voices_are_not_heard_in_training(monkeypatch) -> None:
-    heard: dict[bool, set[str]] = {}
+def test_test_voices_are_not_used_in_training(monkeypatch) -> None:
+    used: dict[bool, set[str]] = {}
     for test in (False, True):
-        voices = heard.setdefault(test, set())
+        voices = used.setdefault(test, set())
 
         def speak(word, voice, speed, pitch, voices=voices):
             voices.add(voice.split("+")[1])
@@ -150,9 +150,9 @@ def test_test_voices_are_not_heard_in_training(monkeypatch) -> None:
         monkeypatch.setattr(spoken, "_speak", speak)
         clips = spoken.Spoken(test, 0, tuple(range(60)))
         assert all(clips(k).shape == (RATE,) and np.abs(clips(k)).max() <= 1 for k in range(60))
-    assert heard[False] == set(spoken.TRAIN_VOICES)
-    assert heard[True] == set(spoken.TEST_VOICES)
-    assert not heard[False] & heard[True]
+    assert used[False] == set(spoken.TRAIN_VOICES)
+    assert used[True] == set(spoken.TEST_VOICES)
+    assert not used[False] & used[True]
 
 
 def test_without_espeak_the_message_names_it(monkeypatch) -> None:

@@ -8,23 +8,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from torchvision.transforms import functional as TF
 
-from fedmjp import train as train_command
-from fedmjp.config import DataConfig, ModelConfig
+from fedmjp.config import ModelConfig
 from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES, ClientInput
-from fedmjp.evaluation.self_distillation import measure_pretext
 from fedmjp.objectives import Draws, Learner, TrainingBatch, read_objective
 from fedmjp.objectives.crop_encoder import encode_crops
-from fedmjp.objectives.crops import FIRST, Colours, blur, change_colours, jitter, random_crops
 from fedmjp.objectives.distillation import Teacher, distillation_loss, entropy, momentum_at, update_centre
 from fedmjp.objectives.mst import MST
 from fedmjp.objectives.mst_loss import mst_loss, pass_views, teach
 from fedmjp.objectives.restoration import patch_values
 from fedmjp.objectives.token_masks import BERT, candidates, draw_mask, replace_patches
-from fedmjp.training.config import default_config
-from fedmjp.training.trainer import Trainer
 from tests.conftest import photographs
 from tests.objectives import oracle
 from tests.objectives.test_position_prediction import GRIDS, draw, pictures, small
@@ -38,6 +32,12 @@ def views_of(grid: tuple[int, int], local: int = 2) -> tuple[ClientInput, ...]:
     half = tuple(n // 2 + 1 for n in grid)
     every = torch.rand(2 + local, 3, 3, 4 * grid[0], 4 * grid[1], generator=draw(8), dtype=torch.float64)
     return tuple(ClientInput(one if n < 2 else one[..., : 4 * half[0], : 4 * half[1]]) for n, one in enumerate(every))
+
+
+def learner(entry: str, model: str = "vit_micro_32", defense: str = "none") -> Learner:
+    found = DEFENSES.get(defense)()
+    config, device = ModelConfig(model, "random"), torch.device("cpu")
+    return Learner.build(read_objective(entry), found, config, num_classes=8, seed=0, device=device)
 
 
 def teacher_of(model) -> Teacher:
@@ -309,65 +309,6 @@ def test_patch_values_are_in_raster_order() -> None:
     assert torch.equal(patch_values(images, (4, 4)), unfolded)
 
 
-def test_crops_lie_in_the_image_and_have_the_area() -> None:
-    """On a picture of its own coordinates the corners of a crop can be read off."""
-    height, width, count = 40, 60, 300
-    y, x = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
-    picture = torch.stack([y / height, x / width, torch.zeros_like(x)]).expand(count, -1, -1, -1)
-    crops = random_crops(picture, (20, 20), (0.2, 0.6), draw())
-    inner = crops[:, :, 2:18, 2:18]  # the filter of the edge bends the ramp
-    tall = (inner[:, 0, 15, 8] - inner[:, 0, 0, 8]) * 20 / 15
-    wide = (inner[:, 1, 8, 15] - inner[:, 1, 8, 0]) * 20 / 15
-    area, aspect = tall * wide.abs(), wide.abs() * width / (tall * height)
-    free = (tall < 0.99) & (wide.abs() < 0.99)  # a crop that does not fit is cut
-    assert area.min() > 0.19 * 0.75
-    assert area.max() < 0.61
-    assert area[free].mean() == pytest.approx(0.4, abs=0.04)
-    assert 0.74 < aspect[free].min() < aspect[free].max() < 1.35
-    assert float((wide < 0).float().mean()) == pytest.approx(0.5, abs=0.15)
-    assert crops.min() >= 0
-    assert crops.max() <= 1
-    assert (crops[:, 0].flatten(1).amin(1) > crops[:, 0].flatten(1).amin(1).min()).any()  # not all at one place
-
-
-def test_colours_against_torchvision() -> None:
-    images = photographs(32, 3)
-    torch.testing.assert_close(jitter(images, torch.full((4, 3), 0.5)), images, atol=2e-6, rtol=0)
-    for row, adjust, reach in (
-        (0, TF.adjust_brightness, 0.4),
-        (1, TF.adjust_contrast, 0.4),
-        (2, TF.adjust_saturation, 0.2),
-    ):
-        u = torch.full((4, 3), 0.5)
-        u[row] = torch.tensor([0.1, 0.6, 0.9])
-        wanted = torch.stack([adjust(i, 1 + (2 * float(s) - 1) * reach) for i, s in zip(images, u[row], strict=True)])
-        torch.testing.assert_close(jitter(images, u), wanted, atol=2e-3, rtol=0)
-    sigma = torch.tensor([0.5, 1.0, 2.0])
-    wanted = torch.stack([TF.gaussian_blur(i, [13, 13], [float(s)] * 2) for i, s in zip(images, sigma, strict=True)])
-    torch.testing.assert_close(blur(images, sigma), wanted, atol=1e-5, rtol=0)
-    turned = jitter(0.25 + images / 2, torch.tensor([0.5, 0.5, 0.5, 0.8])[:, None].expand(4, 3))
-    weights = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
-    torch.testing.assert_close((turned * weights).sum(1), ((0.25 + images / 2) * weights).sum(1), atol=2e-3, rtol=0)
-    assert (turned - 0.25 - images / 2).abs().max() > 0.05
-
-
-def test_solarisation_and_grey_have_their_probabilities() -> None:
-    images = torch.rand(400, 3, 8, 8, generator=draw())
-    grey = change_colours(images, Colours(0.0, 0.0), 8, draw())
-    share = ((grey.amax(dim=1) - grey.amin(dim=1)).flatten(1).amax(dim=1) < 1e-3).float().mean()
-    assert float(share) == pytest.approx(0.2, abs=0.08)
-    bright = torch.full((400, 3, 4, 4), 0.75)
-    dark = change_colours(bright, Colours(0.0, 1.0), 8, draw()).flatten(1).mean(dim=1)
-    assert dark.max() <= 0.5
-    assert torch.equal(change_colours(images, FIRST, 8, draw()), change_colours(images, FIRST, 8, draw()))
-
-
-def learner(entry: str, model: str = "vit_micro_32", defense: str = "none") -> Learner:
-    found = DEFENSES.get(defense)()
-    config, device = ModelConfig(model, "random"), torch.device("cpu")
-    return Learner.build(read_objective(entry), found, config, num_classes=8, seed=0, device=device)
-
-
 @pytest.mark.parametrize(
     ("entry", "parts"),
     [
@@ -415,95 +356,3 @@ def test_evaluation_repeats_and_needs_no_teacher() -> None:
     assert math.isnan(accuracy)
     without = learner(f"mst:{TINY},lambda_2=0")
     assert math.isnan(without.objective.evaluate(without.model, None, data, torch.device("cpu"))[0])
-
-
-def test_the_papers_recipe() -> None:
-    config = default_config("mst")
-    config.validate()
-    recipe, options = config.recipe, config.chosen_objective()
-    assert recipe.learning_rate * recipe.batch_size / 512 == 2e-3
-    assert (recipe.batch_size, recipe.weight_decay, recipe.warmup_epochs) == (1024, 0.04, 10)
-    assert (options.lambda_1, options.lambda_2, options.momentum, options.share) == (1.0, 0.6, 0.996, 0.125)
-    assert dataclasses.replace(options, masking="random", replacement="bert", restored="masked").validate() is None
-    assert options._cells(14) * 16 == 96  # DINO's local crops of 224
-
-
-def test_a_resumed_training_ends_in_the_same_bits() -> None:
-    config = default_config(f"mst:{TINY},local_crops=1,momentum=0.5")
-    config = dataclasses.replace(
-        config,
-        model=ModelConfig("vit_micro_32", "random"),
-        data=DataConfig("photos", None, 16, 8),
-        recipe=dataclasses.replace(config.recipe, epochs=2, batch_size=8, warmup_epochs=1),
-    )
-    whole, broken, resumed = Trainer(config), Trainer(config), Trainer(config)
-    wanted = [whole.epoch(number, lambda loss: None) for number in (1, 2)]
-    broken.epoch(1, lambda loss: None)
-    resumed.load_state(broken.state())
-    found = resumed.epoch(2, lambda loss: None)
-    assert (found["train_loss"], found["test_loss"]) == (wanted[1]["train_loss"], wanted[1]["test_loss"])
-    for one, other in ((whole.model.module, resumed.model.module), (whole.learner.local, resumed.learner.local)):
-        pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-    student, teacher = whole.model.module, whole.learner.local.network
-    assert not torch.equal(student.blocks[0].mlp.fc1.weight, teacher.blocks[0].mlp.fc1.weight)
-
-
-SMALL = ["--data", "photos", "--train-limit", "16", "--model", "vit_micro_32", "--batch-size", "8"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["mst:momentum=1"], "momentum of objective 'mst' must lie in [0, 1), not 1.0"),
-        (["mst:centre_momentum=-0.1"], "centre_momentum of objective 'mst' must lie in [0, 1)"),
-        (["mst:p=1.5"], "p of objective 'mst' must lie in [0, 1], not 1.5"),
-        (["mst:share=0"], "share of objective 'mst' must lie in (0, 1], not 0.0"),
-        (["mst:share=0.001"], "share=0.001 of objective 'mst' makes none of the 64 patches a candidate"),
-        (["mst:teacher_temperature=0"], "teacher_temperature of objective 'mst' must be above 0"),
-        (["mst:student_temperature=inf"], "student_temperature of objective 'mst' must be above 0"),
-        (["mst:outputs=0"], "outputs of objective 'mst' must be at least 1"),
-        (["mst:lambda_2=-1"], "lambda_2 of objective 'mst' must not be negative"),
-        (["mst:lambda_1=0,lambda_2=0"], "there is nothing to learn"),
-        (["mst:local_area=0.4,0.05"], "local_area of objective 'mst' must be two shares, the smaller first, in (0, 1]"),
-        (["mst:local_area=0.4"], "local_area of objective 'mst' takes"),
-        (["mst:local_side=0.05"], "local_side=0.05 of objective 'mst' is less than a patch of vit_micro_32"),
-        (["mst:local_crops=-1"], "local_crops of objective 'mst' must not be negative"),
-        (["mst:masking=none,restored=masked"], "restored=masked of objective 'mst' needs hidden patches"),
-        (["mst:masking=most"], "takes one of none, random, attention, attended, not 'most'"),
-        (["mst:teacher=both"], "takes one of client, server, not 'both'"),
-        (["mst", "--defense", "mjp"], "pass mst:local_crops=0"),
-        (["mst", "--defense", "spp"], "pass mst:local_crops=0"),
-        (["mst:local_crops=0", "--defense", "mjp", "--positions", "index"], "which embeds patches' origins"),
-        (["mst", "--model", "resnet50"], "--objective mst needs a plain ViT, not resnet50"),
-        (["mst", "--model", "vit_micro_32_rel"], "not vit_micro_32_rel"),
-        (["mst", "--mixup", "0.8"], "has no labels to mix or smooth; pass --mixup 0"),
-    ],
-)
-def test_errors_are_one_line(options, words: str, tmp_path, capsys) -> None:
-    assert train_command.main([*SMALL, "--objective", *options, "--out", str(tmp_path / "out")]) == 2
-    printed = capsys.readouterr().err.strip()
-    assert words in printed
-    assert printed.count("\n") == 0
-
-
-@pytest.mark.slow
-def test_the_pretext_task_can_be_learned() -> None:
-    """On a few photographs in ever new crops: outputs tell images apart, pixels beat the mean colour."""
-    made = learner("mst:outputs=16,hidden=64,bottleneck=16,local_crops=2,momentum=0.98,frozen=0")
-    images, model = load_data("photos", size=32).train.subset(range(8)), made.model
-    before = measure_pretext(made.objective, model, made.local, images, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.module.parameters(), 1e-3)
-    draws = Draws(draw(1), draw(2))
-    for step in range(300):
-        model.module.train()
-        loss = made.loss(made.views(images.images(range(8)), draws, 1), None, draws, step / 300)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        made.after_step(step / 300)
-    after = measure_pretext(made.objective, model, made.local, images, torch.device("cpu"))
-    assert after.collapse > 0.5 * math.log(16)  # not a point
-    assert after.teacher_entropy < 0.9 * math.log(16)  # not uniform
-    assert after.distillation < after.collapse - 0.1
-    assert after.restoration < 0.7 * after.mean_colour < before.restoration
