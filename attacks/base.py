@@ -8,6 +8,7 @@ table.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -183,13 +184,14 @@ def _refusal(observations: Sequence[Observation]) -> str:
     if not observations:
         raise ValueError("an attack needs at least one observation")
     target = observations[-1]
+    norm = target.gradient_norm()
     for name, gradient in target.gradients.items():
         if not gradient.is_floating_point():
             return (
                 f"the gradient of {name} is of type {str(gradient.dtype).removeprefix('torch.')}: multiply quantised "
                 "values by their scale and pass floating-point numbers"
             )
-        if not torch.isfinite(gradient).all():
+        if not math.isfinite(norm) and not torch.isfinite(gradient).all():
             raise ValueError(f"the gradient of {name} (client {target.client}, round {target.round}) is not finite")
     try:
         find_tokenizer(target.model, target.image_shape)
@@ -197,7 +199,6 @@ def _refusal(observations: Sequence[Observation]) -> str:
         return str(error)
     except UsageError:  # no ViT; the attack says whether it minds
         pass
-    norm = target.gradient_norm()
     if norm < NEGLIGIBLE_NORM:
         return f"the gradient norm is {norm:.1e}: the update says nothing about the batch (a saturated model)"
     return ""

@@ -178,5 +178,9 @@ def _labels(compared: Mapping[str, Tensor], logits: Tensor) -> Tensor | None:
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:
-    norms = (torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for g in gradients.values())
+    """Euclidean norm to a relative 1e-5, a hundredth of `TOLERANCE`: each tensor's in at least float32."""
+    single = torch.float32
+    norms = (
+        torch.linalg.vector_norm(g.detach(), dtype=torch.promote_types(g.dtype, single)) for g in gradients.values()
+    )
     return sum(float(norm) ** 2 for norm in norms) ** 0.5

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from attacks.registry import UsageError
@@ -101,7 +102,11 @@ class Observation:
         return self.gradients[name]
 
     def gradient_norm(self) -> float:
-        """Euclidean norm of the whole update."""
+        """Euclidean norm of the whole update, in float64; NaN or infinite where an entry is."""
+        return self._gradient_norm
+
+    @cached_property
+    def _gradient_norm(self) -> float:
         import torch
 
         numbers = (g.detach() if g.is_floating_point() else g.double() for g in self.gradients.values())

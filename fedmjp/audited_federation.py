@@ -18,7 +18,7 @@ from attacks.findings import Finding
 from attacks.fingerprints import repair
 from fedmjp.audit.harness import Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
-from fedmjp.audit.observe import observe_update
+from fedmjp.audit.observe import SentModels, observe_update
 from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
@@ -76,7 +76,7 @@ class FederationAudit:
         self.threat_model, self.settings = self.config.threat_model(), self.config.attack_settings()
         names = (*BASELINES, *ATTACKS)
         self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
-        self.memory = self._memory()
+        self.memory, self.models = self._memory(), SentModels(task.model.module)
         self.round_started = time.perf_counter()
 
     def _memory(self) -> Memory | None:
@@ -150,6 +150,7 @@ class FederationAudit:
         observation = observe_update(
             self.task,
             self.threat_model,
+            model=self.models(view.sent),
             round=view.round,
             client=view.client,
             sent=view.sent,

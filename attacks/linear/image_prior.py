@@ -26,14 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attacks.linear.block_inverses import invert_blocks
 from attacks.linear.normal_equations import Estimate
 from attacks.tokenizer import Tokenizer
 
 # RGB to luma and doubled chroma, rows of ITU-R BT.601.
 LUMA_CHROMA = ((0.299, 0.587, 0.114), (-0.338, -0.662, 1.0), (1.0, -0.838, -0.162))
-
-# Above so many open directions the blocks are too large to factor and their diagonals precondition.
-LARGE = 256
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class _Scene:
 
     def __init__(self, tokenizer: Tokenizer, std: tuple[float, ...], estimate: Estimate) -> None:
         self.tokenizer, self.channels = tokenizer, tokenizer.channels
-        self.precision = estimate.precision.expand_as(estimate.centre)
+        self.precision = estimate.precision  # (k,) or (N, k)
         self.colour = colour_of(self.channels, std).to(estimate.rows)  # (C, C), from normalised channels
         self.start = self._paint(estimate.patches())  # (N, P)
         self.painted = self._paint(estimate.open)  # (k, P)
@@ -148,7 +146,7 @@ class _Scene:
         return self.tokenizer.patchify(adjoint(down, right)[None])[0] @ self.painted.T
 
     def step(self, shift: Tensor, weights: Tensor, iterations: int, tolerance: float) -> Tensor:
-        """See `Scene.step`; keeps the preconditioner (Cholesky factors of blocks, or a diagonal) for `deviation`."""
+        """See `Scene.step`; keeps the preconditioner, the inverses of the patches' blocks, for `deviation`."""
 
         def hessian(x: Tensor) -> Tensor:
             """Second derivative of the weighted problem, applied to x (N, k)."""
@@ -158,25 +156,13 @@ class _Scene:
         down, right = self.gradient(torch.zeros_like(shift))
         target = -self._pull(weights * down, weights * right)
         mean = self.tokenizer.patchify(weights[None, None])[0].mean(dim=1)  # (N,)
-        if len(self.hessian) > LARGE:
-            factors = mean[:, None] * self.hessian.diagonal() + self.precision  # (N, k)
-        else:
-            factors = torch.linalg.cholesky(mean[:, None, None] * self.hessian + torch.diag_embed(self.precision))
-
-        def precondition(x: Tensor) -> Tensor:
-            """The inverse of the blocks, or of the diagonal, applied to x (N, k)."""
-            return x / factors if factors.dim() == 2 else torch.cholesky_solve(x[..., None], factors)[..., 0]
-
-        self.factors = factors
-        return conjugate_gradients(hessian, target, shift, precondition, iterations, tolerance)
+        self.blocks = invert_blocks(mean, self.hessian, self.precision)
+        return conjugate_gradients(hessian, target, shift, self.blocks.solve, iterations, tolerance)
 
     def deviation(self) -> Tensor:
         """(N,) root mean square of a pixel's posterior deviation after the last step, in [0, 1]."""
-        pixels, factors = self.pixel.flatten(1), self.factors  # (k, P)
-        if factors.dim() == 2:
-            return (pixels.square().sum(dim=1) / factors).sum(dim=1).div(pixels.shape[1]).sqrt()
-        covariance = torch.cholesky_inverse(factors)  # (N, k, k)
-        return ((covariance * (pixels @ pixels.T)).sum(dim=(1, 2)) / pixels.shape[1]).sqrt()
+        pixels = self.pixel.flatten(1)  # (k, P)
+        return (self.blocks.traces(pixels @ pixels.T) / pixels.shape[1]).sqrt()
 
     def shared_deviation(self, weights: Tensor) -> float:
         """Root mean square of a pixel's posterior deviation, in [0, 1], if all patches have the same coefficients.
@@ -187,7 +173,7 @@ class _Scene:
         (rows, columns), side = self.tokenizer.grid, self.tokenizer.patch_size
         down, right = weights.clone(), weights.clone()
         down[-1], right[:, -1] = 0.0, 0.0  # there is no difference at the far border
-        hessian = torch.diag(self.precision.sum(dim=0))  # (k, k)
+        hessian = torch.diag(self.precision.expand(len(self.start), -1).sum(dim=0))  # (k, k)
         tile = self.painted.unflatten(1, (self.channels, side, side))
         for axis, weight in ((2, down), (3, right)):
             folded = weight.reshape(rows, side, columns, side).sum(dim=(0, 2))  # (p, p), over all patches

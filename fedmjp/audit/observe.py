@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from attacks import Capability, Observation, ThreatModel
@@ -12,10 +13,29 @@ from fedmjp.client import ClientTask
 from fedmjp.models import POSITION_TABLES
 
 
+class SentModels:
+    """The models that clients were sent, built once for as long as the weights stay the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._last: tuple[Mapping[str, Tensor], nn.Module] | None = None
+
+    def __call__(self, sent: Mapping[str, Tensor]) -> nn.Module:
+        """A model in evaluation mode with the weights and buffers `sent`; it is shared and must not be changed."""
+        if self._last is None or not _equal(self._last[0], sent):
+            self._last = sent, model_as_sent(self.module, sent)
+        return self._last[1]
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 def observe_update(
     task: ClientTask,
     threat_model: ThreatModel,
     *,
+    model: nn.Module,
     round: int,
     client: int,
     sent: Mapping[str, Tensor],
@@ -27,6 +47,7 @@ def observe_update(
     Args:
         task: model and configuration of the federation.
         threat_model: determines whether position gradients and labels are included.
+        model: with the weights that the client was sent (`SentModels`).
         round: number of the round, from 1.
         client: the client's number, from 0.
         sent: weights and buffers that the client was sent, by name.
@@ -41,7 +62,7 @@ def observe_update(
         gradients = {n: g for n, g in gradients.items() if n not in POSITION_TABLES}
     return Observation(
         gradients=gradients,
-        model=model_as_sent(built.module, sent),
+        model=model,
         num_examples=f.batch_size,
         image_shape=(3, built.image_size, built.image_size),
         mean=tuple(built.mean),

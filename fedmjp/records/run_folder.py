@@ -24,6 +24,7 @@ from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog
 
 KEPT = "kept:"  # begins the names of what the server keeps beside the model, in a saved state
+QUICK = 1  # compression of PNG files: a tenth larger than the best one's, in a third of the time
 ROUND_COLUMNS = ("defense", "round", "loss", "accuracy", "seconds")
 
 
@@ -227,7 +228,7 @@ def save_image(image: Tensor, path: Path) -> None:
     """Write one image (C, H, W) in [0, 1] as a PNG file; C is 3, or 1 for a grey image."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = (image.clamp(0, 1) * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
-    Image.fromarray(pixels).save(path)
+    Image.fromarray(pixels).save(path, compress_level=QUICK)
 
 
 def write_whole(path: Path, content: bytes) -> None:

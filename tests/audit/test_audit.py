@@ -10,7 +10,7 @@ import torch
 from attacks import ATTACKS, Attack, ThreatModel
 from fedmjp.audit.assignment import match
 from fedmjp.audit.harness import audit_update, scorer
-from fedmjp.audit.observe import observe_update
+from fedmjp.audit.observe import SentModels, observe_update
 from fedmjp.client import ClientTask, float_buffers
 from fedmjp.config import RunConfig, from_flat
 from tests.conftest import observe, photographs
@@ -41,8 +41,28 @@ def view_of(config: RunConfig, grants: ThreatModel | None = None):
     result = task.update(0, 1, weights)
     threat = grants or config.threat_model()
     return task, observe_update(
-        task, threat, round=1, client=0, sent=weights, received=result.tensors, labels=task.batch(0, 1, 0).labels
+        task,
+        threat,
+        model=SentModels(task.model.module)(weights),
+        round=1,
+        client=0,
+        sent=weights,
+        received=result.tensors,
+        labels=task.batch(0, 1, 0).labels,
     )
+
+
+def test_the_model_that_was_sent_is_built_anew_only_when_its_weights_change() -> None:
+    task = ClientTask(small(), "none")
+    first = {n: w.detach().clone() for n, w in task.model.module.named_parameters()}
+    second = {n: w + 1 for n, w in first.items()}
+    models = SentModels(task.model.module)
+    built = models(first)
+    assert models({n: w.clone() for n, w in first.items()}) is built
+    other = models(second)
+    assert other is not built
+    for weights, model in ((first, built), (second, other)):
+        assert all(torch.equal(weights[n], p) for n, p in model.named_parameters())
 
 
 def build_attacks(*names: str) -> dict[str, Attack]:

@@ -155,12 +155,17 @@ def test_no_localisation_loss_is_invented(exact: BuiltModel) -> None:
     assert torch.equal(cleaned.rows, sent_rows(view))
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_conjugate_gradients_agree_with_a_dense_solve(exact: BuiltModel, large: bool, monkeypatch) -> None:
+@pytest.mark.parametrize(("own", "large"), [(False, False), (True, False), (True, True)])
+def test_conjugate_gradients_agree_with_a_dense_solve(exact: BuiltModel, own: bool, large: bool, monkeypatch) -> None:
     if large:  # the diagonal preconditioner of problems with many open directions
-        monkeypatch.setattr("attacks.linear.image_prior.LARGE", 0)
+        monkeypatch.setattr("attacks.linear.block_inverses.LARGE", 0)
     update, tokenizer = read(jigsawed(exact, photographs(64, 1).double(), 0.05))
-    scene = _Scene(tokenizer, (0.2, 0.2, 0.3), update.estimate())
+    estimate = update.estimate()
+    if own:  # each patch with precisions of its own
+        estimate = dataclasses.replace(
+            estimate, precision=estimate.precision * torch.linspace(0.5, 2, 64).double()[:, None]
+        )
+    scene = _Scene(tokenizer, (0.2, 0.2, 0.3), estimate)
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(64, 64, generator=generator, dtype=torch.float64) + 0.1
     zero = torch.zeros_like(update.estimate().centre)
