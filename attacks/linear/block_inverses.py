@@ -1,12 +1,13 @@
 """Inverses of one k x k block a patch, m_i H + D_i, for preconditioning and for variances.
 
-Where D is the same for all patches, H and D are diagonalised together once: with S = m H + D = L L^T (m the mean of the
-m_i) and L^-1 D L^-T = U diag(a) U^T,
+Where D_i = w_i D with one D for all patches, H and D are diagonalised together once: with S = m H + D = L L^T (m the
+mean of the m_i) and L^-1 D L^-T = U diag(a) U^T,
 
-    m_i H + D = L U diag(m_i / m (1 - a) + a) U^T L^T,
+    m_i H + w_i D = L U diag(m_i / m (1 - a) + w_i a) U^T L^T,
 
-so that every block's inverse costs two products with one matrix instead of a factorisation of its own. Where the D_i
-differ, each block is factored, or only its diagonal is taken where blocks are large.
+so that every block's inverse costs two products with one matrix instead of a factorisation of its own: the equations of
+one update with a mask have this form. Where the D_i differ by more, each block is factored, or only its diagonal is
+taken where blocks are large.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# Relative difference below which precisions are taken for multiples of one another.
+MULTIPLES = 1e-9
 # Above so many directions, blocks that each need a factorisation are replaced by their diagonals.
 LARGE = 256
 
@@ -36,27 +39,38 @@ def invert_blocks(scales: Tensor, hessian: Tensor, precision: Tensor) -> BlockIn
     Args:
         scales: (N,) m_i, above 0.
         hessian: (k, k) H, symmetric and positive semidefinite.
-        precision: (k,) d, or (N, k) where the d_i differ, not negative.
+        precision: (k,) d, or (N, k) where the d_i differ; not negative.
 
     Raises:
         torch.linalg.LinAlgError: a block is singular.
     """
     if precision.dim() == 1:
-        return _Shared(scales, hessian, precision)
+        return _Shared(scales, hessian, torch.ones_like(scales), precision)
+    weights, common = _multiples(precision)
+    if torch.allclose(weights[:, None] * common, precision, rtol=MULTIPLES, atol=0.0):
+        return _Shared(scales, hessian, weights, common)
     return (_Diagonal if len(hessian) > LARGE else _Factored)(scales, hessian, precision)
 
 
-class _Shared:
-    """One d for all blocks."""
+def _multiples(precision: Tensor) -> tuple[Tensor, Tensor]:
+    """w (N,), around 1, and d (k,) whose products are the precisions (N, k), if those are multiples of one row."""
+    sums = precision.sum(dim=1)  # (N,)
+    middle = sums.median()
+    row = precision[(sums - middle).abs().argmin()]
+    return (sums / middle if middle > 0 else torch.ones_like(sums)), row
 
-    def __init__(self, scales: Tensor, hessian: Tensor, precision: Tensor) -> None:
+
+class _Shared:
+    """Multiples of one d for all blocks."""
+
+    def __init__(self, scales: Tensor, hessian: Tensor, weights: Tensor, precision: Tensor) -> None:
         mean = scales.mean()
         factor = torch.linalg.cholesky(mean * hessian + torch.diag(precision))
         half = torch.linalg.solve_triangular(factor, torch.diag(precision.sqrt()), upper=False)  # L^-1 D^(1/2)
         own, vectors = torch.linalg.eigh(half @ half.T)
         own = own.clamp(0.0, 1.0)  # (k,) a
         self.basis = torch.linalg.solve_triangular(factor.mT, vectors, upper=True)  # (k, k) L^-T U
-        self.inverse = 1 / ((scales / mean)[:, None] * (1 - own) + own)  # (N, k)
+        self.inverse = 1 / ((scales / mean)[:, None] * (1 - own) + weights[:, None] * own)  # (N, k)
 
     def solve(self, x: Tensor) -> Tensor:
         return ((x @ self.basis) * self.inverse) @ self.basis.T
