@@ -79,10 +79,11 @@ class ModelConfig:
     """What is trained."""
 
     model: str = "deit_s"
-    """vit_s, deit_s, vit_ti, deit_ti, vit_b, deit_b, vit_mini_32, vit_mini_64, vit_micro_32 (each also as NAME_nope
-    without position embedding, NAME_rel with relative position biases instead, NAME_mjp with MJP's and NAME_idx with a
-    table of origins), swin_t, swin_micro_32, resnet50, resnet_micro_32, or speech_mini for spoken words. Defences and
-    objectives turn NAME into the variant that they need by themselves."""
+    """vit_s, deit_s, vit_ti, deit_ti, vit_b, deit_b, vit_mini_32, vit_mini_64, vit_micro_32, vit_micro8_32 and
+    vit_micro16_32 with patches of 8 and 16 pixels (each also as NAME_nope without position embedding, NAME_rel with
+    relative position biases instead, NAME_mjp with MJP's and NAME_idx with a table of origins), swin_t, swin_micro_32,
+    resnet50, resnet_micro_32, or speech_mini for spoken words. Defences and objectives turn NAME into the variant that
+    they need by themselves."""
     weights: str = "auto"
     """random, timm (published weights), a checkpoint's path, or auto (shipped weights of that name, else random)."""
     block: Literal["standard", "april"] = "standard"

@@ -66,6 +66,11 @@ for _pixels, _patch in ((32, 4), (64, 8)):
     )
 # Three families of about the same cost a step, for comparisons on CPUs: an 8 x 8 grid of 4-pixel patches each.
 MODELS.register("vit_micro_32")(ModelSpec(None, 32, 4, vit={"embed_dim": 64, "depth": 3, "num_heads": 2}))
+# The same with larger patches: a place is easier to predict among 16 or 4 (MP3's Figure 7).
+for _patch in (8, 16):
+    MODELS.register(f"vit_micro{_patch}_32")(
+        ModelSpec(None, 32, _patch, vit={"embed_dim": 64, "depth": 3, "num_heads": 2})
+    )
 _swin = {"img_size": 32, "window_size": 4, "embed_dim": 64, "depths": (2, 2), "num_heads": (2, 4)}
 MODELS.register("swin_micro_32")(ModelSpec("swin_tiny_patch4_window7_224", 32, 4, changes=_swin))
 _resnet = {"channels": (32, 64, 128, 256)}

@@ -137,7 +137,7 @@ def teach(options: MST, teacher: Teacher | None, view: ClientInput) -> tuple[Ten
     if teacher is None:
         return None, None
     network, attention = teacher.network, None
-    with recorded_attention(network) if options.attends else nullcontext() as kept:
+    with recorded_attention(network.blocks[-1]) if options.attends else nullcontext() as kept:
         tokens = encode_crops(network, view.images, view.position_mask)
     if options.attends:
         attention = class_attention(kept[0], network.num_prefix_tokens)

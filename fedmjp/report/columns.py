@@ -30,6 +30,7 @@ KEYS = {
     "training_gamma": "masking ratio of the training, where that at inference is gamma",
     "positions": "position embeddings of jigsawed patches: own or unknown",
     "dal": "kind of MJP's localisation term",
+    "objective": "what is trained, as --objective takes it",
     "partition": "how the data are distributed over clients",
     "point": "defence with its strength, in words",
     "setting": "who is attacked and what is compared, as the table's page defines it",

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn import functional as F
 
+from experiments.pretraining.epochs import run_epochs, trained_columns
 from experiments.pretraining.mst_options import KS, MSTOptions
 from experiments.pretraining.mst_render import MST, ROWS
 from experiments.pretraining.rows import asked, training_id
@@ -52,12 +52,9 @@ def _train(line: str, config: TrainConfig, options: MSTOptions, log: RowLog, con
     name = training_id(config)
     if log.has({"training": name, "network": STUDENT, "measure": MEASURES[-1]}):
         return
-    trainer, epochs = Trainer(config), config.recipe.epochs
+    trainer = Trainer(config)
     found = list(_measured(START, trainer.model, trainer, options))
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"{line}, seed {config.seed}", total=epochs * len(trainer.batches))
-        history = [trainer.epoch(number, lambda loss: bar.advance(task)) for number in range(1, epochs + 1)]
+    history = run_epochs(trainer, f"{line}, seed {config.seed}", console)
     teacher = trainer.learner.local
     if teacher is not None and trainer.learner.objective.lambda_1:
         network = dataclasses.replace(trainer.model, module=teacher.network)
@@ -96,20 +93,13 @@ def _accuracy(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
 
 def _shared(trainer: Trainer, history: list[dict[str, float]]) -> dict[str, Any]:
     """What all rows of a training say: its last losses, its pretext task, its size and origin."""
-    learner, steps = trainer.learner, int(sum(line["steps"] for line in history))
+    learner, columns = trainer.learner, trained_columns(trainer, history)
     pretext = measure_pretext(learner.objective, trainer.model, learner.local, trainer.data.test, trainer.device)
-    seconds = sum(line["train_seconds"] for line in history)
     return {
         **vars(pretext),
+        **columns,
         "outputs": learner.objective.outputs,
-        "train_loss": history[-1]["train_loss"],
-        "steps": steps,
-        "images_seen": steps * trainer.recipe.batch_size,
-        "train_seconds": seconds,
-        "images_per_second": steps * trainer.recipe.batch_size / seconds,
-        "parameters": sum(p.numel() for p in trainer.model.module.parameters()),
+        "images_per_second": columns["images_seen"] / columns["train_seconds"],
         "images": len(trainer.data.test),
-        "weights": f"trained from {trainer.model.provenance.removesuffix(', NOT TRAINED')}",
-        "provenance": trainer.data.provenance,
         **provenance.columns(trainer.device),
     }

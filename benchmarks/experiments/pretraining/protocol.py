@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from experiments.pretraining.epochs import run_epochs, trained_columns
 from experiments.pretraining.options import GAMMAS, GAMMAS_POS, DropPosOptions
 from experiments.pretraining.render import DROPPOS
 from experiments.pretraining.rows import ROWS, asked, training_id
@@ -42,14 +42,12 @@ def _train(line: str, config: TrainConfig, log: RowLog, console: Console) -> Non
     cases = [{"training": name, "gamma": gamma, "gamma_pos": share} for gamma in GAMMAS for share in GAMMAS_POS]
     if all(log.has(case) for case in cases):
         return
-    trainer, epochs = Trainer(config), config.recipe.epochs
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"{line}, seed {config.seed}", total=epochs * len(trainer.batches))
-        history = [trainer.epoch(number, lambda loss: bar.advance(task)) for number in range(1, epochs + 1)]
+    trainer = Trainer(config)
+    history = run_epochs(trainer, f"{line}, seed {config.seed}", console)
     found = list(measure(trainer))
+    shared = trained_columns(trainer, history) | provenance.columns(trainer.device)
     for row in found:
-        log.append({"training": name, "line": line, **asked(config), **_shared(trainer, history), **row})
+        log.append({"training": name, "line": line, **asked(config), **shared, **row})
     mean = sum(row["accuracy"] for row in found) / len(found)
     console.print(f"{line}, seed {config.seed}: {mean:.1f} % of places over {len(found)} cases", highlight=False)
 
@@ -73,17 +71,3 @@ def measure(trainer: Trainer) -> Iterator[dict[str, Any]]:
                 "patches": total,
                 "images": len(images),
             }
-
-
-def _shared(trainer: Trainer, history: list[dict[str, float]]) -> dict[str, Any]:
-    steps = sum(line["steps"] for line in history)
-    return {
-        "train_loss": history[-1]["train_loss"],
-        "steps": steps,
-        "images_seen": steps * trainer.recipe.batch_size,
-        "train_seconds": sum(line["train_seconds"] for line in history),
-        "parameters": sum(p.numel() for p in trainer.model.module.parameters()),
-        "weights": f"trained from {trainer.model.provenance.removesuffix(', NOT TRAINED')}",
-        "provenance": trainer.data.provenance,
-        **provenance.columns(trainer.device),
-    }

@@ -65,7 +65,7 @@ def entropy(shares: Tensor) -> Tensor:
 
 
 def attention_distance(attention: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
-    """(B,): mean distance from a patch to the patches that it attends to, in shares of the image's side.
+    """(B, H): mean distance from a patch to the patches that each head attends to, in shares of the image's side.
 
     Args:
         attention: (B, H, T, T).
@@ -77,7 +77,7 @@ def attention_distance(attention: Tensor, prefix: int, grid: tuple[int, int]) ->
     sides = torch.tensor(grid, dtype=torch.float64)
     places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid)) / sides  # (N, 2)
     apart = torch.cdist(places, places).to(among.device)
-    return (among * apart).sum(dim=-1).mean(dim=(1, 2))
+    return (among * apart).sum(dim=-1).mean(dim=2)
 
 
 def head_diversity(maps: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def measure(model: BuiltModel, bundle: DataBundle, device: torch.device) -> pd.D
         maps = cls_maps(attention, prefix)
         attended.append(maps.mean(dim=1).cpu())
         shares = entropy(maps).mean(dim=1) / log(maps.shape[-1])
-        apart = attention_distance(attention, prefix, model.grid)
+        apart = attention_distance(attention, prefix, model.grid).mean(dim=1)
         parts.append(torch.stack([shares, apart, head_diversity(maps)], dim=1).cpu())
     found = torch.cat([torch.cat(parts), content(torch.cat(attended))[:, None]], dim=1)
     return pd.DataFrame(found.numpy(), columns=list(MEASURES))
