@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from experiments.mp3.figures import draw
 from experiments.mp3.measures import (
     block_tokens,
     correlation_numbers,
@@ -24,7 +24,7 @@ from experiments.mp3.measures import (
 )
 from experiments.mp3.options import LINES, TEST_ETAS, MP3Options
 from experiments.mp3.render import MP3
-from experiments.mp3.rows import ROWS, START, TRAINED, Training
+from experiments.mp3.rows import ROWS, START, TRAINED, Training, weights_of
 from experiments.mp3.steps import write_steps
 from experiments.pretraining.epochs import run_epochs, trained_columns
 from experiments.session import Session
@@ -47,6 +47,7 @@ def run(options: MP3Options, console: Console) -> None:
                 _line(name, seed, options, session, log)
     if options.timing_repeats:
         write_steps(options, session.device)
+    draw(options, session)
     rows = session.finish("python benchmarks/mp3.py", MP3)
     console.print(f"{rows['training'].nunique()} trainings", highlight=False)
 
@@ -86,11 +87,6 @@ def _train(training: Training, columns: dict[str, Any], options: MP3Options, ses
     path.parent.mkdir(parents=True, exist_ok=True)
     export(trainer, history, path)
     session.say(f"{title}: {found[-1]['value']:.1f} % of {trainer.learner.objective.accuracy_of}")
-
-
-def weights_of(training: Training, options: MP3Options) -> Path:
-    """The file of a training's weights, there or not."""
-    return options.weights / training.name / "model.safetensors"
 
 
 def outcome(trainer: Trainer, accuracy: float) -> Iterator[dict[str, Any]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+from experiments.mp3.options import MP3Options
 from experiments.pretraining import rows
 from fedmjp.records import provenance
 from fedmjp.records.rows import Schema
@@ -47,3 +49,8 @@ class Training:
     def name(self) -> str:
         """In the rows: equal for equal `asked`."""
         return provenance.run_id(self.asked)
+
+
+def weights_of(training: Training, options: MP3Options) -> Path:
+    """The file of a training's weights, there or not."""
+    return options.weights / training.name / "model.safetensors"
