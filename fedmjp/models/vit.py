@@ -95,21 +95,26 @@ class ViT(VisionTransformer):
         tokens = self._pos_embed(tokens) if position_mask is None else self._masked_pos_embed(tokens, position_mask)
         return self.encode(tokens)
 
-    def encode(self, tokens: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    def encode(self, tokens: Tensor, context: Tensor | None = None) -> Tensor:
         """Blocks and final norm: (B, T, D) -> (B, T, D).
 
         Args:
             tokens: patches with their positions, behind the prefix tokens.
-            attn_mask: bool, broadcastable to (B, heads, T, T); keys that are False take no part in attention.
+            context: (B, K) int64, the tokens that give keys and values in every block; None for all.
+
+        Raises:
+            ValueError: a context is given to a model with relative positions.
         """
         tokens = self.norm_pre(tokens)
-        if attn_mask is None and self.relative is None:
+        if context is None and self.relative is None:
             return self.norm(self.blocks(tokens))
-        biases = [attn_mask] * len(self.blocks) if self.relative is None else [r.get_bias() for r in self.relative]
-        if attn_mask is not None and self.relative is not None:
-            biases = [bias.masked_fill(~attn_mask, float("-inf")) for bias in biases]
-        for block, bias in zip(self.blocks, biases, strict=True):
-            tokens = block(tokens, attn_mask=bias)
+        if context is not None and self.relative is not None:
+            raise ValueError("a model with relative positions attends to all tokens; build another variant of it")
+        for number, block in enumerate(self.blocks):
+            if context is None:
+                tokens = block(tokens, attn_mask=self.relative[number].get_bias())
+            else:
+                tokens = attend_to_context(block, tokens, context)
         return self.norm(tokens)
 
     def _add_origins(self, patches: Tensor, origins: Tensor | None) -> Tensor:
@@ -170,6 +175,31 @@ def skip_blocks(module: ViT, rate: float) -> None:
     for number, block in enumerate(module.blocks):
         share = rate * number / max(len(module.blocks) - 1, 1)
         block.drop_path1, block.drop_path2 = (DropPath(share) if share else nn.Identity() for _ in range(2))
+
+
+def attend_to_context(block: Block, tokens: Tensor, context: Tensor) -> Tensor:
+    """A block in which all tokens (B, T, D) attend to those at `context` (B, K) alone (MP3, section 3.2).
+
+    The same as the block under an attention mask, but keys, values and scores are computed for K tokens instead of T.
+    """
+    layer, normed = block.attn, block.norm1(tokens)
+    seen = normed.gather(1, context[..., None].expand(-1, -1, normed.shape[-1]))  # (B, K, D)
+    width = layer.qkv.out_features // 3
+    bias = (None, None) if layer.qkv.bias is None else layer.qkv.bias.split([width, 2 * width])
+    queries = functional.linear(normed, layer.qkv.weight[:width], bias[0])
+    keys, values = functional.linear(seen, layer.qkv.weight[width:], bias[1]).chunk(2, dim=-1)
+    queries, keys, values = (
+        part.unflatten(-1, (layer.num_heads, layer.head_dim)).transpose(1, 2) for part in (queries, keys, values)
+    )
+    queries, keys = layer.q_norm(queries), layer.k_norm(keys)
+    if layer.fused_attn:
+        rate = layer.attn_drop.p if layer.training else 0.0
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, dropout_p=rate)
+    else:
+        mixed = layer.attn_drop((queries * layer.scale @ keys.mT).softmax(dim=-1)) @ values
+    mixed = layer.proj_drop(layer.proj(layer.norm(mixed.transpose(1, 2).flatten(2))))
+    tokens = tokens + block.drop_path1(block.ls1(mixed))
+    return tokens + block.drop_path2(block.ls2(block.mlp(block.norm2(tokens))))
 
 
 class AprilBlock(nn.Module):

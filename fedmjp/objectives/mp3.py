@@ -10,9 +10,8 @@ context or not. Of words, whose frames are small parts of a sequence, a share of
 4.3: 5 %, without masks): the fixed sinusoids are added to those patches, and only the others are predicted, which the
 paper leaves open. For fine-tuning the head is dropped and class token, classifier and positions are new.
 
-Departs from the paper: attention over the context is computed as full attention under a mask (timm's `attn_mask`), so
-the time of a step does not fall with eta as in the paper's Table 2. The class token is left out here, since the paper
-attaches the classifier to it only when it fine-tunes. A public re-implementation computes keys and values of every
+Departs from the paper: the class token is left out here, since the paper attaches the classifier to it only when it
+fine-tunes. A public re-implementation computes keys and values of every
 layer from the *initial* context embeddings and adds two norms to the patch embedding; neither is in the paper or here.
 Drop path of 0.1 and RandAugment are the paper's; the published text names no learning rate, so DeiT's stands.
 """
@@ -101,7 +100,7 @@ class MP3(PositionPrediction):
 
         total, device = model.module.patch_embed.num_patches, images.device
         count = count_kept(total, self.eta, rounds_up=True)
-        context = members(random_subsets(len(images), total, count, generator, device), total)
+        context = random_subsets(len(images), total, count, generator, device)
         asked = count_kept(total, self.given, rounds_up=False)
         if asked == total:
             logits = place_logits(model.module, model.normalise(images), context)
@@ -117,7 +116,7 @@ def place_logits(module: nn.Module, images: Tensor, context: Tensor, given: Tens
     Args:
         module: with the head of `MP3.attach`.
         images: (B, C, H, W), normalised.
-        context: (B, N) bool, at least one True a row: the patches that give keys and values.
+        context: (B, K) int64, the patches that give keys and values, at least one.
         given: (B, N) bool, the patches to which the fixed position embedding is added; None for none.
     """
     from fedmjp.models.vit import fixed_positions
@@ -126,4 +125,4 @@ def place_logits(module: nn.Module, images: Tensor, context: Tensor, given: Tens
     if given is not None:
         table = fixed_positions(module.patch_embed.grid_size, module.embed_dim).to(patches)
         patches = patches + given[..., None] * table
-    return module.pretext(module.encode(patches, context[:, None, None, :]))
+    return module.pretext(module.encode(patches, context))

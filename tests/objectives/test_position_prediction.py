@@ -82,7 +82,7 @@ def test_mp3_reads_keys_and_values_from_the_context_only() -> None:
     """A patch that is no context changes its own logits alone; one that is changes those of all."""
     model = small(MP3(), (2, 4), pos_embed="none")
     images = pictures((2, 4), 1)
-    context = torch.tensor([[True, False] * 4])
+    context = torch.tensor([[0, 2, 4, 6]])
     before = mp3_logits(model.module, images, context)
     for place, reaches in ((1, [1]), (2, list(range(8)))):
         other = images.clone()
@@ -101,7 +101,7 @@ def test_mp3_is_equivariant_without_positions() -> None:
     def image_of(parts: torch.Tensor) -> torch.Tensor:
         return parts.view(1, 2, 4, 3, 4, 4).permute(0, 3, 1, 4, 2, 5).reshape(1, 3, 8, 16)
 
-    everything = torch.ones(1, 8, dtype=torch.bool)
+    everything = torch.arange(8)[None]
     before = mp3_logits(model.module, image_of(patches), everything)
     after = mp3_logits(model.module, image_of(patches[:, order]), everything)
     torch.testing.assert_close(after, before[:, order], atol=1e-10, rtol=0)
