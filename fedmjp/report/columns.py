@@ -126,6 +126,7 @@ QUANTITIES = {
     "difference": "of the line from another one, paired",
     "with_positions": "value with position embeddings",
     "without": "value without them",
+    "difference_margin": "half the interval of the difference over the test images of one training each",
     "one_seed_margin": "half the interval over the test images of one training",
     "miou": "mean over classes of intersection over union (%)",
     "macc": "mean over classes of the share of pixels found (%)",

@@ -16,7 +16,7 @@ from fedmjp import train as train_command
 from fedmjp.config import ModelConfig
 from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.models import BuiltModel, build_model
-from fedmjp.models.vit import ViT
+from fedmjp.models.vit import ViT, attend_to_context
 from fedmjp.objectives import Draws, Learner, TrainingBatch, read_objective
 from fedmjp.objectives.counts import count_kept
 from fedmjp.objectives.droppos import DropPos
@@ -90,6 +90,22 @@ def test_mp3_reads_keys_and_values_from_the_context_only() -> None:
         other[0, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
         changed = (mp3_logits(model.module, other, context) - before).abs().amax(dim=2)[0] > 1e-9
         assert changed.nonzero().flatten().tolist() == reaches
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attending_to_a_context_is_timms_block_under_a_mask(fused: bool) -> None:
+    block = small(MP3(), (2, 4), pos_embed="none", qk_norm=True, init_values=0.5).module.blocks[0]
+    block.attn.fused_attn = fused
+    tokens = torch.randn(3, 8, WIDTH, generator=draw(), dtype=torch.float64)
+    context = random_subsets(3, 8, 3, draw(1), tokens.device)
+    found = attend_to_context(block, tokens, context)
+    torch.testing.assert_close(found, block(tokens, attn_mask=members(context, 8)[:, None, None]))
+
+
+def test_a_context_and_relative_positions_do_not_go_together() -> None:
+    module = small(MP3(), (2, 4), relative_positions=True).module
+    with pytest.raises(ValueError, match="attends to all tokens"):
+        module.encode(torch.zeros(1, 8, WIDTH, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_mp3_is_equivariant_without_positions() -> None:

@@ -123,9 +123,9 @@ class MP3Options(PretrainingOptions):
         strange = [name for name in self.lines if name not in LINES]
         if strange or not self.lines:
             raise UsageError(f"--lines takes names from: {', '.join(LINES)}; not {', '.join(strange) or 'none'}")
-        check_positive(self, "pretraining_epochs", "references", "timing_batch")
-        if self.timing_repeats < 0:
-            raise UsageError("--timing-repeats must not be negative")
+        check_positive(self, "pretraining_epochs", "references")
+        if self.timing_repeats < 0 or self.timing_batch < 2 or self.timing_batch % 2:
+            raise UsageError("--timing-batch takes even numbers, --timing-repeats numbers from 0")
         for name in self.lines:
             self.pretraining(LINES[name], self.seeds[0]).validate()
             self.supervised(LINES[name], self.seeds[0]).validate()

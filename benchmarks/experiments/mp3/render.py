@@ -1,7 +1,8 @@
 """What is rendered from the rows of MP3's tables in kind.
 
 Two uncertainties are given, as in `experiments.trainings.seeds`: intervals of means and differences are Student's over
-seeds; `one_seed_margin` is half of Wilson's interval over the test images of one training.
+seeds; `one_seed_margin` is half of Wilson's interval over the test images of one training, and `difference_margin` that
+of a difference between two such trainings, taken as independent.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def line_table(rows: pd.DataFrame) -> pd.DataFrame:
     Returns:
         columns line, model, eta, pretraining_epochs, epochs, images_seen (without labels), seeds, accuracy_mean, _low,
         _high (over seeds), one_seed_margin, place_accuracy (of the pre-training, at its own ratio), against,
-        difference_mean, _low, _high, paper_accuracy, paper_difference, verdict.
+        difference_mean, _low, _high, difference_margin, paper_accuracy, paper_difference, verdict.
     """
     paper = pd.read_csv(PAPER / "mp3_table3.csv").set_index("line")["cifar100_accuracy"]
     found = rows[(rows["measure"] == "accuracy") & (rows["network"] == TRAINED)]
@@ -60,17 +61,25 @@ def line_table(rows: pd.DataFrame) -> pd.DataFrame:
         line |= {"pretraining_epochs": first["pretraining_epochs"], "epochs": first["recipe"]["epochs"]}
         line |= {"images_seen": starts["images_seen"].max() if len(starts) else 0, "seeds": mean.count}
         line |= {"accuracy_mean": mean.mean, "accuracy_low": mean.low, "accuracy_high": mean.high}
-        line |= {"one_seed_margin": (group["value_high"] - group["value_low"]).mean() / 2}
+        line |= {"one_seed_margin": _margin(group)}
         line |= {"place_accuracy": starts["value"].mean() if len(starts) else math.nan, "against": against}
         if against in by_seed.index:
             change = t_interval((own - by_seed.loc[against]).to_numpy())
+            margins = [_margin(group), _margin(labelled[labelled["line"] == against])]
             change_paper = round(theirs - paper.get(against, math.nan), 6)
             line |= {"difference_mean": change.mean, "difference_low": change.low, "difference_high": change.high}
+            line["difference_margin"] = math.hypot(*margins)
             line |= {"paper_difference": change_paper, "verdict": verdict(change_paper, change)}
         lines.append(line | {"paper_accuracy": theirs})
-    columns = ["difference_mean", "difference_low", "difference_high", "paper_accuracy", "paper_difference", "verdict"]
+    columns = ["difference_mean", "difference_low", "difference_high", "difference_margin"]
+    columns += ["paper_accuracy", "paper_difference", "verdict"]
     table = pd.DataFrame(lines)
     return table.reindex(columns=[*(name for name in table if name not in columns), *columns])
+
+
+def _margin(group: pd.DataFrame) -> float:
+    """Half of Wilson's interval over the test images of one training, averaged over seeds."""
+    return (group["value_high"] - group["value_low"]).mean() / 2
 
 
 def place_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -197,7 +206,7 @@ def limits(folder: Path, table: pd.DataFrame) -> str:
         f"ViT-S {PAPERS_IMAGES:,}) and then with labels ({own['epochs'].iloc[0]} epochs; from scratch as many, the "
         f"paper's 400). {tests:,} test images, which alone leave an accuracy uncertain by "
         f"± {own['one_seed_margin'].mean():.1f} points. Brackets: Student's 95 % interval over seeds, where there are "
-        "several; a sign is judged from three."
+        "several; ±: of a difference of one seed, over test images alone. A sign is judged from three seeds."
     )
 
 
@@ -206,7 +215,8 @@ def _accuracy(row: pd.Series) -> str:
 
 
 def _difference(row: pd.Series) -> str:
-    return difference(row)
+    cell = difference(row)
+    return f"{cell} ± {row['difference_margin']:.1f}" if cell and row["seeds"] == 1 else cell
 
 
 def _words(value: object) -> str:
