@@ -25,7 +25,6 @@ from fedmjp.data.imageset import ImageSet
 from fedmjp.models import BuiltModel
 from fedmjp.models.attention import every_attention
 from fedmjp.objectives.learner import restore
-from fedmjp.report.pictures import draw_picture
 from fedmjp.report.styles import NORMAL, SMALL, WIDTH, save
 from fedmjp.training.trainer import load
 
@@ -84,15 +83,28 @@ def mixture_figure(model: BuiltModel, images: ImageSet, path: Path) -> None:
 
 def _picture_grid(columns: dict[str, Tensor], path: Path) -> None:
     """A column of images (n, C, H, W) for each name."""
-    count = len(next(iter(columns.values())))
-    figure = Figure(figsize=(len(columns) * 1.05, count * 1.05 + 0.2), layout="constrained")
-    for place, (name, pictures) in enumerate(columns.items()):
-        for row, picture in enumerate(pictures):
-            axes = figure.add_subplot(count, len(columns), row * len(columns) + place + 1)
-            draw_picture(axes, picture, None)
-            if row == 0:
-                axes.set_title(name, fontsize=SMALL, pad=3)
+    pictures = torch.stack(list(columns.values()), dim=1).permute(0, 1, 3, 4, 2).clamp(0, 1).numpy()  # (n, k, H, W, C)
+    figure = Figure(figsize=(len(columns) * 1.05, len(pictures) * 1.05 + 0.2), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(_tiled(pictures, gap=2, fill=1.0), interpolation="nearest")
+    _name_tiles(axes, list(columns), [], pictures.shape[2] + 2, pictures.shape[3] + 2)
     save(figure, path)
+
+
+def _tiled(tiles: np.ndarray, gap: int = 1, fill: float = np.nan) -> np.ndarray:
+    """(R, C, r, c, ...) as one picture (R (r + gap) - gap, ...), tiles apart by empty lines."""
+    lines = ((0, 0), (0, 0), (0, gap), (0, gap), *((0, 0) for _ in tiles.shape[4:]))
+    apart = np.moveaxis(np.pad(tiles, lines, constant_values=fill), 2, 1)  # (R, r + gap, C, c + gap, ...)
+    rows, height, columns, width, *rest = apart.shape
+    return apart.reshape(rows * height, columns * width, *rest)[:-gap, :-gap]
+
+
+def _name_tiles(axes: Axes, columns: list[str], rows: list[str], height: int, width: int) -> None:
+    """Names above the columns and beside the rows of `_tiled` pictures, whose tiles and gaps take height and width."""
+    axes.set_xticks([(place + 0.5) * width - 1 for place in range(len(columns))], columns)
+    axes.set_yticks([(place + 0.5) * height - 1 for place in range(len(rows))], rows)
+    axes.tick_params(labelsize=SMALL, length=0, top=True, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
 
 
 def correlation_figure(model: BuiltModel, images: ImageSet, device: torch.device, path: Path) -> None:
@@ -112,12 +124,6 @@ def correlation_figure(model: BuiltModel, images: ImageSet, device: torch.device
     save(figure, path)
 
 
-def _tiled(tiles: np.ndarray) -> np.ndarray:
-    """(R, C, r, c) as one picture, tiles apart by an empty line."""
-    apart = np.pad(tiles, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
-    return apart.transpose(0, 2, 1, 3).reshape(apart.shape[0] * apart.shape[2], -1)[:-1, :-1]
-
-
 def attention_figure(models: dict[str, BuiltModel], images: ImageSet, device: torch.device, path: Path) -> None:
     """Attention by offset of key from query: a row a model, a column a head (Figures 8, 11)."""
     pixels = images.images(range(min(len(images), 500))).to(device)
@@ -127,22 +133,13 @@ def attention_figure(models: dict[str, BuiltModel], images: ImageSet, device: to
             relative_maps(one, model.module.num_prefix_tokens, model.grid) for one in every_attention(model, pixels)
         ]
         maps[name] = torch.stack(found)  # (layers, heads, rows, columns)
-    layers, heads = next(iter(maps.values())).shape[:2]
-    figure = Figure(figsize=(WIDTH, 1.15 * len(maps) + 0.4), layout="constrained")
-    panels = figure.subplots(len(maps), layers * heads, squeeze=False)
+    heads = next(iter(maps.values())).shape[1]
     uniform = 1 / np.prod(next(iter(models.values())).grid)
-    for line, (row, (name, own)) in enumerate(zip(panels, maps.items(), strict=True)):
-        for index, (axes, shown) in enumerate(zip(row, own.flatten(0, 1), strict=True)):
-            picture = _relative_map(axes, shown.numpy() / uniform)
-            if line == 0:
-                axes.set_title(f"block {index // heads + 1}\nhead {index % heads + 1}", fontsize=SMALL)
-        row[0].set_ylabel(name, fontsize=SMALL)
-    bar = figure.colorbar(picture, ax=panels, shrink=0.8, label="Attention / uniform")
-    bar.ax.tick_params(labelsize=SMALL)
+    tiles = np.stack([own.flatten(0, 1).numpy() for own in maps.values()]) / uniform  # (models, heads, rows, columns)
+    names = [f"block {index // heads + 1}\nhead {index % heads + 1}" for index in range(tiles.shape[1])]
+    figure = Figure(figsize=(WIDTH, 1.0 * len(maps) + 0.5), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(_tiled(tiles), norm=LogNorm(0.1, 10, clip=True), cmap="PuOr_r", interpolation="nearest")
+    _name_tiles(axes, names, list(maps), tiles.shape[2] + 1, tiles.shape[3] + 1)
+    figure.colorbar(shown, ax=axes, shrink=0.8, label="Attention / uniform").ax.tick_params(labelsize=SMALL)
     save(figure, path)
-
-
-def _relative_map(axes: Axes, ratios: np.ndarray):
-    axes.set_xticks([])
-    axes.set_yticks([])
-    return axes.imshow(ratios, norm=LogNorm(0.1, 10, clip=True), cmap="PuOr_r", interpolation="nearest")
