@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.mp3.measures import CORRELATIONS
-from experiments.mp3.options import DEFAULT, SCRATCH
+from experiments.mp3.options import BRIEF, DEFAULT, SCRATCH
 from experiments.mp3.rows import START, TRAINED
 from experiments.trainings.seeds import verdict
 from fedmjp.metrics import t_interval
@@ -117,11 +117,11 @@ CLAIMS = (
         lambda s: s.places("eta_0", 0.9) - s.places("eta_0", 0.0),
         -1,
     ),
-    _accuracies("Figure 4", "a longer pre-training beats one of a fifth", DEFAULT, "pretrained_shorter", 1),
+    _accuracies("Figure 4", "a longer pre-training beats one of a fifth", DEFAULT, BRIEF, 1),
     _accuracies("Figure 4", "three times as long a pre-training is better still", "pretrained_longer", DEFAULT, 1),
     _accuracies("Figure 5", "MP3 with 0.3 of the epochs beats all of them from scratch", "mp3_shorter", SCRATCH, 1),
     _accuracies("Figure 5", "after MP3, more epochs with labels are better", "mp3_longer", "mp3_shorter", 1),
-    _accuracies("Figure 6", "η = 0.9 is worse than 0.5", "eta_0.9", DEFAULT, -1),
+    _accuracies("Figure 6", "η = 0.9 is worse than 0.5", "eta_0.9", BRIEF, -1),
     _accuracies("Figure 7", "MP3 beats from scratch, patches of 16", "mp3_patch_16", "scratch_patch_16", 1),
     _accuracies("Figure 7", "MP3 beats from scratch, patches of 4", "mp3_patch_4", "scratch_patch_4", 1),
     Claim(

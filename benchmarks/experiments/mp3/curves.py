@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments.mp3.options import DEFAULT, LINES, SCRATCH
+from experiments.mp3.options import BRIEF, DEFAULT, LINES, SCRATCH
 from experiments.mp3.rows import START, TRAINED
 from fedmjp.models import MODELS, split_name
 from fedmjp.report.styles import GREY, NORMAL, SMALL, WIDTH, dress, error_bars, save, style
@@ -21,7 +21,7 @@ PANELS = (
     (
         "Epochs of MP3 (Fig. 4)",
         "pretraining_epochs",
-        {PRETRAINED: ("pretrained_shorter", DEFAULT, "pretrained_longer")},
+        {PRETRAINED: (BRIEF, DEFAULT, "pretrained_longer")},
     ),
     (
         "Epochs with labels (Fig. 5)",
@@ -31,12 +31,12 @@ PANELS = (
             FROM_SCRATCH: ("scratch_shorter", SCRATCH, "scratch_longer"),
         },
     ),
-    ("η of MP3 (Fig. 6)", "eta", {PRETRAINED: ("eta_0", DEFAULT, "eta_0.75", "eta_0.9")}),
+    ("η of MP3 (Fig. 6)", "eta", {PRETRAINED: ("eta_0", BRIEF, "eta_0.75", "eta_0.9")}),
     (
         "Side of a patch, pixels (Fig. 7)",
         "patch",
         {
-            PRETRAINED: ("mp3_patch_4", DEFAULT, "mp3_patch_16"),
+            PRETRAINED: ("mp3_patch_4", BRIEF, "mp3_patch_16"),
             FROM_SCRATCH: ("scratch_patch_4", SCRATCH, "scratch_patch_16"),
         },
     ),
@@ -77,9 +77,9 @@ def _neighbours(axes: Axes, structure: pd.DataFrame) -> None:
         "random weights": encoders[(encoders["line"] == DEFAULT) & (encoders["network"] == START)],
         FROM_SCRATCH: own[(own["after"] == "labels") & (own["line"] == SCRATCH)],
     }
-    for name in ("eta_0", DEFAULT, "eta_0.75"):
-        eta = LINES[name].eta
-        parts[f"MP3, η = {eta:g}"] = encoders[(encoders["line"] == name) & (encoders["network"] == TRAINED)]
+    for name in (DEFAULT, "eta_0", BRIEF, "eta_0.75"):
+        words = f"MP3, η = {LINES[name].eta:g}{'' if LINES[name].pretraining == 1 else ', shorter'}"
+        parts[words] = encoders[(encoders["line"] == name) & (encoders["network"] == TRAINED)]
     for index, (label, group) in enumerate(parts.items()):
         if len(group):
             error_bars(axes, group["layer"], group, "value", label=label, **style(index) | LOOK)

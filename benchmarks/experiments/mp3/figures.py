@@ -139,7 +139,7 @@ def attention_figure(models: dict[str, BuiltModel], images: ImageSet, device: to
     names = [f"block {index // heads + 1}\nhead {index % heads + 1}" for index in range(tiles.shape[1])]
     figure = Figure(figsize=(WIDTH, 1.0 * len(maps) + 0.5), layout="constrained")
     axes = figure.subplots()
-    shown = axes.imshow(_tiled(tiles), norm=LogNorm(0.1, 10, clip=True), cmap="PuOr_r", interpolation="nearest")
+    shown = axes.imshow(_tiled(tiles), norm=LogNorm(0.2, 5, clip=True), cmap="PuOr_r", interpolation="nearest")
     _name_tiles(axes, names, list(maps), tiles.shape[2] + 1, tiles.shape[3] + 1)
     figure.colorbar(shown, ax=axes, shrink=0.8, label="Attention / uniform").ax.tick_params(labelsize=SMALL)
     save(figure, path)

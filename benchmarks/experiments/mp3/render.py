@@ -15,7 +15,7 @@ import pandas as pd
 
 from experiments.mp3.claims import claim_table
 from experiments.mp3.curves import curves
-from experiments.mp3.options import LINES, SCRATCH, TEST_ETAS, VARIANTS
+from experiments.mp3.options import BRIEF, DEFAULT, LINES, SCRATCH, TEST_ETAS, VARIANTS
 from experiments.mp3.rows import ROWS, TRAINED
 from experiments.mp3.steps import FILE
 from experiments.rendering import Rendering, csv, difference, interval, markdown_table, read_rows
@@ -26,14 +26,12 @@ from fedmjp.metrics import t_interval
 PAPERS_IMAGES = 2000 * 50_000  # 2,000 epochs of CIFAR-100
 TABLE_3 = tuple(f"{start}_{positions}" for positions in VARIANTS for start in ("scratch", "mp3"))
 SETTINGS = {
-    "Figure 4, epochs of pre-training": ("pretrained_shorter", "mp3_absolute", "pretrained_longer"),
+    "Figure 4, epochs of pre-training": (BRIEF, DEFAULT, "pretrained_longer"),
     "Figure 5, epochs with labels": (
-        *("scratch_shorter", "mp3_shorter", "scratch_absolute", "mp3_absolute", "scratch_longer", "mp3_longer"),
+        *("scratch_shorter", "mp3_shorter", SCRATCH, DEFAULT, "scratch_longer", "mp3_longer"),
     ),
-    "Figure 6, masking ratio": ("eta_0", "mp3_absolute", "eta_0.75", "eta_0.9"),
-    "Figure 7, patch size": (
-        *("scratch_patch_4", "mp3_patch_4", "scratch_absolute", "mp3_absolute", "scratch_patch_16", "mp3_patch_16"),
-    ),
+    "Figure 6, masking ratio": ("eta_0", BRIEF, "eta_0.75", "eta_0.9"),
+    "Figure 7, patch size": (*("scratch_patch_4", "mp3_patch_4", SCRATCH, BRIEF, "scratch_patch_16", "mp3_patch_16"),),
     "Table 7, transfer to Tiny-ImageNet": ("scratch_transfer", "mp3_transfer"),
 }
 
