@@ -23,10 +23,9 @@ from experiments.mp3.measures import (
 )
 from experiments.mp3.options import DEFAULT, LINES, SCRATCH, MP3Options
 from experiments.mp3.reassembly import mixed, reassemble, reassembled, shuffled_together, to_images, to_patches
-from experiments.mp3.render import line_table, place_table
+from experiments.mp3.render import line_table, paper_accuracies, place_table
 from experiments.mp3.rows import ROWS, Training
 from experiments.rendering import read_rows
-from experiments.scaffold import PAPER
 
 from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.data import load_data
@@ -180,7 +179,8 @@ def test_places_do_not_depend_on_the_order_of_the_patches(encoder) -> None:
 
 
 def test_the_papers_differences_are_those_of_its_table() -> None:
-    paper = pd.read_csv(PAPER / "mp3_table3.csv").set_index("line")["cifar100_accuracy"]
+    paper = paper_accuracies()["cifar100"]
+    assert paper.notna().all()
     printed = [claim for claim in CLAIMS if claim.printed]
     assert len(printed) == 4
     for claim in printed:

@@ -344,7 +344,7 @@ def test_noise_composes(tmp_path) -> None:
 
 def test_masked_attention_is_the_same_fused_and_unfused() -> None:
     made = learner("mp3:eta=0.5")
-    images, context = made.model.normalise(photographs(32, 2)), members(torch.tensor([[0, 3], [5, 63]]), 64)
+    images, context = made.model.normalise(photographs(32, 2)), torch.tensor([[0, 3], [5, 63]])
     fused = mp3_logits(made.model.module, images, context)
     for block in made.model.module.blocks:
         block.attn.fused_attn = not block.attn.fused_attn
