@@ -84,8 +84,8 @@ class MP3Options(PretrainingOptions):
     Pre-trains without labels and trains with labels after it, or from scratch, on the same images, once a line and
     seed; measures accuracy, places predicted at other masking ratios, k nearest neighbours by layer, the correlation of
     positions and how far heads attend; times a step at each masking ratio; draws images reassembled from predicted
-    places. A training's rows are written when it ends. Writes rows.jsonl.gz, table3.csv, claims.csv and further tables,
-    figures and run.json to --out; --resume trains what is missing.
+    places. A training's rows are written when it ends, and steps are timed once. Writes rows.jsonl.gz, table.csv,
+    places.csv, structure.csv, claims.csv, steps.csv, figures and run.json to --out; --resume trains what is missing.
     """
 
     model: str = "vit_micro8_32"
