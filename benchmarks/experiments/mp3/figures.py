@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -113,15 +114,22 @@ def correlation_figure(model: BuiltModel, images: ImageSet, device: torch.device
     Both panels are grids of grids: the tile at a place shows its correlation with all places.
     """
     last = torch.cat([tokens[-1] for tokens in block_tokens(model, images, device)])
-    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)
     panels = figure.subplots(1, 2)
     for axes, matrix, words in zip(panels, position_correlation(last), ("the same image", "two images"), strict=True):
         tiles = matrix.reshape(*model.grid, *model.grid).numpy()
         shown = axes.imshow(_tiled(tiles), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
         axes.set_title(words, fontsize=NORMAL)
         axes.set_axis_off()
-    figure.colorbar(shown, ax=panels, shrink=0.8, label="Correlation").ax.tick_params(labelsize=SMALL)
+    _dress_bar(figure.colorbar(shown, ax=panels, shrink=0.8), "Correlation")
     save(figure, path)
+
+
+def _dress_bar(bar: Colorbar, words: str) -> None:
+    bar.set_label(words, fontsize=NORMAL)
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=SMALL)
 
 
 def attention_figure(models: dict[str, BuiltModel], images: ImageSet, device: torch.device, path: Path) -> None:
@@ -141,5 +149,6 @@ def attention_figure(models: dict[str, BuiltModel], images: ImageSet, device: to
     axes = figure.subplots()
     shown = axes.imshow(_tiled(tiles), norm=LogNorm(0.2, 5, clip=True), cmap="PuOr_r", interpolation="nearest")
     _name_tiles(axes, names, list(maps), tiles.shape[2] + 1, tiles.shape[3] + 1)
-    figure.colorbar(shown, ax=axes, shrink=0.8, label="Attention / uniform").ax.tick_params(labelsize=SMALL)
+    bar = figure.colorbar(shown, ax=axes, shrink=0.8, ticks=[0.2, 0.5, 1, 2, 5], format="%g")
+    _dress_bar(bar, "Attention / uniform")
     save(figure, path)
