@@ -44,7 +44,8 @@ PANELS = (
 
 
 def curves(table: pd.DataFrame, places: pd.DataFrame, structure: pd.DataFrame, path: Path) -> None:
-    """Draw the panels; bars are Student's intervals over seeds, where there are several.
+    """Draw the panels; bars are Student's intervals over seeds where there are several, else of accuracies those over
+    the test images of the one training.
 
     Args:
         table, places, structure: of `experiments.mp3.render`.
@@ -57,14 +58,14 @@ def curves(table: pd.DataFrame, places: pd.DataFrame, structure: pd.DataFrame, p
         label = f"{group['eta'].iloc[0]:g}, {group['pretraining_epochs'].iloc[0]} epochs"
         error_bars(first, group["eta_test"], group, "places", label=label, **style(index) | LOOK)
     first.axhline(100 / places.iloc[0]["patches"], color=GREY, lw=0.8, ls=":")
-    _label(first, "η at test (Fig. 3)", "Places (%), chance dotted", "η of MP3")
+    _label(first, "η at test (Fig. 3)", "Places (%), chance dotted", "η of MP3", 0.7)
     patches = {name: MODELS.get(split_name(name)[0]).patch_size for name in table["model"]}
     own = table.assign(patch=table["model"].map(patches)).set_index("line")
     for axes, (words, column, lines) in zip(middle, PANELS, strict=True):
         for index, (label, names) in enumerate(lines.items()):
             shown = own.loc[[name for name in names if name in own.index]]
-            error_bars(axes, shown[column], shown, "accuracy", label=label, **style(index) | LOOK)
-        _label(axes, words, "Top-1 (%)", "")
+            error_bars(axes, shown[column], _bounded(shown), "accuracy", label=label, **style(index) | LOOK)
+        _label(axes, words, "Top-1 (%)", "", 0.25)
     _neighbours(last, structure)
     save(figure, path)
 
@@ -84,11 +85,23 @@ def _neighbours(axes: Axes, structure: pd.DataFrame) -> None:
         if len(group):
             error_bars(axes, group["layer"], group, "value", label=label, **style(index) | LOOK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _label(axes, "Block (Fig. 9)", "20 nearest neighbours (%)", "")
+    _label(axes, "Block (Fig. 9)", "20 nearest neighbours (%)", "", 0.75)
 
 
-def _label(axes: Axes, across: str, up: str, title: str) -> None:
+def _bounded(lines: pd.DataFrame) -> pd.DataFrame:
+    """Lines of one seed with their interval over test images instead of an infinite one over seeds."""
+    single, mean, margin = lines["seeds"] == 1, lines["accuracy_mean"], lines["one_seed_margin"]
+    low, high = (
+        lines[f"accuracy_{end}"].mask(single, mean + sign * margin) for end, sign in (("low", -1), ("high", 1))
+    )
+    return lines.assign(accuracy_low=low, accuracy_high=high)
+
+
+def _label(axes: Axes, across: str, up: str, title: str, room: float) -> None:
+    """Name the axes, and leave a share `room` of the height free above for the legend."""
     axes.set_xlabel(across, fontsize=NORMAL)
     axes.set_ylabel(up, fontsize=NORMAL)
     dress(axes)
-    axes.legend(fontsize=SMALL - 1, frameon=False, title=title or None, title_fontsize=SMALL - 1)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + room * (high - low))
+    axes.legend(loc="upper right", fontsize=SMALL - 1, frameon=False, title=title or None, title_fontsize=SMALL - 1)
