@@ -1,5 +1,8 @@
 """Several updates of a client, each from a small batch: images that reappear in batches with different images.
 
+It assumes that an image reappears with the same pixels, or with those mirrored or shifted by whole patches. Crops,
+resizing, shifts by other numbers of pixels and all changes of colour leave a step out.
+
 With images a, b in one step the position rows are S = G_a + G_b, and the projection's gradient is
 
     dL/dE = G_a^T X_a + G_b^T X_b = S^T X_a + G_b^T (X_b - X_a).
@@ -19,6 +22,11 @@ The server does not know which steps share an image. Any m steps with more equat
 > P, do not fit one image by chance: their relative misfit is that of float32 for steps that share one, and that of two
 different photographs otherwise (1e-7 to 1e-3 against 2e-2 on ViT-B with random weights). From every seed of m steps
 that fit, further steps are added as long as they fit.
+
+*Augmentation.* An image may be mirrored or shifted by whole patches in one step and not in another: each step is tried
+as it is and mirrored, at the shift at which it fits the last one best (`attacks.linear.views`). The other images of the
+step do not matter. Changes of colour are not found here: with k images the rows of dL/dE of two steps span more than
+P directions together, and say nothing of a mixture of channels. Every other augmentation makes other patches.
 """
 
 from __future__ import annotations
@@ -35,8 +43,9 @@ from torch.nn import functional
 from attacks.base import Attack
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.least_squares import solve_rows
-from attacks.linear.normal_equations import Estimate, NormalEquations
+from attacks.linear.normal_equations import Estimate, NormalEquations, Part
 from attacks.linear.position_rows import read_position_rows, unmet_assumptions
+from attacks.linear.views import View, all_shifts, places
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -46,6 +55,9 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 DECIDING_RIDGE, RANKING_RIDGE = 1e-9, 1e-6
 # A row whose squared misfit exceeds the median row's by this factor is taken for masked in some step.
 OUTLIER = 100
+# Patches by which an image may be shifted between steps, in each direction; the least share of the two steps' rows, by
+# squared size, that a shift must leave inside; and of the unshifted misfit, what it must bring it down to.
+FARTHEST, LEAST_COMPARED, SHIFTED = 4, 0.1, 1e-2
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,7 @@ class Step:
     Attributes:
         rows: (N, P) float64, without what lies along `basis`, and zero where the position row is.
         basis: (n, P) orthonormal; n = N (k - 1), plus the number of rows that are zero, or less where noise hides some.
+        sums: the equations, each of weight 1 or less.
         num_examples: k.
         masked: rows of the position gradient that are exactly zero.
         own_masks: the batch hides positions, and not the same ones in all images (or so it may be).
@@ -62,9 +75,21 @@ class Step:
 
     rows: Tensor
     basis: Tensor
+    sums: NormalEquations
     num_examples: int
     masked: int
     own_masks: bool
+
+    @classmethod
+    def of(cls, rows: Tensor, basis: Tensor, num_examples: int, masked: int = 0, own_masks: bool = False) -> Step:
+        """A step whose equations all have weight 1."""
+        sums = NormalEquations(*rows.shape, device=rows.device)
+        sums.add(rows, basis)
+        return cls(rows - (rows @ basis.T) @ basis, basis, sums, num_examples, masked, own_masks)
+
+    def seen_as(self, view: View, tokenizer: Tokenizer) -> Step:
+        """The equations of an image of which this step holds a view."""
+        return replace(self, sums=view.moved(self.sums, tokenizer))
 
     @property
     def equations(self) -> int:
@@ -99,7 +124,7 @@ def read_step(observation: Observation) -> Step:
     basis = functional.normalize(solution.unknown, dim=1)  # (n, P)
     shared = tokenizer.shared_embedding(observation.gradients)
     own_masks = count > 1 and shared is not None and bool(shared.any())
-    return Step(rows - (rows @ basis.T) @ basis, basis, count, masked, own_masks)
+    return Step.of(rows, basis, count, masked, own_masks)
 
 
 def _facts(count: int, masked: int, num_patches: int) -> str:
@@ -147,37 +172,68 @@ def fit(steps: Sequence[Step], ridge: float = DECIDING_RIDGE, tolerance: float =
         tolerance: where a step has masks of its own for each image, a row that misses by more than this share of the
             mean row, or by far more than most, is fitted again as masked in one step, in two, and so on.
     """
-    rows = torch.stack([step.rows for step in steps])  # (T, N, P)
     sums = _accumulate(steps)
-    h = sums.matrix + ridge * len(steps) * torch.eye(len(sums.matrix)).to(sums.matrix)
-    factor = torch.linalg.cholesky(h)
+    targets = torch.stack([step.sums.targets for step in steps])  # (T, N, P)
+    squares = torch.stack([step.sums.squares for step in steps])  # (T, N)
+    factors = [_factor(part, ridge) for part in sums.parts]
 
-    def misses(part: Tensor) -> Tensor:
-        """(n,) squared misfit of rows (T, n, P)."""
-        target = part.sum(dim=0)  # (n, P)
-        explained = (target.T * torch.cholesky_solve(target.T, factor)).sum(dim=0)
-        return (part.square().sum(dim=(0, 2)) - explained).clamp(min=0)
+    def misses(which: Tensor, targets: Tensor, squares: Tensor) -> Tensor:
+        """(n,) squared misfit of the patches `which` (n,) with these sums (T, n, P) and (T, n)."""
+        found = squares.sum(dim=0)
+        for part, factor in zip(sums.parts, factors, strict=True):
+            own = part.members[which]
+            target = targets[:, own].sum(dim=0)  # (m, P)
+            found[own] -= (target.T * torch.cholesky_solve(target.T, factor)).sum(dim=0)
+        return found.clamp(min=0)
 
-    total, miss = sums.squares.sum(), misses(rows)
+    total, miss = squares.sum(), misses(torch.arange(targets.shape[1]), targets, squares)
     if any(step.own_masks for step in steps):
         limit = torch.minimum(tolerance * total / len(miss), OUTLIER * miss.median())
         for count in range(1, len(steps)):
             for hidden in combinations(range(len(steps)), count):
                 bad = (miss > limit).nonzero()[:, 0]
-                trial = rows[:, bad]
-                trial[list(hidden)] = 0
-                trial_miss = misses(trial)
+                trial = targets[:, bad], squares[:, bad]
+                for sent in trial:
+                    sent[list(hidden)] = 0
+                trial_miss = misses(bad, *trial)
                 fits = trial_miss <= limit
-                rows[:, bad[fits]], miss[bad[fits]] = trial[:, fits], trial_miss[fits]
-        sums = _accumulate([replace(step, rows=row) for step, row in zip(steps, rows, strict=True)])
+                targets[:, bad[fits]], squares[:, bad[fits]] = (sent[:, fits] for sent in trial)
+                miss[bad[fits]] = trial_miss[fits]
+        sums.targets, sums.squares = targets.sum(dim=0), squares.sum(dim=0)
     return Fit(sums, float(miss.sum() / total))
+
+
+def _factor(part: Part, ridge: float) -> Tensor:
+    """Cholesky factor of a part's matrix, (P, P), with a ridge for each step."""
+    return torch.linalg.cholesky(part.matrix + ridge * part.weight * torch.eye(len(part.matrix)).to(part.matrix))
 
 
 def _accumulate(steps: Sequence[Step]) -> NormalEquations:
     sums = NormalEquations(*steps[0].rows.shape, device=steps[0].rows.device)
     for step in steps:
-        sums.add(step.rows, step.basis)
+        sums.merge(step.sums)
     return sums
+
+
+def best_view(last: Step, other: Step, tokenizer: Tokenizer, mirrored: bool, ridge: float) -> tuple[float, Step]:
+    """Misfit of two steps, and the other step in its view: mirrored or not, shifted where that fits far better."""
+    grid = tokenizer.grid
+    turned = other.seen_as(View.of(tokenizer, places(grid, mirrored, (0, 0)), mirrored=mirrored), tokenizer)
+    (part,) = _accumulate([last, turned]).parts
+    solved = torch.cholesky_solve(torch.cat([last.sums.targets, turned.sums.targets]).T, _factor(part, ridge))
+    ours, theirs = solved.split(len(last.rows), dim=1)  # (P, N) each
+    own = last.sums.squares - (last.sums.targets.T * ours).sum(dim=0)
+    its = turned.sums.squares - (turned.sums.targets.T * theirs).sum(dim=0)
+    between = 2 * last.sums.targets @ theirs  # (N, N)
+    source = all_shifts(grid, False, FARTHEST).to(ours.device)  # (S, N)
+    inside = source >= 0
+    missed = own + its[source] - between.gather(1, source.T.clamp(min=0)).T
+    total = (inside * (last.sums.squares + turned.sums.squares[source])).sum(dim=1)
+    enough = total >= LEAST_COMPARED * total[0]
+    misfit = torch.where(enough, (inside * missed).sum(dim=1).clamp(min=0) / total, torch.inf)
+    best = int(misfit.argmin())
+    best = best if misfit[best] < SHIFTED * misfit[0] else 0  # the first is no shift
+    return float(misfit[best]), turned.seen_as(View.of(tokenizer, source[best]), tokenizer)
 
 
 def steps_needed(last: Step, others: Sequence[Step]) -> int:
@@ -196,8 +252,10 @@ def steps_needed(last: Step, others: Sequence[Step]) -> int:
     return len(others) + 2
 
 
-def find_groups(last: Step, others: Sequence[Step], tolerance: float, max_trials: int) -> Iterator[tuple[Step, ...]]:
-    """Sets of steps that share an image with the last one, as large as they fit.
+def find_groups(
+    last: Step, others: Sequence[Step], tokenizer: Tokenizer, tolerance: float, max_trials: int
+) -> Iterator[tuple[Step, ...]]:
+    """Sets of steps that share an image with the last one, as large as they fit, each in the view that shows it.
 
     Args:
         tolerance: largest relative misfit of steps that share an image.
@@ -205,29 +263,37 @@ def find_groups(last: Step, others: Sequence[Step], tolerance: float, max_trials
     """
     number = steps_needed(last, others)
     ridge = DECIDING_RIDGE if number <= 2 else RANKING_RIDGE
-    order = (
-        sorted(range(len(others)), key=lambda i: fit([last, others[i]], ridge, tolerance).misfit) if number > 1 else []
-    )
+    views = [
+        (*best_view(last, other, tokenizer, mirrored, ridge), i)
+        for i, other in enumerate(others if number > 1 else ())
+        for mirrored in (False, True)
+    ]
+    ranked = [(seen, i) for _, seen, i in sorted(views, key=lambda view: view[0])]
     found: list[set[int]] = []
-    for seed in islice(combinations(order, number - 1), max_trials):
+    seeds = (s for s in combinations(range(len(ranked)), number - 1) if len({ranked[v][1] for v in s}) == number - 1)
+    for seed in islice(seeds, max_trials):
         if any(set(seed) <= group for group in found):
             continue
-        group = [last, *(others[i] for i in seed)]
+        group = [last, *(ranked[v][0] for v in seed)]
         if number > 1 and fit(group, tolerance=tolerance).misfit > tolerance:
             continue
-        members = set(seed)
-        for i in order:
-            if i not in members and fit([*group, others[i]], tolerance=tolerance).misfit <= tolerance:
-                group.append(others[i])
-                members.add(i)
+        members, used = set(seed), {ranked[v][1] for v in seed}
+        for v, (seen, i) in enumerate(ranked):
+            if i not in used and fit([*group, seen], tolerance=tolerance).misfit <= tolerance:
+                group.append(seen)
+                members.add(v)
+                used.add(i)
         found.append(members)
         yield tuple(group)
 
 
 def possible_error(estimate: Estimate) -> float:
     """Root mean square error that the equations leave possible, in normalised pixels (at most 1 along a direction)."""
-    variance = 1 / estimate.precision.clamp(min=1.0)
-    return float(variance.sum() / estimate.rows.shape[1]) ** 0.5
+    if estimate.precision.dim() == 3:
+        precision = torch.linalg.eigvalsh(estimate.precision)  # (N, k)
+    else:
+        precision = estimate.precision.expand_as(estimate.centre)
+    return float((1 / precision.clamp(min=1.0)).sum(dim=1).mean() / estimate.rows.shape[1]) ** 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +328,7 @@ class BatchRounds(Attack):
         last = read_step(target)
         others = self._readable(observations[:-1], target)
         images, errors, used = [], [], []
-        for group in find_groups(last, others, self.tolerance, self.max_trials):
+        for group in find_groups(last, others, tokenizer, self.tolerance, self.max_trials):
             estimate = fit(group, tolerance=self.tolerance).sums.solve()
             error = possible_error(estimate)
             if error <= self.max_error:

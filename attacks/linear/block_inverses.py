@@ -39,17 +39,22 @@ def invert_blocks(scales: Tensor, hessian: Tensor, precision: Tensor) -> BlockIn
     Args:
         scales: (N,) m_i, above 0.
         hessian: (k, k) H, symmetric and positive semidefinite.
-        precision: (k,) d, or (N, k) where the d_i differ; not negative.
+        precision: (k,) d, or (N, k) where the d_i differ; not negative. Or (N, k, k), D_i that are not diagonal.
 
     Raises:
         torch.linalg.LinAlgError: a block is singular.
     """
     if precision.dim() == 1:
         return _Shared(scales, hessian, torch.ones_like(scales), precision)
+    large = len(hessian) > LARGE
+    if precision.dim() == 3:
+        return _Diagonal(scales, hessian, precision.diagonal(dim1=1, dim2=2)) if large else _Factored(
+            scales, hessian, precision
+        )
     weights, common = _multiples(precision)
     if torch.allclose(weights[:, None] * common, precision, rtol=MULTIPLES, atol=0.0):
         return _Shared(scales, hessian, weights, common)
-    return (_Diagonal if len(hessian) > LARGE else _Factored)(scales, hessian, precision)
+    return (_Diagonal if large else _Factored)(scales, hessian, precision)
 
 
 def _multiples(precision: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +88,8 @@ class _Factored:
     """A Cholesky factor a block."""
 
     def __init__(self, scales: Tensor, hessian: Tensor, precision: Tensor) -> None:
-        self.factors = torch.linalg.cholesky(scales[:, None, None] * hessian + torch.diag_embed(precision))
+        own = precision if precision.dim() == 3 else torch.diag_embed(precision)
+        self.factors = torch.linalg.cholesky(scales[:, None, None] * hessian + own)
 
     def solve(self, x: Tensor) -> Tensor:
         return torch.cholesky_solve(x[..., None], self.factors)[..., 0]

@@ -121,7 +121,7 @@ class _Scene:
 
     def __init__(self, tokenizer: Tokenizer, std: tuple[float, ...], estimate: Estimate) -> None:
         self.tokenizer, self.channels = tokenizer, tokenizer.channels
-        self.precision = estimate.precision  # (k,) or (N, k)
+        self.precision = estimate.precision  # (k,), (N, k) or (N, k, k)
         self.colour = colour_of(self.channels, std).to(estimate.rows)  # (C, C), from normalised channels
         self.start = self._paint(estimate.patches())  # (N, P)
         self.painted = self._paint(estimate.open)  # (k, P)
@@ -141,6 +141,10 @@ class _Scene:
         """Downward and rightward differences of the image, both (C, H, W) with zeros at the far border."""
         return differences(self._assemble(self.start + shift @ self.painted))
 
+    def _weighed(self, x: Tensor) -> Tensor:
+        """Each patch's coefficients (N, k) times its precision."""
+        return (self.precision @ x[..., None])[..., 0] if self.precision.dim() == 3 else self.precision * x
+
     def _pull(self, down: Tensor, right: Tensor) -> Tensor:
         """Adjoint of the differences and of the rendering: (N, k)."""
         return self.tokenizer.patchify(adjoint(down, right)[None])[0] @ self.painted.T
@@ -151,7 +155,7 @@ class _Scene:
         def hessian(x: Tensor) -> Tensor:
             """Second derivative of the weighted problem, applied to x (N, k)."""
             down, right = differences(self._assemble(x @ self.painted))
-            return self._pull(weights * down, weights * right) + self.precision * x
+            return self._pull(weights * down, weights * right) + self._weighed(x)
 
         down, right = self.gradient(torch.zeros_like(shift))
         target = -self._pull(weights * down, weights * right)
@@ -173,7 +177,8 @@ class _Scene:
         (rows, columns), side = self.tokenizer.grid, self.tokenizer.patch_size
         down, right = weights.clone(), weights.clone()
         down[-1], right[:, -1] = 0.0, 0.0  # there is no difference at the far border
-        hessian = torch.diag(self.precision.expand(len(self.start), -1).sum(dim=0))  # (k, k)
+        known = self.precision if self.precision.dim() == 3 else self.precision.expand(len(self.start), -1)
+        hessian = known.sum(dim=0) if known.dim() == 3 else torch.diag(known.sum(dim=0))  # (k, k)
         tile = self.painted.unflatten(1, (self.channels, side, side))
         for axis, weight in ((2, down), (3, right)):
             folded = weight.reshape(rows, side, columns, side).sum(dim=(0, 2))  # (p, p), over all patches

@@ -80,9 +80,11 @@ class MaskedUpdate:
         """(N, k) deviations of the error of `rows` along `basis`."""
         return self.scale[:, None] * self.sizes
 
-    def add_to(self, equations: NormalEquations) -> None:
-        """Add this update's equations, weighed by its own noise."""
-        equations.add(self.rows, self.basis, self.noise**-2, self.tilt)
+    def equations(self) -> NormalEquations:
+        """This update's equations, weighed by its own noise."""
+        found = NormalEquations(*self.rows.shape, device=self.rows.device)
+        found.add(self.rows, self.basis, self.noise**-2, self.tilt)
+        return found
 
     def estimate(self) -> Estimate:
         """The estimate from this update alone; equals `NormalEquations.solve` without an eigendecomposition."""

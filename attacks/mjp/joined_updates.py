@@ -1,17 +1,30 @@
-"""Which updates of a client show the image of the last one, and their equations added up.
+"""Which updates of a client show the image of the last one, in which view, and their equations added up.
 
-dL/dE = G^T X has the image's patches for a row space, whatever the weights, and jigsawing only reorders them: an update
-of the same image leaves nothing but noise outside the target's row space, an update of another image leaves a part of
-that image there. Where patches have no more values than there are patches, the row space is everything and does not
-separate images; then the last update is used alone, and the reasons say so.
+An update shows the target's image as it is, or as augmentation has changed it: mirrored, shifted by whole patches, or
+in other colours (`attacks.linear.views`). Two tests find that out, mirrored and not:
 
-The weights of the network may change between updates; masked, unmasked and unjigsawed steps mix freely.
+*Row space* (`attacks.linear.row_space`): it does not depend on masks or on the order of patches, finds the mixture of
+channels, and cannot be asked where patches have no more values than there are patches.
+
+*Agreement.* Off the directions that either update hides (B, B'), every patch that both show is the same numbers at its
+two places. So for each shift, with r = l P and r' = W l' P, P projecting off B, W B' and, unless the colours are known
+to be the same, mean colours,
+
+    misfit = min over s of  sum |r_p - s r'_q|^2 / sum |r_p|^2     over places p, q that both show.
+
+It is noise for the right shift, and above 0.1 for any other. Contrast and brightness are s and the offset d, which
+follows from the same patches. Shifts bring in patches that the target does not have, which spoils the row space; they
+are found by agreement alone, with unmixed channels.
+
+Updates that hide so much that hardly any place is shown by both are joined by the row space alone, where the image is
+neither shifted nor recoloured. The weights of the network may change between updates; masked, unmasked and unjigsawed
+steps mix freely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,15 +32,23 @@ from torch import Tensor
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.normal_equations import Estimate, NormalEquations
 from attacks.linear.position_rows import PositionRows, read_position_rows
+from attacks.linear.row_space import RowSpace
+from attacks.linear.views import View, all_shifts, mirror, mix_channels
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
-# An update shows the target's image where the share of it outside the target's row space is below this geometric mean
-# of the noise (0) and what another photograph leaves there (1).
-SAME = 0.5
-OTHER_SHARE = 3e-3
-LEAST_NOISE = 1e-7  # share of round-off in float32 products
+# Largest misfit of updates that agree. Float32 leaves 1e-10 to 1e-5 between views of one photograph, a change of
+# saturation that is taken for none 1e-3 and more.
+AGREEMENT = 1e-4
+# The same where the row spaces are equal already: other shifts and orders of the patches have about 1.
+SAME_SPACE = 0.5
+# Colours have changed where that lowers the misfit to less than this share.
+SAME_COLOURS = 0.1
+# Least share of what the target shows, by squared size, that must be compared for an agreement to count.
+LEAST_COMPARED = 0.1
+# Patches by which the image may be shifted in each direction.
+FARTHEST = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +61,7 @@ class JoinedUpdates:
         equations: of all updates that show its image.
         shown: (N,) bool, patches that at least one of them shows.
         reasons: why not to trust the equations, in words; empty where they hold.
+        changed: of the updates, those in another view than the last one's.
     """
 
     tokenizer: Tokenizer
@@ -47,6 +69,7 @@ class JoinedUpdates:
     equations: NormalEquations
     shown: Tensor
     reasons: tuple[str, ...]
+    changed: int
 
     def estimate(self) -> Estimate:
         """The solution of all equations."""
@@ -59,25 +82,15 @@ def join_updates(observations: Sequence[Observation]) -> JoinedUpdates:
     Raises:
         UsageError: the last update cannot be read at all.
     """
-    *earlier, target = _read_all(observations)
+    target, *_ = target_and_earlier = _read_all(observations)[::-1]
     last = solve_masked(target)
-    reasons, tokenizer = list(last.reasons), target.tokenizer
-    equations = NormalEquations(tokenizer.num_patches, tokenizer.patch_dim, target.rows.device)
-    last.add_to(equations)
-    shown = ~last.masked
-    space = RowSpace.of(target)
-    if space is None and len(observations) > 1:
-        reasons.append(
-            f"patches have {tokenizer.patch_dim} values and there are {tokenizer.num_patches} of them: row spaces do "
-            "not show which updates are of the same image (needs values > patches); the last one was used alone"
-        )
-    if space is not None and not reasons:
-        for rows in _same_image(space, earlier, tokenizer):
-            update = solve_masked(rows)
-            if not update.reasons:
-                update.add_to(equations)
-                shown = shown | ~update.masked
-    return JoinedUpdates(tokenizer, last, equations, shown, tuple(reasons))
+    tokenizer, equations, shown, changed = target.tokenizer, last.equations(), ~last.masked, 0
+    if not last.reasons:
+        for _, update, view in _same_image(_Target.of(target, last), target_and_earlier[:0:-1]):
+            equations.merge(view.moved(update.equations(), tokenizer))
+            shown = shown | view.flags(~update.masked)
+            changed += not view.plain
+    return JoinedUpdates(tokenizer, last, equations, shown, last.reasons, changed)
 
 
 def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
@@ -93,30 +106,24 @@ def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
     except UsageError as error:
         return str(error)
     if len(rows) == 1:
-        return f"no earlier update of this client shows the image of the last one: {alone} gives the same answer"
+        return (
+            "no earlier update of this client shows the image of the last one, as it is, mirrored, shifted by whole "
+            f"patches or with its colours mixed: {alone} gives the same answer"
+        )
     return ""
 
 
 def updates_of_last_image(observations: Sequence[Observation]) -> list[PositionRows]:
-    """The updates that show the image of the last one, which comes last; all where row spaces do not separate images.
+    """The updates that show the image of the last one, which comes last.
 
     Raises:
         UsageError: the last update cannot be read at all.
     """
     *earlier, target = _read_all(observations)
-    space = RowSpace.of(target) if earlier and target.products.isfinite().all() else None
-    if space is None:
-        return [*(rows for rows in earlier if rows is not None), target]
-    return [*_same_image(space, earlier, target.tokenizer), target]
-
-
-def _same_image(
-    space: RowSpace, earlier: Sequence[PositionRows | None], tokenizer: Tokenizer
-) -> Iterator[PositionRows]:
-    """Those of the earlier updates that were read and show the image of this row space."""
-    for rows in earlier:
-        if rows is not None and rows.tokenizer == tokenizer and space.holds(rows):
-            yield rows
+    last = solve_masked(target) if target.products.isfinite().all() else None
+    if last is None or last.reasons:
+        return [target]
+    return [*(rows for rows, _, _ in _same_image(_Target.of(target, last), earlier)), target]
 
 
 def _read_all(observations: Sequence[Observation]) -> list[PositionRows | None]:
@@ -132,33 +139,142 @@ def _read_all(observations: Sequence[Observation]) -> list[PositionRows | None]:
 
 
 @dataclass(frozen=True)
-class RowSpace:
-    """The row space of an image's patches, as one update shows it.
+class _Alignment:
+    """A view and how well it fits.
 
     Attributes:
-        space: (r, P + 1) orthonormal.
-        noise: share of the update's own products outside of it.
+        view: it.
+        misfit: of the patches that both show, without mean colours where those may differ.
+        whole: of these patches with their mean colours.
     """
 
-    space: Tensor
-    noise: float
+    view: View
+    misfit: float
+    whole: float
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The update that others are compared with.
+
+    Attributes:
+        space: row space of its image; None where it could be everything.
+        update: its equations.
+        tokenizer: of its model.
+    """
+
+    space: RowSpace | None
+    update: MaskedUpdate
+    tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, update: PositionRows) -> RowSpace | None:
-        """Of one update; None where it could be everything."""
-        s, n = update.products, update.tokenizer.num_patches  # (D, P + 1)
-        if update.tokenizer.patch_dim <= n:
-            return None
-        values, vectors = torch.linalg.eigh(s.T @ s)  # ascending
-        outside = values[:-n].clamp(min=0).sum() / values.sum()
-        return cls(vectors[:, -n:].T, float(outside.sqrt()))
+    def of(cls, rows: PositionRows, update: MaskedUpdate) -> _Target:
+        return cls(RowSpace.of(rows), update, rows.tokenizer)
 
-    def share_outside(self, update: PositionRows) -> float:
-        """Share of an update's products (by norm) that this row space does not hold."""
-        s = update.products
-        return float((s - (s @ self.space.T) @ self.space).norm() / s.norm())
+    def view_of(self, rows: PositionRows, update: MaskedUpdate) -> View | None:
+        """The view in which another update shows the same image; None where it does not, or it cannot be told."""
+        for mirrored in (False, True):
+            if self.space is not None and self.space.holds(rows, mirrored=mirrored):
+                return self._in_same_space(update, mirrored)
+        for mirrored in (False, True):
+            mix = None if self.space is None else self.space.mix_of(rows, mirrored=mirrored)
+            found = None if mix is None else self._aligned(update, mirrored, mix)
+            if found is not None and found.misfit < AGREEMENT:
+                return found.view
+        aligned = (self._aligned(update, mirrored) for mirrored in (False, True))
+        return next((found.view for found in aligned if found.misfit < AGREEMENT), None)
 
-    def holds(self, update: PositionRows) -> bool:
-        """Whether an update shows the same image."""
-        own = max(self.noise, LEAST_NOISE)
-        return self.share_outside(update) < own ** (1 - SAME) * OTHER_SHARE**SAME
+    def _in_same_space(self, update: MaskedUpdate, mirrored: bool) -> View | None:
+        """The view of an update with the same row space: unshifted in the same colours, unless another fits better.
+
+        Images with uniform patches of two greys hold the constant pixel among their patches, and changes of brightness
+        are not seen in their row space.
+        """
+        still, changed = (self._aligned(update, mirrored, same_colours=same) for same in (True, False))
+        if changed.misfit < AGREEMENT and changed.whole < SAME_COLOURS * still.whole:
+            return changed.view
+        return still.view if still.misfit < SAME_SPACE or still.misfit == torch.inf else None
+
+    def _aligned(
+        self, update: MaskedUpdate, mirrored: bool, mix: Tensor | None = None, *, same_colours: bool = False
+    ) -> _Alignment:
+        """The view at the shift of the least misfit, with the colours that follow.
+
+        Where too little is shown by both to be compared: the unshifted view and infinity.
+
+        Args:
+            mix: W up to a factor; None for the identity.
+            same_colours: W = I and d = 0.
+        """
+        tokenizer, ours = self.tokenizer, self.update
+        theirs, basis = (_painted(patches, mirrored, mix, tokenizer) for patches in (update.rows, update.basis))
+        colours = mean_colours(tokenizer).to(ours.rows)
+        hidden = [ours.basis, basis] if same_colours else [ours.basis, basis, colours]
+        kept, other = _projected([ours.rows, theirs], torch.cat(hidden))
+        source = all_shifts(tokenizer.grid, mirrored, FARTHEST).to(ours.masked.device)  # (S, N)
+        both = (source >= 0) & ~ours.masked & ~update.masked[source]  # (S, N)
+        misfits, factors = _misfits(kept, other, both, source, ~ours.masked, scaled=not same_colours)
+        best = int(misfits.argmin())  # of equal ones the first, which is unshifted
+        view, misfit = View.of(tokenizer, source[best], mirrored=mirrored), float(misfits[best])
+        if same_colours or misfit == torch.inf:
+            return _Alignment(view, misfit, misfit)
+        factor, shown = float(factors[best]), both[best]
+        mix = factor * (torch.eye(tokenizer.channels).to(theirs) if mix is None else mix)
+        difference = ours.rows[shown] - factor * theirs[source[best][shown]]
+        hidden = torch.cat([ours.basis, basis])
+        off, toward, size = _projected([difference, colours, ours.rows[shown]], hidden)
+        along = torch.linalg.pinv(toward @ toward.T, hermitian=True) @ (toward @ off.mean(dim=0))
+        whole = float((off - along @ toward).square().sum() / size.square().sum())
+        return _Alignment(replace(view, mix=mix, offset=along * colours[0].max()), misfit, whole)
+
+
+def _same_image(
+    target: _Target, earlier: Sequence[PositionRows | None]
+) -> Iterator[tuple[PositionRows, MaskedUpdate, View]]:
+    """Those of the earlier updates that were read and show the target's image, with the view."""
+    for rows in earlier:
+        if rows is None or rows.tokenizer != target.tokenizer:
+            continue
+        update = solve_masked(rows)
+        view = None if update.reasons else target.view_of(rows, update)
+        if view is not None:
+            yield rows, update, view
+
+
+def mean_colours(tokenizer: Tokenizer) -> Tensor:
+    """The patches of one colour, (C, P) orthonormal."""
+    pixels = tokenizer.patch_dim // tokenizer.channels
+    return torch.eye(tokenizer.channels).double().repeat_interleave(pixels, dim=1) / pixels**0.5
+
+
+def _painted(patches: Tensor, mirrored: bool, mix: Tensor | None, tokenizer: Tokenizer) -> Tensor:
+    """Patches (..., P) mirrored and with their channels mixed."""
+    patches = mirror(patches, tokenizer) if mirrored else patches
+    return patches if mix is None else mix_channels(patches, mix)
+
+
+def _projected(parts: Sequence[Tensor], hidden: Tensor) -> list[Tensor]:
+    """Rows (..., P) without what lies in the span of the rows of `hidden` (k, P)."""
+    basis = torch.linalg.qr(hidden.T)[0]  # (P, k)
+    return [part - (part @ basis) @ basis.T for part in parts]
+
+
+def _misfits(
+    ours: Tensor, theirs: Tensor, both: Tensor, source: Tensor, shown: Tensor, *, scaled: bool
+) -> tuple[Tensor, Tensor]:
+    """Misfit and factor s for every shift, (S,) each; infinite where too little is compared.
+
+    Args:
+        ours, theirs: r and r', (N, P).
+        both: (S, N) bool, places that both show.
+        source: (S, N) the other's place.
+        shown: (N,) bool, places that the target shows.
+    """
+    products, lengths, others = ours @ theirs.T, ours.square().sum(dim=1), theirs.square().sum(dim=1)
+    size = (both * lengths).sum(dim=1)
+    cross = (both * products.gather(1, source.T.clamp(min=0)).T).sum(dim=1)
+    own = (both * others[source]).sum(dim=1)
+    factor = cross / own.clamp(min=1e-300) if scaled else torch.ones_like(cross)
+    misfit = (size - 2 * factor * cross + factor.square() * own) / size.clamp(min=1e-300)
+    enough = (size > LEAST_COMPARED * lengths[shown].sum()) & (factor > 0)
+    return torch.where(enough, misfit, torch.inf), factor

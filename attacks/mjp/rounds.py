@@ -1,5 +1,10 @@
 """Inversion of several updates of a client that hides positions anew each time (Masked Jigsaw Puzzle).
 
+It assumes that the client's updates show the same pixels, or those mirrored, shifted by whole patches, or with their
+channels mixed by one affine map (brightness, contrast and saturation that clip nothing). Crops, resizing, shifts by
+other numbers of pixels, hue, clipped or rounded colours leave an update out, and with none left the answer is that of
+one update. The answer is the view that the last update shows, not the photograph before augmentation.
+
 Each update that shows the target's image adds its equations (`attacks.mjp.joined_updates`): what one mask hides another
 shows. Only sums are kept. Open directions that every update hides are left to the image prior.
 
@@ -42,12 +47,17 @@ class MJPRounds(Attack):
         return super().estimated_seconds(observations) * len(observations)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; `details` adds updates used, patches never seen, open directions and misfit."""
+        """See `Attack.reconstruct`; `details` adds numbers over all updates.
+
+        Updates used, those of them in another view than the last one's (changed), patches never seen, open directions
+        and misfit.
+        """
         target, joined = observations[-1], join_updates(observations)
         estimate, updates = joined.estimate(), joined.equations.updates
         completed = complete(self.prior, estimate, joined.tokenizer, target.std, joined.shown, updates=updates)
         details = details_of(joined.last, completed) | {
             "updates": updates,
+            "changed": joined.changed,
             "never_seen": int((~joined.shown).sum()),
             "open": len(estimate.open),
             "residual": estimate.residual,
