@@ -86,7 +86,7 @@ def join_updates(observations: Sequence[Observation]) -> JoinedUpdates:
     last = solve_masked(target)
     tokenizer, equations, shown, changed = target.tokenizer, last.equations(), ~last.masked, 0
     if not last.reasons:
-        for _, update, view in _same_image(_Target.of(target, last), target_and_earlier[:0:-1]):
+        for _, update, view in _same_image(Target.of(target, last), target_and_earlier[:0:-1]):
             equations.merge(view.moved(update.equations(), tokenizer))
             shown = shown | view.flags(~update.masked)
             changed += not view.plain
@@ -123,7 +123,7 @@ def updates_of_last_image(observations: Sequence[Observation]) -> list[PositionR
     last = solve_masked(target) if target.products.isfinite().all() else None
     if last is None or last.reasons:
         return [target]
-    return [*(rows for rows, _, _ in _same_image(_Target.of(target, last), earlier)), target]
+    return [*(rows for rows, _, _ in _same_image(Target.of(target, last), earlier)), target]
 
 
 def _read_all(observations: Sequence[Observation]) -> list[PositionRows | None]:
@@ -154,7 +154,7 @@ class _Alignment:
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """The update that others are compared with.
 
     Attributes:
@@ -168,7 +168,8 @@ class _Target:
     tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, rows: PositionRows, update: MaskedUpdate) -> _Target:
+    def of(cls, rows: PositionRows, update: MaskedUpdate) -> Target:
+        """Of an update, read and solved."""
         return cls(RowSpace.of(rows), update, rows.tokenizer)
 
     def view_of(self, rows: PositionRows, update: MaskedUpdate) -> View | None:
@@ -229,7 +230,7 @@ class _Target:
 
 
 def _same_image(
-    target: _Target, earlier: Sequence[PositionRows | None]
+    target: Target, earlier: Sequence[PositionRows | None]
 ) -> Iterator[tuple[PositionRows, MaskedUpdate, View]]:
     """Those of the earlier updates that were read and show the target's image, with the view."""
     for rows in earlier:

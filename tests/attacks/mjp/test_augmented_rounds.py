@@ -12,7 +12,7 @@ from attacks import ATTACKS
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows
 from attacks.linear.views import places
-from attacks.mjp.joined_updates import _Target, join_updates, mean_colours, obstacle_to_joining
+from attacks.mjp.joined_updates import Target, join_updates, mean_colours, obstacle_to_joining
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
 from tests.attacks.mjp.test_mjp_subspace import jigsawed, jigsawed_32
@@ -98,7 +98,7 @@ def test_other_photographs_in_every_view_are_left_out(models, scene) -> None:
 def test_colours_and_shift_are_those_that_were_applied(models, scene) -> None:
     image, changed = crop(scene), 0.7 * crop(scene, 2, 0) + 0.1
     ours, theirs = (read_position_rows(v) for v in updates(models[:2], [image, changed]))
-    view = _Target.of(ours, solve_masked(ours)).view_of(theirs, solve_masked(theirs))
+    view = Target.of(ours, solve_masked(ours)).view_of(theirs, solve_masked(theirs))
     assert torch.equal(view.source, places((8, 8), False, (-1, 1)))
     torch.testing.assert_close(view.mix, torch.eye(3, dtype=torch.float64) / 0.7, atol=1e-5, rtol=0)
     mean, std = (torch.tensor(v, dtype=torch.float64) for v in (models[0].mean, models[0].std))

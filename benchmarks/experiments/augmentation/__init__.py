@@ -1,0 +1,1 @@
+"""What augmentation at the client changes for attacks over several updates."""
