@@ -2,17 +2,23 @@
 
 Attacks over several rounds use of an old update only the gradients of patch projection and position embeddings, and of
 the model only the parameters of its tokenizer and of its localisation loss. That is 2 % of a DeiT-S, so that a server
-can keep the updates of many rounds.
+can keep the updates of many rounds. Where the position gradient is withheld, they use the first attention's instead,
+and the norm before it (`attacks.closed_form.token_equations`).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import replace
 
 from torch import nn
 
+from attacks.attention import find_first_attention
+from attacks.linear.input_spans import bias_of
+from attacks.linear.position_rows import position_gradient
 from attacks.observation import Observation
+from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
 
@@ -24,18 +30,45 @@ def remember(observation: Observation) -> Observation:
     """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     kept = {tokenizer.weight, tokenizer.bias, tokenizer.positions, tokenizer.shared_position}
+    sent = tokenizer.positions is None or position_gradient(observation, tokenizer) is not None
+    spans = () if sent else _first_attention(observation.model, tokenizer.width)
+    kept |= {name for weight in spans for name in (weight, bias_of(weight))}
     # Copies: a gradient may be a view of the whole message, which would live on as long as the view.
     gradients = {n: g.clone() for n, g in observation.gradients.items() if n in kept}
-    return replace(observation, gradients=gradients, model=front(observation.model, tokenizer))
+    return replace(observation, gradients=gradients, model=front(observation.model, tokenizer, spans=bool(spans)))
 
 
-def front(model: nn.Module, tokenizer: Tokenizer) -> nn.Module:
+def front(model: nn.Module, tokenizer: Tokenizer, *, spans: bool = False) -> nn.Module:
     """The model with its own parameters, and of its submodules only those of tokenizer and localisation loss.
 
     It cannot be run; parameters keep their names. Tensors are shared with `model`.
+
+    Args:
+        spans: keep the norms and the attention of the first block as well.
     """
-    twin = copy.copy(model)
     parameters = (tokenizer.weight, tokenizer.positions, tokenizer.shared_position)
-    kept = {tokenizer.localisation, *(name.split(".")[0] for name in parameters if name)}
-    twin._modules = {n: m for n, m in model._modules.items() if n in kept}
+    kept = {tokenizer.localisation, *(name.split(".")[0] for name in parameters if name)} - {None}
+    if spans:
+        attention = find_first_attention(model, tokenizer.width)
+        kept |= {name.rpartition(".")[0] for name in attention.weights}
+        kept |= {norm for norm in (attention.norm, attention.mlp_norm) if norm}
+    return _pruned(model, kept)
+
+
+def _first_attention(model: nn.Module, width: int) -> tuple[str, ...]:
+    """Names of the first attention's weights; () without one."""
+    try:
+        return find_first_attention(model, width).weights
+    except UsageError:
+        return ()
+
+
+def _pruned(module: nn.Module, kept: Collection[str]) -> nn.Module:
+    """The module with those of its submodules alone whose paths are in `kept`, whole."""
+    twin, children = copy.copy(module), dict[str, nn.Module]()
+    for name, child in module._modules.items():
+        below = {path.partition(".")[2] for path in kept if path.partition(".")[0] == name}
+        if below:
+            children[name] = child if "" in below else _pruned(child, below)
+    twin._modules = children
     return twin

@@ -12,6 +12,9 @@ Outside span(S), dL/dE has row space span(X_b - X_a) =: span(B), so that lstsq(S
 images B has N (k - 1) rows. Both D - N and P must exceed that; then steps in which an image meets different partners
 intersect in that image alone.
 
+*Without the position gradient* the conditions of the first attention's and the projection's gradients take the place of
+these equations (`attacks.closed_form.batch_step`), and the weights that were sent are used.
+
 *Masks.* Rows that are zero in all images of a step, Z of them, give "zero outside span(B)", as in
 `attacks.linear.masked_update`. Where p is visible in some images, S_p is theirs; with masked patches counted, B has N
 (k - 1) + Z rows, however the masks of the images differ. But an image that is masked at p while another is not has x_p
@@ -32,19 +35,17 @@ P directions together, and say nothing of a mixture of channels. Every other aug
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations, islice
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from attacks.base import Attack
+from attacks.closed_form.batch_step import Step, describe, read_step
 from attacks.linear.image_prior import VectorialVariation
-from attacks.linear.least_squares import solve_rows
 from attacks.linear.normal_equations import Estimate, NormalEquations, Part
-from attacks.linear.position_rows import read_position_rows, unmet_assumptions
 from attacks.linear.views import View, all_shifts, places
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -58,98 +59,6 @@ OUTLIER = 100
 # Patches by which an image may be shifted between steps, in each direction; the least share of the two steps' rows, by
 # squared size, that a shift must leave inside; and of the unshifted misfit, what it must bring it down to.
 FARTHEST, LEAST_COMPARED, SHIFTED = 4, 0.1, 1e-2
-
-
-@dataclass(frozen=True)
-class Step:
-    """The equations of each image of one update: (x_p - rows_p) (I - basis^T basis) = 0.
-
-    Attributes:
-        rows: (N, P) float64, without what lies along `basis`, and zero where the position row is.
-        basis: (n, P) orthonormal; n = N (k - 1), plus the number of rows that are zero, or less where noise hides some.
-        sums: the equations, each of weight 1 or less.
-        num_examples: k.
-        masked: rows of the position gradient that are exactly zero.
-        own_masks: the batch hides positions, and not the same ones in all images (or so it may be).
-    """
-
-    rows: Tensor
-    basis: Tensor
-    sums: NormalEquations
-    num_examples: int
-    masked: int
-    own_masks: bool
-
-    @classmethod
-    def of(cls, rows: Tensor, basis: Tensor, num_examples: int, masked: int = 0, own_masks: bool = False) -> Step:
-        """A step whose equations all have weight 1."""
-        sums = NormalEquations(*rows.shape, device=rows.device)
-        sums.add(rows, basis)
-        return cls(rows - (rows @ basis.T) @ basis, basis, sums, num_examples, masked, own_masks)
-
-    def seen_as(self, view: View, tokenizer: Tokenizer) -> Step:
-        """The equations of an image of which this step holds a view."""
-        return replace(self, sums=view.moved(self.sums, tokenizer))
-
-    @property
-    def equations(self) -> int:
-        """Equations a patch."""
-        return self.basis.shape[1] - len(self.basis)
-
-
-def read_step(observation: Observation) -> Step:
-    """The equations of one update, by two singular value decompositions in float64.
-
-    Raises:
-        UsageError: the update does not hold such equations; the message names the condition that fails.
-    """
-    several_steps = unmet_assumptions(1, observation.local_steps)
-    if several_steps:
-        raise UsageError(several_steps[0])
-    update = read_position_rows(observation)
-    tokenizer, visible = update.tokenizer, ~update.masked
-    count, masked, patches = update.num_examples, int(update.masked.sum()), len(update.masked)
-    spanned = patches * (count - 1) + masked
-    facts = _facts(count, masked, patches)
-    _check_dimensions(tokenizer, facts, int(visible.sum()), spanned)
-    products = update.products[:, : tokenizer.patch_dim]  # (D, P)
-    solution = solve_rows(update.rows[visible][None], products[None], hidden=spanned, sent=update.dtype)[0]
-    if solution.rank < int(visible.sum()):
-        raise UsageError(
-            f"{facts}: only {solution.rank} of {int(visible.sum())} directions of the position gradient rise above the "
-            "noise of the update, so that too many combinations of patches stay free"
-        )
-    rows = products.new_zeros(patches, tokenizer.patch_dim)
-    rows[visible] = solution.rows
-    basis = functional.normalize(solution.unknown, dim=1)  # (n, P)
-    shared = tokenizer.shared_embedding(observation.gradients)
-    own_masks = count > 1 and shared is not None and bool(shared.any())
-    return Step.of(rows, basis, count, masked, own_masks)
-
-
-def _facts(count: int, masked: int, num_patches: int) -> str:
-    """Size of the batch and mask, in words."""
-    words = f"the batch holds {count} image{'s' * (count > 1)}"
-    if masked:
-        words += (
-            f", and {masked} of {num_patches} position rows are exactly zero (patches behind MJP's shared position "
-            "embedding)"
-        )
-    return words
-
-
-def _check_dimensions(tokenizer: Tokenizer, facts: str, visible: int, spanned: int) -> None:
-    """Refuse a step that leaves no equations.
-
-    Raises:
-        UsageError: naming the count that must hold.
-    """
-    outside = tokenizer.width - visible
-    if outside < 0 or (spanned and (outside <= spanned or tokenizer.patch_dim <= spanned)):
-        raise UsageError(
-            f"{facts}: what mixes them spans {spanned} directions a patch, and D - N and P must both exceed that (and "
-            f"N must not exceed D), but D - N = {tokenizer.width} - {visible} = {outside} and P = {tokenizer.patch_dim}"
-        )
 
 
 @dataclass(frozen=True)
@@ -313,7 +222,7 @@ class BatchRounds(Attack):
     max_trials: int = 2000
     prior: VectorialVariation = field(default_factory=VectorialVariation)
 
-    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS})
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.SEVERAL_ROUNDS})
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`: batches are separated by steps that share an image."""
@@ -368,7 +277,7 @@ class BatchRounds(Attack):
 def _unidentified(last: Step, others: Sequence[Step], identified: int) -> str:
     """Why some images of the batch are not identified, in words."""
     needed = steps_needed(last, others)
-    reason = f"{_facts(last.num_examples, last.masked, len(last.rows))}; {identified} could be identified"
+    reason = f"{describe(last.num_examples, last.masked, len(last.rows))}; {identified} could be identified"
     if needed > len(others) + 1:
         return (
             f"{reason}: {len(others) + 1} readable steps hold too few equations ({last.equations} a patch in the "

@@ -20,19 +20,29 @@ spans up and stay undetermined; masked positions do not add the embedding that w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from attacks.attention import FirstAttention, find_first_attention
+from attacks.attention import find_first_attention
 from attacks.base import Attack
 from attacks.closed_form.span_refinement import Front, Refinement
+from attacks.closed_form.token_equations import (
+    LEAST_PRECISION,
+    Block,
+    attention_equations,
+    check_block,
+    patch_equations,
+    prefix_tokens,
+    read_block,
+    was_sent,
+)
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import Settled, VectorialVariation
-from attacks.linear.input_spans import InputEquations, InputSpan, layer_gradient, span_of_inputs
+from attacks.linear.input_spans import InputEquations, layer_gradient, span_of_inputs
 from attacks.linear.normal_equations import SETTLED, Estimate
 from attacks.linear.position_rows import position_gradient, unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
@@ -51,42 +61,8 @@ LARGEST_RESIDUAL = 0.1
 LARGEST_DEVIATION = 0.1
 # The prior's deviation among fixed neighbours is too small, on visible patches of photographs by a factor of 1.5 to 3.
 PRIOR_ERROR = 2.5
-# Least eigenvalue of the normal equations: the variance of a normalised pixel along a direction is not above 100.
-LEAST_PRECISION = 1e-2
 # Seconds of one CPU core for a patch dimension cubed, and for an unknown that is refined.
 SECONDS_A_CUBE, SECONDS_AN_UNKNOWN = 4e-9, 1e-4
-
-
-@dataclass(frozen=True)
-class _Block:
-    """What the sent model and the update say of the first block.
-
-    Attributes:
-        tokenizer, attention: where the parameters stand.
-        weights: parameters and buffers by name, float64.
-        offsets: b + e_i, (N, D).
-        span: of the attention's inputs.
-        biased: the gradient of the attention's bias is in the update.
-        sent: type of the gradients.
-    """
-
-    tokenizer: Tokenizer
-    attention: FirstAttention
-    weights: Mapping[str, Tensor]
-    offsets: Tensor
-    span: InputSpan
-    biased: bool
-    sent: torch.dtype
-
-    @property
-    def projection(self) -> Tensor:
-        """E, (D, P)."""
-        return self.weights[self.tokenizer.weight].flatten(1)
-
-    def normalised(self, norm: str) -> tuple[Tensor, Tensor]:
-        """gamma and beta of a layer norm, (D,) each; ones and zeros where it has none."""
-        ones = self.offsets.new_ones(self.tokenizer.width)
-        return self.weights.get(f"{norm}.weight", ones), self.weights.get(f"{norm}.bias", 0 * ones)
 
 
 @dataclass(frozen=True)
@@ -125,9 +101,9 @@ class TokenSpan(Attack):
         target = observations[-1]
         try:
             tokenizer = find_tokenizer(target.model, target.image_shape)
-            if position_gradient(target, tokenizer) is not None and _sent(target, tokenizer.weight):
+            if position_gradient(target, tokenizer) is not None and was_sent(target, tokenizer.weight):
                 return "the update holds the position gradient: patch_embedding solves with it and needs no span"
-            _parts(target)
+            check_block(target)
         except UsageError as error:
             return str(error)
         return ""
@@ -156,9 +132,9 @@ class TokenSpan(Attack):
         steps of the refinement.
         """
         target = observations[-1]
-        block = _read(target)
+        block = read_block(target)
         reasons = unmet_assumptions(target.num_examples, target.local_steps) + _masked(target, block.tokenizer)
-        patches = _patch_equations(target, block)
+        patches = patch_equations(target, block)
         unknowns = block.tokenizer.patch_dim if patches is None else min(patches.span.rank, block.tokenizer.patch_dim)
         equations = block.span.directions.shape[0] - block.span.rank - 1
         if equations < LEAST_KNOWN * unknowns:
@@ -186,7 +162,7 @@ class TokenSpan(Attack):
     def _refined(
         self,
         target: Observation,
-        block: _Block,
+        block: Block,
         hessian: Tensor,
         linear: tuple[Tensor, Tensor],
         estimate: Estimate,
@@ -194,10 +170,10 @@ class TokenSpan(Attack):
     ) -> tuple[_Answer, int]:
         """The patches that the MLP's spans single out and the number of steps; the ones given where that gains
         nothing."""
-        layers = tuple(name for name in block.attention.mlp if _sent(target, name))
+        layers = tuple(name for name in block.attention.mlp if was_sent(target, name))
         if not layers or not self.steps or settled.patches.numel() > self.largest:
             return settled, 0
-        tokens = block.tokenizer.num_patches + _prefix(block.tokenizer)
+        tokens = block.tokenizer.num_patches + prefix_tokens(block.tokenizer)
         spans = [span_of_inputs(layer_gradient(target.gradients, name), tokens, block.sent) for name in layers]
         front = Front(target.model, block.tokenizer, (block.attention.weights[0], *layers))
         own = _behind_attention(block, settled.patches)
@@ -207,75 +183,6 @@ class TokenSpan(Attack):
         if not deviation.mean() < settled.deviation.mean():
             return settled, 0
         return _Answer(found.patches, deviation), found.steps
-
-
-def _sent(observation: Observation, name: str | None) -> bool:
-    gradient = observation.gradients.get(name)
-    return gradient is not None and bool(gradient.any())
-
-
-def _prefix(tokenizer: Tokenizer) -> int:
-    """Tokens of the first block that are no patches."""
-    return max(len(tokenizer.prefix_tokens), tokenizer.prefix)
-
-
-def _parts(observation: Observation) -> tuple[Tokenizer, Tensor, FirstAttention]:
-    """Tokenizer, position embedding (prefix + N, D) and first attention of a model, after checks that take no time.
-
-    Raises:
-        UsageError: the model adds no position embedding, its attention or norm is not known, the update lacks the
-            attention's gradient, or there are too many tokens for the channels.
-    """
-    model = observation.model
-    tokenizer = find_tokenizer(model, observation.image_shape)
-    positions = tokenizer.sent_positions(model)
-    if positions is None:
-        raise UsageError(
-            "the model has no learnable position embedding and no fixed one: the spans show its patches, but not where "
-            "each of them was"
-        )
-    attention = find_first_attention(model, tokenizer.width)
-    if attention.norm and not isinstance(model.get_submodule(attention.norm), nn.LayerNorm):
-        raise UsageError(f"{attention.norm} is no layer norm: the span of what it returns is not one of the tokens")
-    for name in attention.weights:
-        if not observation.gradient_of(name).any():
-            raise UsageError(f"the gradient of {name} is zero everywhere, so there is nothing to solve with")
-    tokens = tokenizer.num_patches + _prefix(tokenizer)
-    if tokens >= tokenizer.width:
-        raise UsageError(
-            f"{tokens} tokens in {tokenizer.width} channels: the gradient of the first attention spans everything and "
-            f"leaves {max(tokenizer.width - tokens, 0)} equations a patch for "
-            f"{min(tokenizer.num_patches, tokenizer.patch_dim + 1)} unknowns (needs tokens < channels)"
-        )
-    return tokenizer, positions, attention
-
-
-def _read(observation: Observation) -> _Block:
-    """The first block of a model and the span of its attention's inputs.
-
-    Raises:
-        UsageError: see `_parts`.
-    """
-    model, (tokenizer, positions, attention) = observation.model, _parts(observation)
-    parts = [layer_gradient(observation.gradients, name) for name in attention.weights]
-    biased = all(part.shape[1] > tokenizer.width for part in parts)
-    gradient = torch.cat([part if biased else part[:, : tokenizer.width] for part in parts])  # (3 D, D + 1)
-    weights = {
-        n: t.detach().double()
-        for n, t in (*model.named_parameters(), *model.named_buffers())
-        if _first(n, attention, tokenizer)
-    }
-    offsets = positions.detach().double()[tokenizer.prefix :]
-    if tokenizer.bias:
-        offsets = offsets + weights[tokenizer.bias]
-    span = span_of_inputs(gradient, tokenizer.num_patches + _prefix(tokenizer), gradient.dtype)
-    return _Block(tokenizer, attention, weights, offsets, span, biased, gradient.dtype)
-
-
-def _first(name: str, attention: FirstAttention, tokenizer: Tokenizer) -> bool:
-    """Whether a parameter is one that the equations use."""
-    norms = tuple(f"{norm}." for norm in (attention.norm, attention.mlp_norm) if norm)
-    return name in (tokenizer.weight, tokenizer.bias) or name.startswith(norms)
 
 
 def _masked(observation: Observation, tokenizer: Tokenizer) -> list[str]:
@@ -290,37 +197,7 @@ def _masked(observation: Observation, tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def _attention_equations(block: _Block) -> InputEquations:
-    """The conditions of the first attention on every patch."""
-    e, z = block.projection, block.offsets
-    scale, free = float(z.var(dim=1).mean() * z.shape[1]), None
-    if block.attention.norm:
-        gamma, beta = block.normalised(block.attention.norm)
-        e, z = gamma[:, None] * (e - e.mean(dim=0)), gamma * (z - z.mean(dim=1, keepdim=True))
-        free = torch.cat([beta, beta.new_ones(1)]) if block.biased else beta
-    last = 0.0 if block.attention.norm else 1.0
-    if block.biased:
-        e = torch.cat([e, e.new_zeros(1, e.shape[1])])
-        z = torch.cat([z, z.new_full((len(z), 1), last)], dim=1)
-    free = None if free is None or not free.any() else free
-    return InputEquations(block.span, e, z, scale, free=free, normal_within=False)
-
-
-def _patch_equations(observation: Observation, block: _Block) -> InputEquations | None:
-    """The conditions of the patch projection on every patch; None where its gradient is withheld."""
-    tokenizer = block.tokenizer
-    if not _sent(observation, tokenizer.weight):
-        return None
-    gradient = layer_gradient(observation.gradients, tokenizer.weight)
-    span = span_of_inputs(gradient, tokenizer.num_patches, gradient.dtype)
-    values = gradient.shape[1]
-    matrix = torch.eye(values, tokenizer.patch_dim).to(block.offsets)
-    constants = matrix.new_zeros(tokenizer.num_patches, values)
-    constants[:, tokenizer.patch_dim :] = 1.0
-    return InputEquations(span, matrix, constants, float(values))
-
-
-def _linear(block: _Block, patches: InputEquations | None) -> tuple[Tensor, Tensor]:
+def _linear(block: Block, patches: InputEquations | None) -> tuple[Tensor, Tensor]:
     """H (P, P) and r (N, P) of what is known without the attention: the projection's span, or a pixel's variance."""
     if patches is not None:
         return patches.normal()
@@ -328,9 +205,9 @@ def _linear(block: _Block, patches: InputEquations | None) -> tuple[Tensor, Tens
     return identity, identity.new_zeros(block.tokenizer.num_patches, block.tokenizer.patch_dim)
 
 
-def _solve(block: _Block, patches: InputEquations | None) -> tuple[Estimate, Tensor]:
+def _solve(block: Block, patches: InputEquations | None) -> tuple[Estimate, Tensor]:
     """All patches, by one eigendecomposition for each set of weights, and the last normal equations, (P, P)."""
-    attention = _attention_equations(block)
+    attention = attention_equations(block)
     groups = [attention] if patches is None else [attention, patches]
     for number in range(1, MOST + 1):
         (h, r), (other, pull) = attention.normal(), _linear(block, patches)
@@ -360,7 +237,7 @@ def _expected(settled: Settled, estimate: Estimate, std: tuple[float, ...]) -> _
     return _Answer(settled.patches, ((PRIOR_ERROR * settled.deviation).square() + own**2).sqrt())
 
 
-def _behind_attention(block: _Block, patches: Tensor) -> Tensor | None:
+def _behind_attention(block: Block, patches: Tensor) -> Tensor | None:
     """Derivative of the MLP's input with respect to a patch with attention held fixed, up to a token's own scale."""
     if block.attention.mlp_norm is None:
         return None
@@ -369,7 +246,7 @@ def _behind_attention(block: _Block, patches: Tensor) -> Tensor | None:
     return block.normalised(block.attention.mlp_norm)[0][:, None] * (e - e.mean(dim=0)) / size
 
 
-def _residual(block: _Block, patches: Tensor) -> float:
+def _residual(block: Block, patches: Tensor) -> float:
     """Share of the patches' normalised tokens outside the span of the attention's inputs."""
     tokens = patches @ block.projection.T + block.offsets
     if block.attention.norm:

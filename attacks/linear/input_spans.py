@@ -152,15 +152,25 @@ class InputEquations:
 
     def normal(self) -> tuple[Tensor, Tensor]:
         """H (P, P) and r (N, P) of the conditions' weighted squares, x H x - 2 r x, with t_i eliminated."""
-        weights = self._weights()
+        return self._sums(self._weights())[:2]
+
+    def conditions(self) -> tuple[Tensor, Tensor, Tensor]:
+        """H (P, P), r (N, P) and q (N,) of the squares x H x - 2 r x + q, without what is taken for normal."""
+        weights = 1 / self.variance
+        weights[: self.span.rank] = 0
+        return self._sums(weights)
+
+    def _sums(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """H, r and q under weights (c,)."""
         weighted = weights[:, None] * self.matrix
-        h, r = self.matrix.T @ weighted, -self.constants @ weighted
+        h, r, q = self.matrix.T @ weighted, -self.constants @ weighted, self.constants.square() @ weights
         if self.free is not None:
             pull = weights * self.free
             along, total = self.matrix.T @ pull, pull @ self.free
             h = h - torch.outer(along, along) / total
             r = r + torch.outer(self.constants @ pull, along) / total
-        return h, r
+            q = q - (self.constants @ pull).square() / total
+        return h, r, q
 
     def _weights(self) -> Tensor:
         weights = 1 / self.variance

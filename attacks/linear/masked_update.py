@@ -61,6 +61,7 @@ class MaskedUpdate:
         dal_weight: see `PositionRows`.
         reasons: why the update does not hold the equations that the estimator takes it to hold, in words; empty where
             it does.
+        sums: the equations where they have different weights; None where rows, basis and noise say all.
     """
 
     rows: Tensor
@@ -74,6 +75,7 @@ class MaskedUpdate:
     condition: float
     dal_weight: float
     reasons: tuple[str, ...]
+    sums: NormalEquations | None = None
 
     @property
     def spread(self) -> Tensor:
@@ -82,6 +84,8 @@ class MaskedUpdate:
 
     def equations(self) -> NormalEquations:
         """This update's equations, weighed by its own noise."""
+        if self.sums is not None:
+            return self.sums
         found = NormalEquations(*self.rows.shape, device=self.rows.device)
         found.add(self.rows, self.basis, self.noise**-2, self.tilt)
         return found

@@ -31,12 +31,13 @@ from torch import Tensor
 
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.normal_equations import Estimate, NormalEquations
-from attacks.linear.position_rows import PositionRows, read_position_rows
+from attacks.linear.position_rows import PositionRows, position_gradient, read_position_rows
 from attacks.linear.row_space import RowSpace
 from attacks.linear.views import View, all_shifts, mirror, mix_channels
+from attacks.mjp.span_update import SpanUpdate, read_span_update
 from attacks.observation import Observation
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer
+from attacks.tokenizer import Tokenizer, find_tokenizer
 
 # Largest misfit of updates that agree. Float32 leaves 1e-10 to 1e-5 between views of one photograph, a change of
 # saturation that is taken for none 1e-3 and more.
@@ -83,7 +84,7 @@ def join_updates(observations: Sequence[Observation]) -> JoinedUpdates:
         UsageError: the last update cannot be read at all.
     """
     target, *_ = target_and_earlier = _read_all(observations)[::-1]
-    last = solve_masked(target)
+    last = solve(target)
     tokenizer, equations, shown, changed = target.tokenizer, last.equations(), ~last.masked, 0
     if not last.reasons:
         for _, update, view in _same_image(Target.of(target, last), target_and_earlier[:0:-1]):
@@ -113,29 +114,49 @@ def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
     return ""
 
 
-def updates_of_last_image(observations: Sequence[Observation]) -> list[PositionRows]:
+def updates_of_last_image(observations: Sequence[Observation]) -> list[PositionRows | SpanUpdate]:
     """The updates that show the image of the last one, which comes last.
 
     Raises:
         UsageError: the last update cannot be read at all.
     """
     *earlier, target = _read_all(observations)
-    last = solve_masked(target) if target.products.isfinite().all() else None
+    last = solve(target) if target.products.isfinite().all() else None
     if last is None or last.reasons:
         return [target]
     return [*(rows for rows, _, _ in _same_image(Target.of(target, last), earlier)), target]
 
 
-def _read_all(observations: Sequence[Observation]) -> list[PositionRows | None]:
+def read_update(observation: Observation) -> PositionRows | SpanUpdate:
+    """One update by its position gradient, or without one by the spans of its first attention.
+
+    Raises:
+        UsageError: it can be read in neither way.
+    """
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    if tokenizer.positions is None or position_gradient(observation, tokenizer) is not None:
+        return read_position_rows(observation)
+    try:
+        return read_span_update(observation)
+    except UsageError as error:
+        raise UsageError(f"the update holds no position gradient, and without one: {error}") from error
+
+
+def solve(update: PositionRows | SpanUpdate) -> MaskedUpdate:
+    """The equations of an update."""
+    return update.solved if isinstance(update, SpanUpdate) else solve_masked(update)
+
+
+def _read_all(observations: Sequence[Observation]) -> list[PositionRows | SpanUpdate | None]:
     """Every update, read; None for an earlier one that cannot be read or holds no finite rows."""
-    found: list[PositionRows | None] = []
+    found: list[PositionRows | SpanUpdate | None] = []
     for observation in observations[:-1]:
         try:
-            rows = read_position_rows(observation)
+            rows = read_update(observation)
         except UsageError:
             rows = None
-        found.append(rows if rows is not None and rows.rows.isfinite().all() else None)
-    return [*found, read_position_rows(observations[-1])]
+        found.append(rows if rows is not None and rows.products.isfinite().all() else None)
+    return [*found, read_update(observations[-1])]
 
 
 @dataclass(frozen=True)
@@ -168,11 +189,11 @@ class Target:
     tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, rows: PositionRows, update: MaskedUpdate) -> Target:
+    def of(cls, rows: PositionRows | SpanUpdate, update: MaskedUpdate) -> Target:
         """Of an update, read and solved."""
         return cls(RowSpace.of(rows), update, rows.tokenizer)
 
-    def view_of(self, rows: PositionRows, update: MaskedUpdate) -> View | None:
+    def view_of(self, rows: PositionRows | SpanUpdate, update: MaskedUpdate) -> View | None:
         """The view in which another update shows the same image; None where it does not, or it cannot be told."""
         for mirrored in (False, True):
             if self.space is not None and self.space.holds(rows, mirrored=mirrored):
@@ -230,13 +251,13 @@ class Target:
 
 
 def _same_image(
-    target: Target, earlier: Sequence[PositionRows | None]
-) -> Iterator[tuple[PositionRows, MaskedUpdate, View]]:
+    target: Target, earlier: Sequence[PositionRows | SpanUpdate | None]
+) -> Iterator[tuple[PositionRows | SpanUpdate, MaskedUpdate, View]]:
     """Those of the earlier updates that were read and show the target's image, with the view."""
     for rows in earlier:
         if rows is None or rows.tokenizer != target.tokenizer:
             continue
-        update = solve_masked(rows)
+        update = solve(rows)
         view = None if update.reasons else target.view_of(rows, update)
         if view is not None:
             yield rows, update, view

@@ -5,6 +5,9 @@ channels mixed by one affine map (brightness, contrast and saturation that clip 
 other numbers of pixels, hue, clipped or rounded colours leave an update out, and with none left the answer is that of
 one update. The answer is the view that the last update shows, not the photograph before augmentation.
 
+Updates whose position gradient is withheld are read by the spans of their first attention (`attacks.mjp.span_update`),
+with the weights that were sent; both kinds are added up together.
+
 Each update that shows the target's image adds its equations (`attacks.mjp.joined_updates`): what one mask hides another
 shows. Only sums are kept. Open directions that every update hides are left to the image prior.
 
@@ -21,9 +24,11 @@ from typing import ClassVar
 from attacks.base import Attack
 from attacks.linear.completion import complete, render
 from attacks.linear.image_prior import VectorialVariation
-from attacks.mjp.joined_updates import join_updates, obstacle_to_joining
-from attacks.mjp.subspace import details_of, nothing_masked
+from attacks.linear.position_rows import PositionRows
+from attacks.mjp.joined_updates import join_updates, obstacle_to_joining, read_update
+from attacks.mjp.subspace import details_of
 from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +41,18 @@ class MJPRounds(Attack):
 
     prior: VectorialVariation = field(default_factory=VectorialVariation)
 
-    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS})
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.SEVERAL_ROUNDS})
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
-        return nothing_masked(observations[-1:]) or obstacle_to_joining(observations, "mjp_subspace")
+        try:
+            last = read_update(observations[-1])
+        except UsageError as error:
+            return str(error)
+        alone = "mjp_subspace" if isinstance(last, PositionRows) else ""
+        if not last.masked.any():
+            return f"no position is masked: {'patch_embedding' if alone else 'token_span'} gives the same answer"
+        return obstacle_to_joining(observations, alone) if alone else ""
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: every update is solved."""

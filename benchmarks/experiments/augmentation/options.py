@@ -36,11 +36,15 @@ class Options(AttackOptions):
     num_images: int = 24
     """Most images; for batches a remainder that does not fill groups of four is left out."""
     gammas: tuple[float, ...] = (0.1, 0.3)
-    """Masking ratios of MJP."""
+    """Masking ratios of MJP (none: batches alone)."""
+    batches: bool = True
+    """Attack batches of two, too."""
     updates: int = 6
     """Updates of a client under MJP."""
     views: tuple[str, ...] = ()
     """Numbers of augmentations, from 0 in the order above (none given: all)."""
+    withhold: bool = False
+    """Clients send everything but the position gradient (results/withheld_rounds)."""
     drift: float = 0.01
     """How far the weights move between updates, relative to their size."""
     seed: int = 0
@@ -63,6 +67,8 @@ class Options(AttackOptions):
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         check_positive(self, "num_images", "updates")
+        if not (self.gammas or self.batches):
+            raise UsageError("nothing to attack: give --gammas, or leave out --no-batches")
         self.augmentations()
         super().validate()
 

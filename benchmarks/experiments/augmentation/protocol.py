@@ -14,12 +14,13 @@ from torch import Tensor
 from attacks import ATTACKS, Observation
 from attacks.memory import remember
 from experiments.augmentation.options import Options
-from experiments.augmentation.render import AGAINST, AUGMENTATION
+from experiments.augmentation.render import AGAINST, AUGMENTATION, WITHHELD_ROUNDS
 from experiments.augmentation.views import AUGMENTATIONS, photograph
 from experiments.batches.protocol import affine_plane
 from experiments.session import AttackSession
+from experiments.withheld.groups import without
 from fedmjp.audit.harness import score_found
-from fedmjp.audit.per_image import observe_together
+from fedmjp.audit.per_image import observe_groups, observe_together
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, Defense
@@ -52,6 +53,7 @@ class Run:
 
     def __init__(self, options: Options, console: Console) -> None:
         self.options, self.console, self.session = options, console, AttackSession(options, console)
+        self.provenance = ""
 
     def __call__(self) -> None:
         """Attack, then write the table."""
@@ -61,8 +63,10 @@ class Run:
             for name in o.augmentations():
                 for defense in defenses:
                     self.rounds(defense, name, rows)
-                provenance = self.batches(name, rows)
-        self.session.finish("augmentation", AUGMENTATION, images=provenance)
+                if o.batches:
+                    self.batches(name, rows)
+        rendering = WITHHELD_ROUNDS if o.withhold else AUGMENTATION
+        self.session.finish("augmentation", rendering, images=self.provenance)
         self.console.print(pd.read_csv(o.out / "table.csv").to_string(index=False), highlight=False)
 
     def clients(self, defense: Defense) -> tuple[Subject, Victims]:
@@ -71,6 +75,7 @@ class Run:
         subject.built.module.to(self.session.device)
         size = subject.built.image_size + 2 * subject.built.patch_size
         gallery = load_gallery(o.images, size=size, limit=o.num_images, path=o.data_path)
+        self.provenance = gallery.provenance
         return subject, self.session.victims(gallery, defense, o.seed)
 
     def views(self, victims: Victims, clients: Sequence[int], scenes: Tensor, name: str, number: int, p: int) -> Tensor:
@@ -82,7 +87,8 @@ class Run:
     def rounds(self, defense: Defense, name: str, rows: RowLog) -> None:
         """Clients of one image under MJP, attacked after their last update."""
         o, (subject, victims) = self.options, self.clients(defense)
-        attacks = {attack: ATTACKS.get(attack)() for attack in ("mjp_subspace", "mjp_rounds")}
+        names = ("mjp_rounds",) if o.withhold else ("mjp_subspace", "mjp_rounds")
+        attacks = {attack: ATTACKS.get(attack)() for attack in names}
         with self.session.bar() as bar:
             task = bar.add_task(f"{name}, gamma {defense.gamma}", total=len(victims))
             for batch in victims.batches(TOGETHER):
@@ -110,14 +116,21 @@ class Run:
             built = drifted(built, self.options.drift, self.options.seed, number) if number > 1 else built
             views = self.views(victims, clients, scenes, name, number, built.patch_size)
             seen = victims.seen(built, MASKED, clients, views, update=number - 1)
-            terms = victims.defense.loss_weights()
-            observations = victims.observe(built, seen, clients, (), terms, update=number - 1)
+            observations = self.observe(Subject(built), victims, seen, clients, number - 1)
             for history, observation in zip(histories, observations, strict=True):
                 history[-1:] = [*map(remember, history[-1:]), observation]
             yield histories, views
 
-    def batches(self, name: str, rows: RowLog) -> str:
-        """Clients of four images in batches of two, without a defence; returns where the images are from."""
+    def observe(self, subject: Subject, victims: Victims, seen, clients: Sequence[int], update: int) -> list:
+        """The clients' updates, as they are sent."""
+        terms = victims.defense.loss_weights()
+        if not self.options.withhold:
+            return victims.observe(subject.built, seen, clients, (), terms, update=update)
+        views = observe_groups(subject.built, seen, victims.labels(subject.built, clients), 1, terms)
+        return [without(view, "position embedding") for view in views]
+
+    def batches(self, name: str, rows: RowLog) -> None:
+        """Clients of four images in batches of two, without a defence."""
         subject, victims = self.clients(DEFENSES.get("none")())
         attacks, lines = {"batch_rounds": ATTACKS.get("batch_rounds")()}, affine_plane(PAIRS)
         count, built, score = PAIRS**2, subject.built, self.session.scorer(subject.built.patch_size)
@@ -133,7 +146,7 @@ class Run:
                 members = [clients[i] for i in line]
                 views.append(self.views(victims, members, scenes[line], name, number, built.patch_size))
                 seen = victims.seen(model, PLAIN, members, views[-1])
-                steps.append(observe_together(victims.observe(model, seen, members, ())))
+                steps.append(observe_together(self.observe(Subject(model), victims, seen, members, None)))
             for last in range(len(lines) - PAIRS, len(lines)):
                 found = attacks["batch_rounds"]([*steps[:last], *steps[last + 1 :], steps[last]])
                 originals = photograph(scenes[lines[last]], built.patch_size)
@@ -142,7 +155,6 @@ class Run:
                     one = score_found(attacks["batch_rounds"], "batch_rounds", [found], [images], score)[0]
                     for place, member in enumerate(lines[last]):
                         self.write(rows, case, one, victims.ids(clients[member])[0], place, steps[last])
-        return victims.gallery.provenance
 
     def case(self, subject, victims: Victims, defense: str, setting: str, attacks, attack: str, updates: int) -> dict:
         """The values that identify a row (`records.rows.CASE`)."""

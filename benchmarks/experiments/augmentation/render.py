@@ -80,6 +80,26 @@ def _cell(by: pd.DataFrame, name: str, gamma: float, attack: str) -> str:
     return f"{view.psnr_median:.1f} / {original.psnr_median:.1f}{joined}"
 
 
+def withheld_block(folder: Path) -> str:
+    """The table of updates without position gradient as Markdown; nothing was augmented."""
+    table = pd.read_csv(folder / "table.csv")
+    heads = ["model", "clients", "attack", "updates", "median (dB)", "first decile (dB)", "above 25 dB", "joined"]
+    lines = [
+        [
+            row.model,
+            f"MJP, γ {row.gamma:g}" if row.gamma else "batches of 2, no defence",
+            f"`{row.attack}`",
+            str(row.updates),
+            f"{row.psnr_median:.1f}",
+            f"{row.psnr_first_decile:.1f}",
+            f"{row.psnr_share_recognisable:.0%} of {row['count']}",
+            f"{row.joined_mean:.1f}",
+        ]
+        for _, row in table[table["against"] == AGAINST[1]].iterrows()
+    ]
+    return markdown_table(heads, lines)
+
+
 def stranger_files(folder: Path) -> dict[str, str]:
     """table.csv: pairs of updates of different images that were tested, and those that were joined."""
     rows = read_rows(folder, STRANGERS)
@@ -114,4 +134,5 @@ def stranger_block(folder: Path) -> str:
 
 AUGMENTATION = Rendering("augmentation", augmentation_files, {"augmentation": augmentation_block})
 FALSE_MATCHES = Rendering("strangers", stranger_files, {"strangers": stranger_block})
-RENDERINGS = (AUGMENTATION, FALSE_MATCHES)
+WITHHELD_ROUNDS = Rendering("withheld_rounds", augmentation_files, {"withheld_rounds": withheld_block})
+RENDERINGS = (AUGMENTATION, FALSE_MATCHES, WITHHELD_ROUNDS)
