@@ -118,10 +118,10 @@ def find_mask(observation: Observation, block: Block, hidden: Tensor) -> tuple[T
         SpanSums.of(attention_equations(block, offsets), patches).least()
         for offsets in (block.offsets, hidden.expand_as(block.offsets))
     )
-    ordered = own.sort().values
-    if float(shared.min()) > ordered[-1] / APART:
+    ordered, fitting = own.sort().values, float(shared.min())
+    if fitting > APART * ordered[-1]:
         return torch.zeros_like(own, dtype=torch.bool), True
     factors = ordered[1:] / ordered[:-1].clamp(min=torch.finfo(own.dtype).tiny)
     factors = torch.where(ordered[1:] * ALIKE > ordered[-1], factors, 0.0)
     last = int(factors.argmax())  # of the visible places
-    return own > ordered[last], bool(factors[last] > APART)
+    return own > ordered[last], bool(factors[last] > APART) and fitting < ordered[last + 1] / APART

@@ -148,6 +148,38 @@ def test_shifts_by_a_pixel_are_not_joined(exact) -> None:
     assert found.details["identified"] == 0
 
 
+def withheld(view: Observation) -> Observation:
+    return dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n != "pos_embed"})
+
+
+def test_without_position_gradient_every_image_fulfils_the_equations(exact, images, views) -> None:
+    tokenizer = find_tokenizer(exact.module, (3, 64, 64))
+    x = tokenizer.patchify(exact.normalise(images))  # (6, N, P)
+    for a, b in PAIRS[:2]:
+        step = read_step(withheld(views[a, b]))
+        # Conditions of tokens (but one, for the scale of each) and of patches; 128 with the position gradient.
+        assert step.equations == (193 - 2 * 65 - 1) + (193 - 2 * 64)
+        own, other = (float(step.sums.misfit(x[i]).sum() / step.sums.squares.sum()) for i in (a, (b + 1) % 6))
+        assert own < 1e-6 < 1e-2 < other
+        span = np.linalg.qr((x[b] - x[a]).numpy().T)[0].T
+        free = step.basis.numpy()
+        np.testing.assert_allclose(span - span @ free.T @ free, 0, atol=1e-3)
+
+
+def test_without_position_gradient_batches_are_separated(exact, images, views) -> None:
+    found = ATTACKS.get("batch_rounds")()([withheld(views[pair]) for pair in PAIRS])
+    assert found.diagnosis == ""
+    assert found.details["identified"] == 2
+    assert best_psnr(found.images, images[list(PAIRS[-1])].float()) > 50
+
+
+def test_hidden_positions_are_not_read_from_spans(images) -> None:
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="none")
+    mask = block_masks(2, model.grid, 0.1, torch.Generator().manual_seed(0))
+    found = ATTACKS.get("batch_rounds")()([withheld(observe(model, images[:2].float(), mask=mask))])
+    assert "which images of the batch hide which positions cannot be read" in found.diagnosis
+
+
 def test_strangers_do_not_fit(views) -> None:
     found = attack(views, (0, 1), (3, 4), (0, 3), (2, 5))
     assert "too few hold an image of the last one" in found.diagnosis
@@ -207,8 +239,8 @@ def test_float32_above_50_db(mini) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "threshold"), [(2, 60.0), (3, 40.0)])
-def test_vit_b_at_224(size: int, threshold: float) -> None:
+@pytest.mark.parametrize(("size", "threshold", "sent"), [(2, 60.0, True), (3, 40.0, True), (2, 40.0, False)])
+def test_vit_b_at_224(size: int, threshold: float, sent: bool) -> None:
     """Image i of the last batch meets `size` - 1 strangers in each of its three steps."""
     folder = shared_file("data/imagenet-sample")
     images = load_data(f"folder:{folder}", size=224, train_limit=16).train.images(list(range(16)))
@@ -216,6 +248,7 @@ def test_vit_b_at_224(size: int, threshold: float) -> None:
     strangers = iter(range(size, len(images)))
     batches = [(i, *(next(strangers) for _ in range(size - 1))) for _ in range(2) for i in range(size)]
     observations = [observe(model, images[list(b)]) for b in [*batches, range(size)]]
+    observations = observations if sent else [withheld(view) for view in observations]
     found = ATTACKS.get("batch_rounds")()(observations)
     assert found.known.all(), found.diagnosis
     values = [
