@@ -12,7 +12,7 @@ to be the same, mean colours,
 
     misfit = min over s of  sum |r_p - s r'_q|^2 / sum |r_p|^2     over places p, q that both show.
 
-It is noise for the right shift, and above 0.1 for any other. Contrast and brightness are s and the offset d, which
+It is noise for the right view; other photographs and other shifts have more than 0.1. Contrast and brightness are s and the offset d, which
 follows from the same patches. Shifts bring in patches that the target does not have, which spoils the row space; they
 are found by agreement alone, with unmixed channels.
 
@@ -107,10 +107,7 @@ def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
     except UsageError as error:
         return str(error)
     if len(rows) == 1:
-        return (
-            "no earlier update of this client shows the image of the last one, as it is, mirrored, shifted by whole "
-            f"patches or with its colours mixed: {alone} gives the same answer"
-        )
+        return f"no earlier update of this client shows the image of the last one: {alone} gives the same answer"
     return ""
 
 

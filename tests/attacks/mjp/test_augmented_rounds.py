@@ -86,7 +86,7 @@ def test_what_is_not_linear_on_patches_is_left_out(models, scene, name: str) -> 
     sent = updates(models, [OTHERS[name](scene)] * (UPDATES - 1) + [crop(scene)])
     found = ATTACKS.get("mjp_rounds")()(sent)
     assert found.details["updates"] == 1
-    assert "as it is, mirrored, shifted by whole patches or with its colours mixed" in obstacle_to_joining(sent, "x")
+    assert "no earlier update of this client shows the image of the last one" in obstacle_to_joining(sent, "x")
 
 
 def test_other_photographs_in_every_view_are_left_out(models, scene) -> None:
