@@ -12,9 +12,9 @@ to be the same, mean colours,
 
     misfit = min over s of  sum |r_p - s r'_q|^2 / sum |r_p|^2     over places p, q that both show.
 
-It is noise for the right view; other photographs and other shifts have more than 0.1. Contrast and brightness are s and the offset d, which
-follows from the same patches. Shifts bring in patches that the target does not have, which spoils the row space; they
-are found by agreement alone, with unmixed channels.
+It is noise for the right view; other photographs and other shifts have more than 0.1. Contrast and brightness are s and
+the offset d, which follows from the same patches. Shifts bring in patches that the target does not have, which spoils
+the row space; they are found by agreement alone, with unmixed channels.
 
 Updates that hide so much that hardly any place is shown by both are joined by the row space alone, where the image is
 neither shifted nor recoloured. The weights of the network may change between updates; masked, unmasked and unjigsawed
