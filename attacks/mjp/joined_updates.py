@@ -77,13 +77,16 @@ class JoinedUpdates:
         return self.last.estimate() if self.equations.updates == 1 else self.equations.solve()
 
 
-def join_updates(observations: Sequence[Observation]) -> JoinedUpdates:
+def join_updates(observations: Sequence[Observation], *, spans: bool = False) -> JoinedUpdates:
     """Add up the updates that show the image of the last observation.
+
+    Args:
+        spans: updates without position gradient are read by the spans of their first attention.
 
     Raises:
         UsageError: the last update cannot be read at all.
     """
-    target, *_ = target_and_earlier = _read_all(observations)[::-1]
+    target, *_ = target_and_earlier = _read_all(observations, spans)[::-1]
     last = solve(target)
     tokenizer, equations, shown, changed = target.tokenizer, last.equations(), ~last.masked, 0
     if not last.reasons:
@@ -117,21 +120,21 @@ def updates_of_last_image(observations: Sequence[Observation]) -> list[PositionR
     Raises:
         UsageError: the last update cannot be read at all.
     """
-    *earlier, target = _read_all(observations)
+    *earlier, target = _read_all(observations, spans=False)
     last = solve(target) if target.products.isfinite().all() else None
     if last is None or last.reasons:
         return [target]
     return [*(rows for rows, _, _ in _same_image(Target.of(target, last), earlier)), target]
 
 
-def read_update(observation: Observation) -> PositionRows | SpanUpdate:
-    """One update by its position gradient, or without one by the spans of its first attention.
+def read_update(observation: Observation, *, spans: bool) -> PositionRows | SpanUpdate:
+    """One update by its position gradient, or without one and with `spans` by the spans of its first attention.
 
     Raises:
         UsageError: it can be read in neither way.
     """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    if tokenizer.positions is None or position_gradient(observation, tokenizer) is not None:
+    if not spans or tokenizer.positions is None or position_gradient(observation, tokenizer) is not None:
         return read_position_rows(observation)
     try:
         return read_span_update(observation)
@@ -144,16 +147,16 @@ def solve(update: PositionRows | SpanUpdate) -> MaskedUpdate:
     return update.solved if isinstance(update, SpanUpdate) else solve_masked(update)
 
 
-def _read_all(observations: Sequence[Observation]) -> list[PositionRows | SpanUpdate | None]:
+def _read_all(observations: Sequence[Observation], spans: bool) -> list[PositionRows | SpanUpdate | None]:
     """Every update, read; None for an earlier one that cannot be read or holds no finite rows."""
     found: list[PositionRows | SpanUpdate | None] = []
     for observation in observations[:-1]:
         try:
-            rows = read_update(observation)
+            rows = read_update(observation, spans=spans)
         except UsageError:
             rows = None
         found.append(rows if rows is not None and rows.products.isfinite().all() else None)
-    return [*found, read_update(observations[-1])]
+    return [*found, read_update(observations[-1], spans=spans)]
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,9 @@ class Target:
         theirs, basis = (_painted(patches, mirrored, mix, tokenizer) for patches in (update.rows, update.basis))
         colours = mean_colours(tokenizer).to(ours.rows)
         hidden = [ours.basis, basis] if same_colours else [ours.basis, basis, colours]
+        if sum(map(len, hidden)) >= tokenizer.patch_dim:  # nothing that both show
+            unshifted = all_shifts(tokenizer.grid, mirrored, 0)[0]
+            return _Alignment(View.of(tokenizer, unshifted, mirrored=mirrored), torch.inf, torch.inf)
         kept, other = _projected([ours.rows, theirs], torch.cat(hidden))
         source = all_shifts(tokenizer.grid, mirrored, FARTHEST).to(ours.masked.device)  # (S, N)
         both = (source >= 0) & ~ours.masked & ~update.masked[source]  # (S, N)

@@ -46,7 +46,7 @@ class MJPRounds(Attack):
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
         try:
-            last = read_update(observations[-1])
+            last = read_update(observations[-1], spans=True)
         except UsageError as error:
             return str(error)
         alone = "mjp_subspace" if isinstance(last, PositionRows) else ""
@@ -64,7 +64,7 @@ class MJPRounds(Attack):
         Updates used, those of them in another view than the last one's (changed), patches never seen, open directions
         and misfit.
         """
-        target, joined = observations[-1], join_updates(observations)
+        target, joined = observations[-1], join_updates(observations, spans=True)
         estimate, updates = joined.estimate(), joined.equations.updates
         completed = complete(self.prior, estimate, joined.tokenizer, target.std, joined.shown, updates=updates)
         details = details_of(joined.last, completed) | {

@@ -28,12 +28,12 @@ QUICK = {"token_span": {"steps": 0}}
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL)),
     "april": Traits(exact_on=(APRIL,)),
-    "batch_rounds": Traits(exact_on=(STANDARD,)),
+    "batch_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
     "token_span": Traits(exact_on=(("standard", torch.float64, 110.0), SPAN), needs_positions=False),
     "unmix": Traits(exact_on=(STANDARD,)),
     "unmix_rounds": Traits(exact_on=(STANDARD,)),
     "mjp_subspace": Traits(exact_on=(STANDARD, APRIL)),
-    "mjp_rounds": Traits(exact_on=(STANDARD,)),
+    "mjp_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
 }
 CASES = [(name, *case) for name, traits in TRAITS.items() for case in traits.exact_on]
 STOPPED = [(name, make) for name, traits in TRAITS.items() for make, stops in contract.OBSTACLES if stops(traits)]
