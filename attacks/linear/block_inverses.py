@@ -48,8 +48,10 @@ def invert_blocks(scales: Tensor, hessian: Tensor, precision: Tensor) -> BlockIn
         return _Shared(scales, hessian, torch.ones_like(scales), precision)
     large = len(hessian) > LARGE
     if precision.dim() == 3:
-        return _Diagonal(scales, hessian, precision.diagonal(dim1=1, dim2=2)) if large else _Factored(
-            scales, hessian, precision
+        return (
+            _Diagonal(scales, hessian, precision.diagonal(dim1=1, dim2=2))
+            if large
+            else _Factored(scales, hessian, precision)
         )
     weights, common = _multiples(precision)
     if torch.allclose(weights[:, None] * common, precision, rtol=MULTIPLES, atol=0.0):
