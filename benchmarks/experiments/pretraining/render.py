@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 
 from experiments.pretraining.mst_render import MST
+from experiments.pretraining.options import GAMMAS, GAMMAS_POS
 from experiments.pretraining.rows import ROWS
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from experiments.scaffold import PAPER, RESULTS
@@ -72,6 +74,19 @@ def table_text(rows: pd.DataFrame) -> str:
     return f"{markdown_table(heads, lines)}\n\n{limits(rows)}\n"
 
 
+def cells_text(rows: pd.DataFrame) -> str:
+    """cells.md: Tables S1 to S3, two lines a training, ours and the paper's."""
+    found = cells(rows).set_index(["line", "gamma", "gamma_pos"])
+    lines = []
+    for name in rows["line"].unique():
+        for title, column in ((f"`{name}`", "places_mean"), ("the paper's", "paper_places")):
+            own = found[column]
+            lines.append(
+                [title, *(" / ".join(f"{own[name, gamma, share]:.0f}" for share in GAMMAS_POS) for gamma in GAMMAS)]
+            )
+    return markdown_table(["pre-training", *(f"gamma {gamma:g}" for gamma in GAMMAS)], lines) + "\n"
+
+
 def limits(rows: pd.DataFrame) -> str:
     """What the table cannot show, with figures from the rows."""
     seen, patches = (sorted(set(rows[name])) for name in ("images_seen", "patches"))
@@ -87,13 +102,16 @@ def limits(rows: pd.DataFrame) -> str:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """cells.csv, table.csv and table.md."""
+    """cells.csv, table.csv, table.md and cells.md."""
     rows = read_rows(folder, ROWS)
-    return {"cells.csv": csv(cells(rows), 5), "table.csv": csv(averages(rows), 5), "table.md": table_text(rows)}
+    texts = {"table.md": table_text(rows), "cells.md": cells_text(rows)}
+    return {"cells.csv": csv(cells(rows), 5), "table.csv": csv(averages(rows), 5), **texts}
 
 
-DROPPOS = Rendering(
-    "droppos", files, {"droppos": lambda folder: (folder / "table.md").read_text(encoding="utf-8").strip()}
-)
+def _block(name: str) -> Callable[[Path], str]:
+    return lambda folder: (folder / f"{name}.md").read_text(encoding="utf-8").strip()
+
+
+DROPPOS = Rendering("droppos", files, {"droppos": _block("table"), "droppos_cells": _block("cells")})
 # Rendered into the pages once results are committed.
 RENDERINGS = tuple(one for one in (DROPPOS, MST) if (RESULTS / one.folder).is_dir())
