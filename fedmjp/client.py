@@ -132,6 +132,7 @@ class ClientTask:
             num_classes=len(self.data.classes),
             seed=config.seed,
             device=self.device,
+            encoder=config.start.checkpoint,
         )
         self.model = self.learner.model
         self.parameters = dict(self.model.module.named_parameters())

@@ -91,6 +91,26 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class EncoderConfig:
+    """What training starts from, where that is not a model's own weights."""
+
+    checkpoint: Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT")] = None
+    """Fine-tune the encoder of this checkpoint: its heads are dropped, and what it lacks (class token, position
+    embedding) is new."""
+
+    def validate(self, model: ModelConfig) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: no such file, or weights named twice.
+        """
+        if self.checkpoint is not None and model.weights not in ("random", "auto"):
+            raise UsageError(f"--from {self.checkpoint} gives the encoder; leave out --weights {model.weights}")
+        if self.checkpoint is not None and not self.checkpoint.is_file():
+            raise UsageError(f"no checkpoint at {self.checkpoint}; pass --from a model.safetensors of fedmjp.train")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """What is trained on."""
 
@@ -155,6 +175,7 @@ class RunConfig:
     objective: Annotated[str, tyro.conf.arg(help=OBJECTIVE_HELP)] = "supervised"
     federation: FederationConfig = field(default_factory=FederationConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    start: EncoderConfig = field(default_factory=EncoderConfig)
     data: DataConfig = field(default_factory=DataConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     options: DefenseOptions = field(default_factory=lambda: DefenseOptions())  # type: ignore[valid-type]
@@ -211,6 +232,7 @@ class RunConfig:
         if MODELS.get(split_name(self.model.model)[0]).speech:
             raise UsageError(f"--model {self.model.model} has no federation here; train it with fedmjp.train")
         require_kind(self.data.data, IMAGES, "a federation")
+        self.start.validate(self.model)
         self._validate_federation()
         for name in self.audit.named():
             ATTACKS.check(name)
@@ -350,10 +372,16 @@ def option_places() -> dict[str, tuple[list[str], Any]]:
 
 def _leaves(cls: type, path: list[str]) -> dict[str, tuple[list[str], Any]]:
     """Those of a dataclass but for `options`."""
-    found = {}
+    found, full = {}, get_type_hints(cls, include_extras=True)
     for name, kind in get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
             found |= _leaves(kind, [*path, name]) if name != "options" else {}
         else:
-            found[name] = [*path, name], kind
+            found[_option_name(name, full[name])] = [*path, name], kind
     return found
+
+
+def _option_name(field_name: str, hint: Any) -> str:
+    """A field's name, or the one that tyro's `arg` gives it (--from, which no field of Python's can be called)."""
+    given = (getattr(entry, "name", None) for entry in getattr(hint, "__metadata__", ()))
+    return next(filter(None, given), field_name)

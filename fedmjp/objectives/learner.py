@@ -68,7 +68,8 @@ class Learner:
         """Build the model that objective and defence ask for, on `device`.
 
         Args:
-            encoder: a checkpoint whose encoder is fine-tuned (`load_encoder`).
+            encoder: a checkpoint whose encoder is fine-tuned (`load_encoder`); all else is new, and the model's own
+                weights are not loaded.
 
         Raises:
             UsageError: they do not go together, or weights are missing or unfit.
@@ -77,7 +78,7 @@ class Learner:
         built = build_model(
             trained_name(objective, defense, model.model),
             num_classes=num_classes,
-            weights=model.weights,
+            weights=model.weights if encoder is None else "random",
             block=model.block,
             dal=getattr(defense, "dal", "none"),
             seed=seed,

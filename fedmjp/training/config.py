@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from attacks.registry import UsageError
-from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, ModelConfig
+from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, EncoderConfig, ModelConfig
 from fedmjp.data.catalog import IMAGES, LABEL_MAPS, SPEECH, require_kind
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
@@ -61,12 +61,9 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class StartConfig:
+class StartConfig(EncoderConfig):
     """What training starts from, and what fine-tuning adds to the recipe."""
 
-    checkpoint: Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT")] = None
-    """Fine-tune the encoder of this checkpoint: its heads are dropped, and what it lacks (class token, position
-    embedding) is new."""
     layer_decay: float = 1.0
     """Factor of the learning rate from each layer to the one before it (DropPos fine-tunes with 0.8; 1: none)."""
     drop_path: float = 0.0
@@ -76,12 +73,9 @@ class StartConfig:
         """Check the options.
 
         Raises:
-            UsageError: out of range, or weights named twice.
+            UsageError: out of range, or see `EncoderConfig.validate`.
         """
-        if self.checkpoint is not None and model.weights != "random":
-            raise UsageError(f"--from {self.checkpoint} gives the encoder; leave out --weights {model.weights}")
-        if self.checkpoint is not None and not self.checkpoint.is_file():
-            raise UsageError(f"no checkpoint at {self.checkpoint}; pass --from a model.safetensors of fedmjp.train")
+        super().validate(model)
         if not 0 < self.layer_decay <= 1:
             raise UsageError(f"--layer-decay must lie in (0, 1], not {self.layer_decay}")
         if not 0 <= self.drop_path < 1:

@@ -1,4 +1,5 @@
-"""--from: what a fine-tuned model takes from a pre-trained one, layer decay, drop path, and refusals."""
+"""--from: what a fine-tuned model takes from a pre-trained one, in central training and in a federation, layer decay,
+drop path, and refusals."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attacks import UsageError
+from fedmjp import simulate
 from fedmjp import train as train_command
-from fedmjp.config import DataConfig, ModelConfig
+from fedmjp.audited_federation import check_before_start
+from fedmjp.client import ClientTask
+from fedmjp.config import DataConfig, EncoderConfig, ModelConfig, RunConfig, from_flat
 from fedmjp.models import build_model
 from fedmjp.objectives import read_objective
 from fedmjp.objectives.learner import restore
@@ -190,3 +194,46 @@ def test_checkpoints_that_hold_no_such_encoder(trained, tmp_path, capsys) -> Non
         assert printed.count("\n") == 0
     assert _run("--from", str(trained["mp3"]), "--weights", "timm", "--out", str(tmp_path / "out")) == 2
     assert "gives the encoder; leave out --weights timm" in capsys.readouterr().err
+
+
+def federation(checkpoint: Path, **options) -> RunConfig:
+    flat = {"from": str(checkpoint), "model": "vit_micro_32", "clients": 2, "rounds": 1, "test_limit": 8, "threads": 1}
+    return from_flat({**flat, "train_limit": 16, "attacks": "patch_embedding", "audit_clients": "0"} | options)
+
+
+@pytest.mark.parametrize("defense", ["none", "mjp"])
+def test_clients_start_from_the_encoder(trained, defense: str) -> None:
+    """As central training does; what a defence adds to the model is new."""
+    config = federation(trained["droppos"], defense=defense)
+    assert RunConfig.from_json(config.to_json()) == config  # what clients are sent names the checkpoint
+    task, state = ClientTask(config, defense), load_file(trained["droppos"])
+    for part in ("patch_embed.proj.weight", "blocks.2.attn.qkv.weight", "cls_token"):
+        assert torch.equal(task.parameters[part], state[part].float())
+    assert torch.equal(task.parameters["pos_embed"], sincos_table((8, 8), 64, 1))
+    assert task.model.provenance.startswith("encoder of model.safetensors pre-trained by droppos")
+    plain = ClientTask(replace(config, start=EncoderConfig()), defense)
+    assert not torch.equal(task.parameters["patch_embed.proj.weight"], plain.parameters["patch_embed.proj.weight"])
+    assert torch.equal(task.parameters["head.weight"], plain.parameters["head.weight"])
+
+
+def test_a_federation_fine_tunes_and_its_rows_say_so(trained, tmp_path) -> None:
+    config = replace(federation(trained["mp3"]), out=tmp_path / "run")
+    simulate.run(config, QUIET)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    assert {row["weights"] for row in rows} == {
+        "encoder of model.safetensors pre-trained by mp3:eta=0.5 (class token, positions, head new)"
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"from": "nowhere.safetensors"}, "no checkpoint at nowhere.safetensors"),
+        ({"weights": "timm"}, "gives the encoder; leave out --weights timm"),
+        ({"model": "resnet_micro_32"}, "holds no encoder of this model"),
+    ],
+)
+def test_a_federation_refuses_what_does_not_fit(trained, options, words: str) -> None:
+    config = federation(trained["supervised"], **options)
+    with pytest.raises(UsageError, match=words):
+        check_before_start(config)
