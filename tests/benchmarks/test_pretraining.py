@@ -37,15 +37,15 @@ def test_trainings_are_13_different_ones_and_named_by_their_options() -> None:
 
 def test_rows_resume_and_tables(tmp_path, capsys) -> None:
     out = ["--out", str(tmp_path / "out")]
-    assert main([*SMALL, *out, "--only", "default"]) == 0
+    assert main([*SMALL, *out, "--only", "tau_inf"]) == 0
     before = read_rows(tmp_path / "out", ROWS)
     assert len(before) == 16
-    assert main([*SMALL, *out, "--only", "default", "gamma_pos_1", "--resume"]) == 0
+    assert main([*SMALL, *out, "--only", "tau_inf", "gamma_pos_1", "--resume"]) == 0
     rows = read_rows(tmp_path / "out", ROWS)
     assert len(rows) == 32
     pd.testing.assert_frame_equal(rows[:16], before)
     assert rows[rows["gamma"] == 0.75]["seen"].eq(16).all()
-    hidden = rows[(rows["line"] == "default") & (rows["gamma"] == 0.75)].set_index("gamma_pos")["hidden"]
+    hidden = rows[(rows["line"] == "tau_inf") & (rows["gamma"] == 0.75)].set_index("gamma_pos")["hidden"]
     assert hidden.to_dict() == {0.25: 4, 0.5: 8, 0.75: 12, 0.95: 16}
     found = cells(rows).set_index(["line", "gamma", "gamma_pos"])
     assert found.loc[("gamma_pos_1", 0.5, 0.95), "paper_places"] == 45.01

@@ -13,28 +13,34 @@ from experiments.scaffold import check_positive
 from fedmjp.objectives.droppos import DropPos
 from fedmjp.training.config import Recipe, TrainConfig, default_config
 
-# The 13 pre-trainings of Tables S1 to S3 of the DropPos supplement: name -> what differs from the default.
-TRAININGS: dict[str, dict[str, Any]] = {
-    "gamma_0": {"gamma": 0.0},
-    "gamma_0.25": {"gamma": 0.25},
-    "gamma_0.5": {"gamma": 0.5},
-    "default": {},
-    "gamma_pos_0.25": {"gamma_pos": 0.25},
-    "gamma_pos_0.5": {"gamma_pos": 0.5},
-    "gamma_pos_1": {"gamma_pos": 1.0},
-    "sigma_0": {"sigma": 0.0},
-    "sigma_1_constant": {"anneal": False},
-    "sigma_2_constant": {"sigma": 2.0, "anneal": False},
-    "sigma_2_annealed": {"sigma": 2.0},
-    "tau_inf": {"tau": float("inf")},
-    "tau_0.5": {"tau": 0.5},
+# The 13 pre-trainings of Tables S1 to S3 of the DropPos supplement, by the name of the paper's line. The paper varies the
+# others at tau = 0.1, its default; here they have tau = inf, because small models learn nothing at 0.1 (docs).
+INF = float("inf")
+REFERENCE, PAPERS_REFERENCE = "tau_inf", "default"
+TAUS: dict[str, dict[str, Any]] = {REFERENCE: {"tau": INF}, PAPERS_REFERENCE: {"tau": 0.1}, "tau_0.5": {"tau": 0.5}}
+TRAININGS = TAUS | {
+    "gamma_0": {"gamma": 0.0, "tau": INF},
+    "gamma_0.25": {"gamma": 0.25, "tau": INF},
+    "gamma_0.5": {"gamma": 0.5, "tau": INF},
+    "gamma_pos_0.25": {"gamma_pos": 0.25, "tau": INF},
+    "gamma_pos_0.5": {"gamma_pos": 0.5, "tau": INF},
+    "gamma_pos_1": {"gamma_pos": 1.0, "tau": INF},
+    "sigma_0": {"sigma": 0.0, "tau": INF},
+    "sigma_1_constant": {"anneal": False, "tau": INF},
+    "sigma_2_constant": {"sigma": 2.0, "anneal": False, "tau": INF},
+    "sigma_2_annealed": {"sigma": 2.0, "tau": INF},
 }
 GAMMAS, GAMMAS_POS = (0.0, 0.25, 0.5, 0.75), (0.25, 0.5, 0.75, 0.95)  # the 16 cases that each is measured in
-# Short. The rate was tried on the default setting: at four times this one nothing is learned.
+# Short; the rate was tried on `REFERENCE`, which at four times this one learns nothing.
 SHORT = dataclasses.replace(
-    default_config("droppos").recipe, epochs=2, batch_size=64, learning_rate=0.008, warmup_epochs=0.1
+    default_config("droppos").recipe,
+    epochs=2,
+    batch_size=64,
+    learning_rate=0.008,
+    warmup_epochs=0.2,
+    clip_gradient=1.0,
 )
-PICTURED = ("default", "gamma_0")  # trainings whose reassembled images are drawn
+PICTURED = (REFERENCE, "gamma_0")  # trainings whose reassembled images are drawn
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class DropPosOptions(PretrainingOptions):
     """
 
     model: str = "vit_micro8_32"
-    """A plain ViT. The default's 16 places are learned within 100,000 images, 64 places are not."""
+    """A plain ViT. Of its 16 places more are found within 100,000 images than of vit_micro_32's 64."""
     recipe: Recipe = field(default_factory=lambda: SHORT)
     """How to train, all alike. The defaults are a short training."""
     precision: Literal["auto", "float32", "bfloat16"] = "bfloat16"
