@@ -13,8 +13,8 @@ from experiments.scaffold import check_positive
 from fedmjp.objectives.droppos import DropPos
 from fedmjp.training.config import Recipe, TrainConfig, default_config
 
-# The 13 pre-trainings of Tables S1 to S3 of the DropPos supplement, by the name of the paper's line. The paper varies the
-# others at tau = 0.1, its default; here they have tau = inf, because small models learn nothing at 0.1 (docs).
+# The 13 pre-trainings of Tables S1 to S3 of the DropPos supplement, by the names of the paper's lines. Its lines have
+# tau = 0.1 unless they vary tau; here they have tau = inf, because at 0.1 a model as small as this one learns nothing.
 INF = float("inf")
 REFERENCE, PAPERS_REFERENCE = "tau_inf", "default"
 TAUS: dict[str, dict[str, Any]] = {REFERENCE: {"tau": INF}, PAPERS_REFERENCE: {"tau": 0.1}, "tau_0.5": {"tau": 0.5}}

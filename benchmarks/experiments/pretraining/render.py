@@ -11,6 +11,7 @@ import pandas as pd
 from experiments.pretraining.mst_render import MST
 from experiments.pretraining.options import GAMMAS, GAMMAS_POS, PAPERS_REFERENCE, REFERENCE, TAUS
 from experiments.pretraining.rows import ROWS
+from experiments.pretraining.start_render import STARTS_TABLE
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from experiments.scaffold import PAPER, RESULTS
 from experiments.trainings.seeds import verdict
@@ -115,4 +116,4 @@ def _block(name: str) -> Callable[[Path], str]:
 
 DROPPOS = Rendering("droppos", files, {"droppos": _block("table"), "droppos_cells": _block("cells")})
 # Rendered into the pages once results are committed.
-RENDERINGS = tuple(one for one in (DROPPOS, MST) if (RESULTS / one.folder).is_dir())
+RENDERINGS = tuple(one for one in (DROPPOS, MST, STARTS_TABLE) if (RESULTS / one.folder).is_dir())
