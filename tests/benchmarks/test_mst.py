@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from experiments.pretraining.mst_options import DEFAULT, LINES, MSTOptions
-from experiments.pretraining.mst_render import LAMBDAS, MST, ROWS, STRATEGIES, WORDS
+from experiments.pretraining.mst_render import LAMBDAS, MST, ROWS, STRATEGIES, WORDS, lines_text
 from experiments.rendering import read_rows
 from experiments.scaffold import PAPER
 from PIL import Image
@@ -54,6 +54,7 @@ def test_rows_tables_and_resumption(folder, tmp_path, capsys) -> None:
     assert own["restoration"] > 0
     assert pd.isna(rows[rows["line"] == "mlm"]["distillation"]).all()
     assert (rows["images_seen"] == 192).all()
+    assert Image.open(tmp_path / "out" / "attention.png").width > 600
     packed = (tmp_path / "out" / "rows.jsonl.gz").read_bytes()
     assert mst.main(given) == 2
     assert "pass --resume" in capsys.readouterr().err
@@ -76,6 +77,20 @@ def test_every_line_is_in_a_table_and_every_figure_of_the_paper_has_a_line() -> 
     assert found["mlm_dino"].lambda_1 == 1
     assert found["random"].p == found[DEFAULT].p * found[DEFAULT].share
     assert [found[name].lambda_2 for name in LAMBDAS] == [0.2, 0.4, 0.6, 0.8]
+
+
+def test_a_difference_is_held_against_the_papers_sign() -> None:
+    """Half widths of 1.5 and 2 points make 2.5 of the difference."""
+    keys = pd.MultiIndex.from_product([["default", "mlm", "bert", "none"], ["student", "start"], ["linear", "knn_20"]])
+    own = pd.DataFrame({"accuracy_mean": 36.0, "accuracy_low": 34.5, "accuracy_high": 37.5}, index=keys)
+    own.loc["mlm"] = [32.0, 30.0, 34.0]
+    own.loc["bert"] = [39.0, 37.0, 41.0]
+    own.loc["none"] = [34.0, 32.0, 36.0]
+    paper = {"default": 73.9, "mlm": 61.0, "bert": 73.5, "none": 70.0}
+    text = lines_text(own, pd.DataFrame(), tuple(paper), "what", paper)
+    assert "-4.0 [-6.5, -1.5] (-12.9: agrees)" in text
+    assert "+3.0 [+0.5, +5.5] (-0.4: contradicts)" in text
+    assert "-2.0 [-4.5, +0.5] (-3.9: cannot tell)" in text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,8 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from experiments.pretraining.epochs import run_epochs, trained_columns
-from experiments.pretraining.mst_options import KS, MSTOptions
+from experiments.pretraining.mst_options import DEFAULT, KS, MSTOptions
+from experiments.pretraining.mst_pictures import attended, draw_attention, taught
 from experiments.pretraining.mst_render import MST, ROWS
 from experiments.pretraining.rows import asked, training_id
 from experiments.rendering import read_rows
@@ -28,6 +28,7 @@ from fedmjp.training.config import TrainConfig
 from fedmjp.training.trainer import Trainer
 
 START, STUDENT, TEACHER = "start", "student", "teacher"
+PICTURES = 5  # test images that are drawn
 MEASURES = (*(f"knn_{k}" for k in KS), "linear")
 
 
@@ -54,15 +55,18 @@ def _train(line: str, config: TrainConfig, options: MSTOptions, log: RowLog, con
         return
     trainer = Trainer(config)
     found = list(_measured(START, trainer.model, trainer, options))
+    pictures = trainer.data.test.images(range(min(PICTURES, len(trainer.data.test)))).to(trainer.device)
+    before = attended(trainer.model, pictures)
     history = run_epochs(trainer, f"{line}, seed {config.seed}", console)
     teacher = trainer.learner.local
     if teacher is not None and trainer.learner.objective.lambda_1:
-        network = dataclasses.replace(trainer.model, module=teacher.network)
-        found += _measured(TEACHER, network, trainer, options)
+        found += _measured(TEACHER, taught(trainer), trainer, options)
     found += _measured(STUDENT, trainer.model, trainer, options)
     shared = {"training": name, "line": line, **asked(config), **_shared(trainer, history)}
     for row in found:
         log.append(shared | row)
+    if line == DEFAULT and config.seed == options.seeds[0]:
+        draw_attention(trainer, before, pictures, options.out / "attention.png")
     own = {row["measure"]: row["accuracy"] for row in found if row["network"] == STUDENT}
     console.print(
         f"{line}, seed {config.seed}: {own['knn_20']:.1f} % by 20 neighbours, {own['linear']:.1f} % by a linear probe, "

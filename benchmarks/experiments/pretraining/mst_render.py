@@ -15,6 +15,7 @@ import pandas as pd
 from experiments.pretraining.mst_options import DEFAULT, KS
 from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER
+from experiments.trainings.seeds import AGREES, CONTRADICTS, UNDECIDED
 from fedmjp.records.rows import Schema
 
 PRETEXT = (
@@ -88,16 +89,18 @@ def lines_text(
     paper: Mapping[str, float],
     words: Mapping[str, str] = WORDS,
 ) -> str:
-    """A table of lines: linear probe and k-NN of the student, the paper's linear probe."""
+    """A table of lines: linear probe and k-NN of the student, the paper's linear probe, and whether the difference from
+    the default has the paper's sign.
+    """
     ran = [name for name in wanted if (name, "student", "linear") in own.index]
     measures = ("linear", "knn_20")
     # All lines of a seed start from the same encoder.
-    lines = [["", "before training", *(_cell(own, (name, "start", m)) for m in measures), ""] for name in ran[:1]]
+    lines = [["", "before training", *(_cell(own, (name, "start", m)) for m in measures), "", ""] for name in ran[:1]]
     for name in ran:
         figure = f"{paper[name]:.1f}" if name in paper else ""
         cells = [_cell(own, (name, "student", measure)) for measure in measures]
-        lines.append([f"`{name}`", {**WORDS, **words}[name], *cells, figure])
-    heads = ["line", title, "linear probe (%)", "20-NN (%)", "paper, linear (%)"]
+        lines.append([f"`{name}`", {**WORDS, **words}[name], *cells, figure, _from_default(own, name, paper)])
+    heads = ["line", title, "linear probe (%)", "20-NN (%)", "paper, linear (%)", "linear, from default (paper)"]
     missing = [f"`{name}`" for name in wanted if name not in ran]
     text = markdown_table(heads, lines)
     return f"{text}\n\nNot run: {', '.join(missing)}." if missing else text
@@ -132,6 +135,24 @@ def limits(rows: pd.DataFrame) -> str:
 
 def _paper(name: str) -> Mapping[str, float]:
     return pd.read_csv(PAPER / f"{name}.csv").set_index("line")["accuracy"].to_dict()
+
+
+def _from_default(own: pd.DataFrame, name: str, paper: Mapping[str, float]) -> str:
+    """The linear probe's difference from the default's, with its interval over test images, and the paper's sign.
+
+    The interval treats the two accuracies as independent; both are of the same images, so that it is rather too wide.
+    """
+    if name == DEFAULT or (DEFAULT, "student", "linear") not in own.index:
+        return ""
+    line, reference = (own.loc[(one, "student", "linear")] for one in (name, DEFAULT))
+    change = line["accuracy_mean"] - reference["accuracy_mean"]
+    margin = math.hypot(*((one["accuracy_high"] - one["accuracy_low"]) / 2 for one in (line, reference)))
+    cell = f"{change:+.1f} [{change - margin:+.1f}, {change + margin:+.1f}]"
+    if name not in paper:
+        return cell
+    theirs = round(paper[name] - paper[DEFAULT], 6)
+    found = UNDECIDED if abs(change) <= margin else AGREES if change * theirs > 0 else CONTRADICTS
+    return f"{cell} ({theirs:+.1f}: {found})"
 
 
 def _cell(own: pd.DataFrame, key: tuple[str, str, str]) -> str:
