@@ -147,7 +147,7 @@ def _from_default(own: pd.DataFrame, name: str, paper: Mapping[str, float]) -> s
     line, reference = (own.loc[(one, "student", "linear")] for one in (name, DEFAULT))
     change = line["accuracy_mean"] - reference["accuracy_mean"]
     margin = math.hypot(*((one["accuracy_high"] - one["accuracy_low"]) / 2 for one in (line, reference)))
-    cell = f"{change:+.1f} [{change - margin:+.1f}, {change + margin:+.1f}]"
+    cell = f"{change:+z.1f} [{change - margin:+.1f}, {change + margin:+.1f}]"
     if name not in paper:
         return cell
     theirs = round(paper[name] - paper[DEFAULT], 6)
