@@ -53,7 +53,7 @@ STARTS: Mapping[str, Start | None] = {
 }
 DEFENCES = ("none", "mjp")
 SHORT = dataclasses.replace(
-    UNAUGMENTED, epochs=6, batch_size=64, learning_rate=8e-3, warmup_epochs=0.6, smallest_crop=0.35
+    UNAUGMENTED, epochs=4, batch_size=64, learning_rate=8e-3, warmup_epochs=0.4, smallest_crop=0.35
 )
 
 
@@ -77,7 +77,7 @@ class StartOptions(PretrainingOptions):
     """What is pre-trained on; the same images for all lines of a seed."""
     labelled: int = 5_000
     """Fine-tuning images, a random subset of them; the supervised pre-training reads the labels of all."""
-    pretraining_epochs: int = 3
+    pretraining_epochs: int = 2
     """Epochs of every pre-training."""
     recipe: Recipe = field(default_factory=lambda: SHORT)
     """How to fine-tune, all lines alike. The defaults are a short training."""
