@@ -69,7 +69,7 @@ def table_text(rows: pd.DataFrame) -> str:
             cell += f" [{row.places_low:.1f}, {row.places_high:.1f}]"
         change, differs, sign = row.get("difference_mean", math.nan), "", ""
         if not math.isnan(change):
-            differs, sign = f"{change:+.1f} ({row.paper_difference:+.1f})", row.verdict
+            differs, sign = f"{change:+z.1f} ({row.paper_difference:+.1f})", row.verdict
         lines.append([f"`{row.line}`", cell, f"{row.paper_places:.1f}", differs, sign])
     heads = ["pre-training", "places (%)", "paper (mean of its cells)", f"from `{REFERENCE}` (paper)", "sign"]
     return f"{markdown_table(heads, lines)}\n\n{limits(rows)}\n"
@@ -93,8 +93,9 @@ def limits(rows: pd.DataFrame) -> str:
     seen, patches = (sorted(set(rows[name])) for name in ("images_seen", "patches"))
     least = rows[rows["gamma_pos"] == 0.95]
     anchors = int((least["seen"] - least["hidden"]).min())
+    tests, seeds = rows["images"].iloc[0], rows["seed"].nunique()
     return (
-        f"Means of 16 cases, {rows['images'].iloc[0]} test images, {rows['seed'].nunique()} seed(s); each training saw "
+        f"Means of 16 cases, {tests:,} test images, {seeds} seed(s); each training saw "
         f"{' or '.join(f'{n:,}' for n in seen)} images ({'; '.join(sorted(set(rows['provenance'])))}), the paper's see "
         f"{PAPERS_IMAGES:,} at 196 patches an image. Chance is {100 / patches[0]:.1f} %. Where the paper hides most "
         f"(gamma 0.75, gamma_pos 0.95) it leaves 2 anchors, these leave {anchors}. All but `default` (tau 0.1) and "
