@@ -9,8 +9,16 @@ The paper's ablation (its Table 2) is in the options: `positions` own is JP, ind
 Only unknown hides anything: with own every visible place sends its gradient, and with index the two tables' gradients
 hold the same rows in two orders, so that a batch of one shows the server its permutation.
 
-The released code jigsaws each step with probability 0.5, not at all before epoch 20, draws one mask and one permutation
-for the whole batch, and takes the floor of gamma N. The defaults here are the paper's: every step, every image its own.
+The released code (github.com/yhlleo/MJP) jigsaws each step with probability 0.5, none in its first 20 epochs, draws one
+mask and one permutation for the whole batch, by a sampler of its own (`masking.released_masks`), and moves lambda: up
+from 0 over those epochs, then down to half by a cosine (not done here). The defaults here are the paper's: every step,
+every image its own, lambda fixed. The distance of equation 4 is the sum over both coordinates; the code, and the
+default here, take their mean (`dal_distance`).
+
+About IDX the paper says that additional embeddings encode the patches' global indices. By default a patch brings the
+embedding of the place that it came from (`index_of` origin). The released code adds row i of the second table at place
+i, whatever patch was moved there (`index_of` place): the two tables' sum is one more position embedding, which says
+nothing of the jigsaw. Its table begins at zero and has a row for the class token; ours does not.
 """
 
 from __future__ import annotations
@@ -50,13 +58,20 @@ class MaskedJigsawPuzzle(Defense):
     """Rounds at the start without jigsaw (released code: 20 epochs)."""
     jigsaw_per: Literal["image", "batch"] = "image"
     """Draw mask and permutation for each image, or once for the batch (released code: batch)."""
+    mask_sampler: Literal["exact", "released"] = "exact"
+    """Masks of exactly round(gamma N) patches, or as the released code draws them, of at most floor(gamma N)."""
     positions: Literal["unknown", "own", "index"] = "unknown"
     """Position embedding at shuffled places: unknown (trains NAME_mjp), the place's own, or index: the place's own and
     one of where the patch came from (trains NAME_idx)."""
+    index_of: Literal["origin", "place"] = "origin"
+    """With --positions index, whose row of the second table a patch gets: that of the place it came from, or of the
+    place where it is shown (released code: place)."""
     dal: Literal["none", "pca", "linear", "nonlinear"] = "nonlinear"
     """Map of the dense absolute localisation loss (the paper's best: nonlinear)."""
     dal_weight: Annotated[float, tyro.conf.arg(metavar="LAMBDA")] = 0.01
     """Weight lambda of the localisation loss (paper: 0.01)."""
+    dal_distance: Literal["mean", "sum"] = "mean"
+    """Over a patch's two coordinates: their mean (released code), or their sum (equation 4: twice the mean)."""
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
@@ -82,20 +97,22 @@ class MaskedJigsawPuzzle(Defense):
         """Mask and jigsaw (equation 7). The generator's device only draws; the images stay on theirs."""
         import torch
 
-        from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
+        from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches, released_masks
 
         skipped = torch.rand((), generator=generator, device=generator.device) >= self.jigsaw_probability
         if round <= self.jigsaw_warmup or bool(skipped):
             return ClientInput(images)
         draws = 1 if self.jigsaw_per == "batch" else len(images)
-        mask = block_masks(draws, model.grid, self.gamma, generator)
+        sampler = released_masks if self.mask_sampler == "released" else block_masks
+        mask = sampler(draws, model.grid, self.gamma, generator)
         order = jigsaw_order(mask, generator)
         mask, order = (t.to(images.device).expand(len(images), -1) for t in (mask, order))
         rearrange = partial(move_patches, order=order, patch_size=model.patch_size)
         hides = self.positions == "unknown" and model.hides_positions
-        tells = self.positions == "index" and model.tells_origins
+        tells = self.positions == "index" and model.tells_origins and self.index_of == "origin"
         return ClientInput(rearrange(images), mask if hides else None, order if tells else None, rearrange)
 
     def loss_weights(self) -> Mapping[str, float]:
-        """The localisation loss."""
-        return {} if self.dal == "none" else {"dal": self.dal_weight}
+        """The localisation loss; its term is a mean over coordinates, so equation 4's sum has twice the weight."""
+        coordinates = 2 if self.dal_distance == "sum" else 1
+        return {} if self.dal == "none" else {"dal": coordinates * self.dal_weight}

@@ -1,10 +1,11 @@
 """Dense absolute localisation (DAL): a loss that predicts each patch's grid coordinates from its position embedding.
 
 Equation 4 of the MJP paper: the mean L1 distance between the grid coordinates (i, j), 1 <= i, j <= K, of each unmasked
-patch and the coordinates that a map g predicts from its position embedding. As in the released code, the nonlinear map
-has one hidden layer (the paper calls it a 3-layer MLP, counting the input), coordinates are in units of patches, and
-the PCA is a randomised one with 5 iterations. Departs from the code: coordinates count from 1 as in the paper, and the
-PCA uses a fixed seed, so that a run can be repeated.
+patch and the coordinates that a map g predicts from its position embedding. As in the released code, a patch's distance
+is the mean over its two coordinates, which is half of equation 4's sum (the defence's option `dal_distance` restores
+the sum), the nonlinear map has one hidden layer (the paper calls it a 3-layer MLP, counting the input), coordinates are
+in units of patches, and the PCA is a randomised one with 5 iterations. Departs from the code: coordinates count from 1
+as in the paper, and the PCA uses a fixed seed, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class DenseAbsoluteLocalisation(nn.Module):
             self.map = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 
     def forward(self, positions: Tensor, grid: tuple[int, int], mask: Tensor | None = None) -> Tensor:
-        """The mean L1 distance over the visible positions of all images, a scalar in units of patches.
+        """The mean distance over the visible positions of all images and both coordinates, in units of patches.
 
         Args:
             positions: (N, D) position embeddings of the patches.

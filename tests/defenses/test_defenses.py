@@ -142,6 +142,43 @@ def test_mjp_origins_say_where_each_patch_came_from() -> None:
     assert (seen.origins != torch.arange(64)).any()
 
 
+def test_mjp_index_of_the_place_says_nothing_of_the_jigsaw() -> None:
+    """As released: row i of the table at place i, on the jigsawed image that the other reading gives, too."""
+    model = build_model("vit_micro_32_idx", num_classes=8, weights="random")
+    images = torch.rand(2, 3, 32, 32)
+    place, origin = (
+        DEFENSES.get("mjp")(gamma=0.5, positions="index", index_of=way).on_input(images, model, draw(), 1)
+        for way in ("place", "origin")
+    )
+    assert torch.equal(place.images, origin.images)
+    assert place.forward_kwargs() == {}
+    model.module(place.images)[0, 0].backward()
+    torch.testing.assert_close(model.module.idx_embed.grad[0], model.module.pos_embed.grad[0, 1:])
+
+
+def test_mjp_masks_as_released_are_short_of_the_ratio() -> None:
+    model = build_model("vit_micro_32_mjp", num_classes=8, weights="random")
+    images = torch.rand(200, 3, 32, 32)
+    seen = DEFENSES.get("mjp")(gamma=0.9, mask_sampler="released").on_input(images, model, draw(), 1)
+    counts = seen.position_mask.sum(dim=1)
+    assert counts.max() <= 57  # floor(0.9 * 64); exactly 58 by default
+    assert counts.min() < 55  # ten misses in a row end a mask
+    before, after = (F.unfold(x, 4, stride=4) for x in (images, seen.images))
+    moved = (before != after).any(dim=1)
+    assert not (moved & ~seen.position_mask).any()
+
+
+def test_the_distance_of_equation_4_is_twice_the_mean_over_coordinates() -> None:
+    model = build_model("vit_micro_32_mjp", num_classes=8, weights="random", dal="linear")
+    positions = model.module.patch_positions()
+    guess = model.module.dal.map(positions)  # (N, 2)
+    places = torch.tensor([(i, j) for i in range(1, 9) for j in range(1, 9)])
+    by_hand = 0.03 * (guess - places).abs().sum(dim=1).mean()  # lambda E |(i, j) - (i~, j~)|_1
+    weight = DEFENSES.get("mjp")(dal="linear", dal_weight=0.03, dal_distance="sum").loss_weights()["dal"]
+    torch.testing.assert_close(weight * model.module.dal(positions, model.grid), by_hand)
+    assert DEFENSES.get("mjp")(dal_weight=0.03).loss_weights() == {"dal": 0.03}
+
+
 def test_spp_shuffles_patches_and_the_pixels_in_them() -> None:
     """Against a search: some patch of the image holds each shuffled patch's pixels, in one order an image."""
     model = build_model("vit_micro_32", num_classes=8, weights="random")
