@@ -230,7 +230,7 @@ class FederationAudit:
             "weights": self.task.model.provenance,
             "block": self.task.model.block,
             "defense": self.defense,
-            "defense_parameters": dict(vars(self.task.defense)),
+            "defense_parameters": self.task.defense.parameters(),
             "objective": self.task.objective_name,
             "objective_parameters": dict(vars(self.task.learner.objective)),
             "setting": f"federation, {config.federation.partition}, scored against the original",

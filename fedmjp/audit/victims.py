@@ -284,7 +284,7 @@ class Victims:
             "weights": built.provenance if built else "",
             "block": built.block if built else "",
             "defense": defense,
-            "defense_parameters": dict(vars(self.defense)),
+            "defense_parameters": self.defense.parameters(),
             "setting": setting,
             "precision": subject.precision if subject else "",
             "update": "gradient",

@@ -9,8 +9,8 @@ defence for its options: a module that imports torch inside its hooks keeps `--h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +52,22 @@ class Defense:
         known_by: registered attacks that take the defence into account. A verdict without one of them says so.
         moves_patches: whether the input's patches may stand at other places than in the image.
         hides_positions: whether it works by hiding or withholding the position embedding.
+        added: options that came after rows were written; see `parameters`.
     """
 
     random: ClassVar[bool] = False
     known_by: ClassVar[tuple[str, ...]] = ()
     moves_patches: ClassVar[bool] = False
     hides_positions: ClassVar[bool] = False
+    added: ClassVar[tuple[str, ...]] = ()
+
+    def parameters(self) -> dict[str, Any]:
+        """The options as rows hold them: without those of `added` at their default.
+
+        Rows from before such an option stay rows of the same case.
+        """
+        options = {option.name: (getattr(self, option.name), option.default) for option in fields(self)}
+        return {name: value for name, (value, usual) in options.items() if name not in self.added or value != usual}
 
     def model_name(self, name: str) -> str:
         """The variant of model `name` that the clients train under this defence."""

@@ -50,6 +50,8 @@ class MaskedJigsawPuzzle(Defense):
     hides_positions: ClassVar[bool] = True
     known_by: ClassVar[tuple[str, ...]] = ("mjp_subspace", "mjp_rounds", "unmix", "unmix_rounds")
 
+    added: ClassVar[tuple[str, ...]] = ("mask_sampler", "index_of", "dal_distance")
+
     gamma: float = 0.9
     """Share of patches that are masked and shuffled, in [0, 1]. The paper attacks at 0.9 and trains best at 0.1."""
     jigsaw_probability: float = 1.0

@@ -148,7 +148,7 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """Everything that decides about the weights, as plain values."""
         values = json.loads(json.dumps(dataclasses.asdict(self), default=str))
-        values["options"] = {k: v for k, v in values["options"].items() if k == self.defense}
+        values["options"] = {self.defense: json.loads(json.dumps(self.defence().parameters(), default=str))}
         values["precision"] = self.activations()
         return {k: v for k, v in values.items() if k not in ("out", "resume")}
 

@@ -168,6 +168,15 @@ def test_mjp_masks_as_released_are_short_of_the_ratio() -> None:
     assert not (moved & ~seen.position_mask).any()
 
 
+def test_rows_from_before_an_option_stay_rows_of_the_same_case() -> None:
+    plain = DEFENSES.get("mjp")(gamma=0.1)
+    names = ["gamma", "jigsaw_probability", "jigsaw_warmup", "jigsaw_per", "positions", "dal", "dal_weight"]
+    assert list(plain.parameters()) == names
+    changed = dataclasses.replace(plain, mask_sampler="released")
+    assert changed.parameters() == plain.parameters() | {"mask_sampler": "released"}
+    assert DEFENSES.get("none")().parameters() == {}
+
+
 def test_the_distance_of_equation_4_is_twice_the_mean_over_coordinates() -> None:
     model = build_model("vit_micro_32_mjp", num_classes=8, weights="random", dal="linear")
     positions = model.module.patch_positions()
