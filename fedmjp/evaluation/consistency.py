@@ -5,6 +5,10 @@ Diff. Norm. is |F(x) - F(x~)|^2, where F(x) is the input embedding of the classi
 embedding in a model without [CLS]). Consistency is the share of images for which x and x~ are predicted as the same
 class.
 
+The script that comes with the paper's code (its consistency.py) takes the norm itself, without the square that the
+paper's formula has; which of the two the paper's tables hold is not stated. Both are measured, the norm as
+`diff_norm_root`.
+
 Departs from the paper: the scale of an embedding depends on the weights, so Diff. Norm. is also given in units of the
 mean squared distance between the embeddings of two different images (1: the jigsaw changes an embedding as much as
 replacing the image by another one).
@@ -25,7 +29,7 @@ from fedmjp.metrics import bootstrap_mean
 from fedmjp.models import BuiltModel
 
 BATCH = 100
-SCORES = ("accuracy", "diff_norm", "diff_share", "consistency")
+SCORES = ("accuracy", "diff_norm", "diff_norm_root", "diff_share", "consistency")
 
 
 def position_treatments(model: BuiltModel) -> tuple[str, ...]:
@@ -115,6 +119,7 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
         scores = {
             "accuracy": 100 * group["right"].astype(float),
             "diff_norm": group["distance"],
+            "diff_norm_root": group["distance"].pow(0.5),
             "diff_share": group["distance"] / group["spread"],
             "consistency": 100 * group["same"].astype(float),
         }

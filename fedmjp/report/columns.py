@@ -125,6 +125,7 @@ QUANTITIES = {
     "printed_places": "the average that a paper prints, where it is not that of its cells",
     "consistency": "per cent of images whose class a jigsaw does not change",
     "diff_norm": "squared distance of an image's features before and after a jigsaw",
+    "diff_norm_root": "the same, not squared",
     "diff_share": "diff_norm as a share of that between two images",
     "value": "of the column metric",
     "difference": "of the line from another one, paired",

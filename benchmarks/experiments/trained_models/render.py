@@ -23,15 +23,16 @@ def consistency_block(folder: Path, paper: bool) -> str:
     for (model, way), group in table[table["source"] == "measured"].groupby(["model", "positions"], sort=False):
         own = group.set_index("gamma")
         cells = [interval(own.loc[g], "accuracy", 1) for g in ratios]
-        cells += [interval(own.loc[0.5], name, digits) for name, digits in (("diff_norm", 2), ("diff_share", 4))]
+        measures = (("diff_norm", 2), ("diff_norm_root", 2), ("diff_share", 4))
+        cells += [interval(own.loc[0.5], name, digits) for name, digits in measures]
         lines.append([f"`{model}`", way, *cells, interval(own.loc[0.5], "consistency", 1)])
     for _, row in table[table["source"] == "paper, Table 1"].iterrows() if paper else ():
         name = f"{row.model.removesuffix('_mjp')}{' + MJP' if row.defense == 'mjp' else ''}, paper's Table 1"
         cells = [f"{row.accuracy_mean:g}", *[""] * (len(ratios) - 1), f"{row.diff_norm_mean:g}"]
-        cells += ["", f"{row.consistency_mean:g}"]
+        cells += ["", "", f"{row.consistency_mean:g}"]
         lines.append([name, "", *cells])
     heads = ["model", "positions", *(f"γ = {g:g}" for g in ratios)]
-    return markdown_table([*heads, "Diff. Norm.", "of another image's", "Consistency (%)"], lines)
+    return markdown_table([*heads, "Diff. Norm.", "not squared", "of another image's", "Consistency (%)"], lines)
 
 
 def position_block(folder: Path) -> str:

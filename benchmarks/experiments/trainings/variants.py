@@ -26,6 +26,7 @@ from fedmjp.records.rows import RowLog, Schema, pack_rows, unpack_rows
 from fedmjp.training.config import PAPER_IMAGES, TrainConfig
 from fedmjp.training.trainer import Trainer, load
 
+_ADDED = tuple(f"diff_norm_root{end}" for end in ("", "_low", "_high"))  # scores that rows of before lack
 # Rows of trainings, one a training and masking ratio at inference; `SCORE_low` and `SCORE_high` are bootstrap intervals
 # over images.
 TRAININGS = Schema(
@@ -37,6 +38,7 @@ TRAININGS = Schema(
         *("commit", "version", "torch_version", "device"),
     ),
     identity=("training", "gamma"),
+    optional=dict.fromkeys(_ADDED),
 )
 
 
