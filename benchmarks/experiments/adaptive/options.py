@@ -35,6 +35,8 @@ class Options(DefendedOptions, SuiteOptions):
         python benchmarks/mjp_adaptive.py                                        MJP
         python benchmarks/mjp_adaptive.py --defense NAME --attacks ... --update-attacks ...
         python benchmarks/mjp_adaptive.py --attacks april patch_embedding mjp_subspace --update-attacks mjp_rounds
+        python benchmarks/mjp_adaptive.py --model vit_ti --weights FILE.safetensors --image-size 160
+        python benchmarks/mjp_adaptive.py --mask-sampler released --jigsaw-per batch --jigsaw-warmup 20
 
     Two experiments on the same photographs, whose masks are drawn anew in every update, gradients in float32:
 
@@ -55,6 +57,8 @@ class Options(DefendedOptions, SuiteOptions):
     """Plain model; the defence turns it into the variant it needs."""
     weights: str = "random"
     """random, timm, auto, or a checkpoint's path."""
+    image_size: int | None = None
+    """Pixels of a side, for a plain ViT, whose position embedding is resampled (None: the model's own)."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     num_images: int = 50
@@ -80,7 +84,7 @@ class Options(DefendedOptions, SuiteOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        check_positive(self, "num_images", "batch_size", "updates")
+        check_positive(self, "num_images", "batch_size", "updates", "image_size")
         self.sweep((*self.gammas, *self.update_gammas))
         super().validate()
         for name in self.named():

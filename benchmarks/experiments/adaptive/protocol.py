@@ -30,7 +30,7 @@ from fedmjp.budgets import ALL, AUTO, build_attack
 from fedmjp.data import load_gallery
 from fedmjp.defenses import Defense
 from fedmjp.metrics.pixel import LEAST_MSE
-from fedmjp.models import build_model
+from fedmjp.models import build_model, resize_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
 
@@ -132,6 +132,8 @@ class Run:
         name, dal = defense.model_name(o.model), getattr(defense, "dal", "none")
         classes = classes_of(name, o.weights) or IMAGENET_CLASSES
         built = build_model(name, num_classes=classes, weights=o.weights, block=block, dal=dal, seed=o.seed)
+        if o.image_size is not None:
+            built = resize_model(built, o.image_size)
         built.module.to(self.session.device).eval()
         extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
         return Subject(built, ThreatModel(ThreatModel().grants | extra))
@@ -255,7 +257,9 @@ class Run:
     def case(self, victims: Victims, case: Case, number: int, name: str, attack: Attack) -> dict[str, Any]:
         """The values that identify a row (`records.rows.CASE`)."""
         subject, parameters = self.subjects[case.block], attack.parameters()
-        return victims.case(subject, self.options.defense, case.schedule, name, parameters, round=number)
+        found = victims.case(subject, self.options.defense, case.schedule, name, parameters, round=number)
+        pixels = self.options.image_size
+        return found if pixels is None else found | {"model": f"{found['model']}, {pixels} px"}
 
     def pictures(self) -> dict[str, tuple[Tensor, dict[int, Tensor]]]:
         """Embedded photographs, and what the first attack of the second experiment finds after 1, 2, ... updates.

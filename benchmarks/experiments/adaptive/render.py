@@ -45,7 +45,14 @@ def _figures(folder: Path) -> None:
     leakage_figure(*adaptive_tables(read_rows(folder)), folder / "leakage.png")
 
 
+def _rendering(folder: str, block: str) -> Rendering:
+    return Rendering(folder, adaptive_files, {block: adaptive_block}, _figures)
+
+
 RENDERINGS = (
-    Rendering("mjp_adaptive", adaptive_files, {"adaptive": adaptive_block}, _figures),
-    Rendering("mjp_adaptive_trained", adaptive_files, {"adaptive_trained": adaptive_block}, _figures),
+    _rendering("mjp_adaptive", "adaptive"),
+    _rendering("mjp_adaptive_released", "adaptive_released"),
+    _rendering("mjp_adaptive_trained", "adaptive_trained"),
+    _rendering("mjp_adaptive_vit_ti", "adaptive_vit_ti"),
+    _rendering("mjp_adaptive_vit_ti_224", "adaptive_vit_ti_224"),
 )

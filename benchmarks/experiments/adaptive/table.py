@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ from fedmjp.report.styles import MOST_LINES, NORMAL, SMALL, WIDTH, attack_style,
 def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(leakage in one update by attack and gamma, leakage by number of updates); gamma is 0 for defences without it.
 
+    Settings that differ from a schedule in the masks as released or in a warm-up say so in the column `setting`.
     Columns: those of `spread_table` in dB, and for one update `psnr_visible_mean` and `psnr_visible_median`, over the
     patches whose position is not hidden.
     """
@@ -37,7 +39,18 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
             visible[["attack", "gamma", "psnr_visible_mean", "psnr_visible_median"]], on=["attack", "gamma"]
         )
     over = rows[over_rounds].rename(columns={"round": "updates"})
+    over["setting"] = [
+        _in_words(schedule, options)
+        for schedule, options in zip(over["setting"], over["defense_parameters"], strict=True)
+    ]
     return one, spread_table(over, ["attack", "setting", "gamma", "updates"])
+
+
+def _in_words(schedule: str, defense: Mapping[str, Any]) -> str:
+    """A row's schedule, and what else of the released code its defence takes over (options younger than some rows)."""
+    masks = ", released masks" if defense.get("mask_sampler") == "released" else ""
+    warmup = defense.get("jigsaw_warmup")
+    return f"{schedule}{masks}{f', warm-up {warmup}' if warmup else ''}"
 
 
 def leakage_figure(one: pd.DataFrame, updates: pd.DataFrame, path: Path) -> None:
