@@ -127,6 +127,22 @@ def test_attacks_over_updates_are_chosen_where_the_last_update_of_a_client_is_no
         assert set(plan[2]) == {"mjp_rounds", "unmix_rounds"}
 
 
+def test_masks_as_released_a_warm_up_and_a_resampled_model_are_named(tmp_path) -> None:
+    """Of 36 patches the first update hides none (warm-up), the second at most the floor of half."""
+    out = tmp_path / "out"
+    options = ["--model", "vit_mini_64", "--image-size", "48", "--num-images", "1", "--gammas", "--update-gammas"]
+    options += ["0.5", "--updates", "1", "2", "--update-attacks", "mjp_rounds", "--schedules", "paper"]
+    options += ["--mask-sampler", "released", "--jigsaw-warmup", "1", "--out", str(out)]
+    assert mjp_adaptive.main(options) == 0
+    rows = load_rows(out / "rows.jsonl.gz")
+    assert set(rows["model"]) == {"vit_mini_64_mjp, 48 px"}
+    first, second = (d["masked"] for d in rows.sort_values("round")["details"])
+    assert first == 0 < second <= 18
+    updates = pd.read_csv(out / "updates.csv")
+    assert set(updates["setting"]) == {"paper, released masks, warm-up 1"}
+    assert updates["psnr_median"].min() > 60
+
+
 @pytest.mark.slow
 def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None:
     out = tmp_path / "out"
