@@ -65,6 +65,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "token_span": "attacks.closed_form.token_span:TokenSpan",
         "mjp_subspace": "attacks.mjp.subspace:MJPSubspace",
         "mjp_rounds": "attacks.mjp.rounds:MJPRounds",
+        "mjp_mixture": "attacks.mjp.mixture:MJPMixture",
         "unmix": "attacks.mjp.unmix:Unmix",
         "unmix_rounds": "attacks.mjp.unmix_rounds:UnmixRounds",
     },

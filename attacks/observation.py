@@ -31,6 +31,7 @@ class Capability(StrEnum):
     LABELS = "labels"  # labels of the batch are given, not inferred
     TOKEN_GRADIENT = "token_gradient"  # dL/dz a token even where no position embedding sends it (no message holds it)
     MODIFIED_MODEL = "modified_model"  # the server chose the architecture to its advantage
+    AUXILIARY_DATA = "auxiliary_data"  # public photographs, to which a prior was fitted
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class MaskedJigsawPuzzle(Defense):
     random: ClassVar[bool] = True
     moves_patches: ClassVar[bool] = True
     hides_positions: ClassVar[bool] = True
-    known_by: ClassVar[tuple[str, ...]] = ("mjp_subspace", "mjp_rounds", "unmix", "unmix_rounds")
+    known_by: ClassVar[tuple[str, ...]] = ("mjp_subspace", "mjp_mixture", "mjp_rounds", "unmix", "unmix_rounds")
 
     added: ClassVar[tuple[str, ...]] = ("mask_sampler", "index_of", "dal_distance")
 

@@ -33,6 +33,7 @@ TRAITS = {
     "unmix": Traits(exact_on=(STANDARD,)),
     "unmix_rounds": Traits(exact_on=(STANDARD,)),
     "mjp_subspace": Traits(exact_on=(STANDARD, APRIL)),
+    "mjp_mixture": Traits(exact_on=(STANDARD, APRIL)),
     "mjp_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
 }
 CASES = [(name, *case) for name, traits in TRAITS.items() for case in traits.exact_on]

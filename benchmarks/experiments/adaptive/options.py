@@ -11,7 +11,7 @@ import tyro
 from attacks import ATTACKS, ThreatModel
 from experiments.scaffold import DefendedOptions, SuiteOptions, check_positive
 from fedmjp.budgets import AUTO
-from fedmjp.config import ATTACKS_HELP
+from fedmjp.config import ATTACKS_HELP, AuditConfig
 
 # Updates after which the server attacks, by masking ratio: the larger the mask, the more updates it takes.
 UPDATES = {0.1: (1, 2, 3, 4, 6), 0.3: (1, 2, 4, 6, 9), 0.5: (1, 4, 8, 16, 24), 0.9: (1, 20, 40, 80)}
@@ -73,6 +73,8 @@ class Options(DefendedOptions, SuiteOptions):
     """Numbers of updates after which to attack (none given: 1 to 6 at gamma 0.1, up to 80 at 0.9, else 1 to 8)."""
     schedules: tuple[Literal["paper", "released"], ...] = ("paper", "released")
     """Jigsaw in every step, or with probability 1/2 as in the released code."""
+    grants: tuple[str, ...] = AuditConfig().grants
+    """What the adversary sees beyond an update; an attack that needs more is refused."""
     drift: float = 0.01
     """How far the weights move between updates, relative to their size."""
     seed: int = 0
@@ -88,7 +90,7 @@ class Options(DefendedOptions, SuiteOptions):
         self.sweep((*self.gammas, *self.update_gammas))
         super().validate()
         for name in self.named():
-            ATTACKS.get(name)().require(ThreatModel(), name)
+            ATTACKS.get(name)().require(ThreatModel.parse(self.grants), name)
 
     def every_attack(self) -> tuple[str, ...]:
         """The attacks of both experiments."""

@@ -136,7 +136,7 @@ class Run:
             built = resize_model(built, o.image_size)
         built.module.to(self.session.device).eval()
         extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
-        return Subject(built, ThreatModel(ThreatModel().grants | extra))
+        return Subject(built, ThreatModel(ThreatModel.parse(self.options.grants).grants | extra))
 
     def __call__(self) -> None:
         """Attack, then write tables and figures."""

@@ -51,6 +51,8 @@ def _rendering(folder: str, block: str) -> Rendering:
 
 RENDERINGS = (
     _rendering("mjp_adaptive", "adaptive"),
+    _rendering("mjp_adaptive_mixture", "adaptive_mixture"),
+    _rendering("mjp_adaptive_mixture_fitted", "adaptive_mixture_fitted"),
     _rendering("mjp_adaptive_released", "adaptive_released"),
     _rendering("mjp_adaptive_trained", "adaptive_trained"),
     _rendering("mjp_adaptive_vit_ti", "adaptive_vit_ti"),

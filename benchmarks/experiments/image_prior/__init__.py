@@ -1,0 +1,1 @@
+"""The fit of the mixture on patches."""
