@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedmjp.data import load_data
-from fedmjp.defenses import ClientInput
+from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.evaluation.accuracy import evaluate
 from fedmjp.evaluation.consistency import embed_and_predict, measure, summarise
 from fedmjp.models import BuiltModel, build_model
@@ -77,6 +77,21 @@ def test_numbers_by_hand(images) -> None:
     assert frame["spread"].iloc[0] == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-4)
 
 
+def test_diff_norm_with_and_without_the_square(images) -> None:
+    """The mean of |F(x) - F(x~)| as the released script takes it, one image at a time, and of its square."""
+    built, jigsaw = with_strong_positions("vit_mini_64"), DEFENSES.get("mjp")(gamma=0.5, positions="own")
+    line = summarise(measure(built, images, [0.5], seed=3, device=CPU)).iloc[0]
+    pictures = images.images(range(len(images)))
+    moved = jigsaw.on_input(pictures, built, torch.Generator().manual_seed(3), 1).images
+    norms = []
+    for before, after in zip(pictures, moved, strict=True):
+        first, second = (embed_and_predict(built, ClientInput(x[None]))[0] for x in (before, after))
+        norms.append((first - second).norm().item())
+    assert line["diff_norm_root"] == pytest.approx(np.mean(norms), rel=1e-3)
+    assert line["diff_norm"] == pytest.approx(np.mean(np.square(norms)), rel=1e-3)
+    assert line["diff_norm_root_low"] <= line["diff_norm_root"] <= line["diff_norm_root_high"]
+
+
 def checkpoint(folder: Path, name: str) -> Path:
     path = folder / f"{name}.safetensors"
     save_file(with_strong_positions(name).module.state_dict(), path)
@@ -93,7 +108,7 @@ def test_table_and_figure(tmp_path) -> None:
     found = pd.read_csv(out / "table.csv")
     ours = found[found["source"] == "measured"]
     assert ours["positions"].tolist() == ["unknown", "own"] * 2
-    measured = [f"{name}_mean" for name in ("accuracy", "diff_norm", "diff_share", "consistency")]
+    measured = [f"{name}_mean" for name in ("accuracy", "diff_norm", "diff_norm_root", "diff_share", "consistency")]
     assert np.isfinite(ours[measured].to_numpy()).all()
     assert (found["source"] == "paper, Table 1").sum() == 6
     other = f"vit_mini_64={checkpoint(tmp_path, 'vit_mini_64')}"

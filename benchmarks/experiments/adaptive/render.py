@@ -17,10 +17,14 @@ def adaptive_files(folder: Path) -> dict[str, str]:
 
 
 def adaptive_block(folder: Path) -> str:
-    """One table against gamma, one against the number of updates."""
-    one, updates = pd.read_csv(folder / "one_update.csv"), pd.read_csv(folder / "updates.csv")
+    """One table against gamma, one against the number of updates, each where it was written."""
+    tables = (("one_update.csv", _one_update), ("updates.csv", _over_updates))
+    return "\n\n".join(make(pd.read_csv(folder / name)) for name, make in tables if (folder / name).exists())
+
+
+def _one_update(table: pd.DataFrame) -> str:
     lines = []
-    for _, row in one.sort_values(["gamma", "attack"], ascending=[True, False]).iterrows():
+    for _, row in table.sort_values(["gamma", "attack"], ascending=[True, False]).iterrows():
         mean = f"{interval(row, 'psnr', 1, MEAN)}, median {row.psnr_median:.1f}"
         cells = [
             f"{row.gamma}",
@@ -30,15 +34,18 @@ def adaptive_block(folder: Path) -> str:
             f"{row['count']:.0f}",
         ]
         lines.append(cells)
-    first = markdown_table(["one update, γ", "attack", "whole image (dB)", "visible patches (dB)", "images"], lines)
+    return markdown_table(["one update, γ", "attack", "whole image (dB)", "visible patches (dB)", "images"], lines)
+
+
+def _over_updates(table: pd.DataFrame) -> str:
     lines = []
-    for (gamma, schedule, attack), own in updates.groupby(["gamma", "setting", "attack"], sort=False):
+    for (gamma, schedule, attack), own in table.groupby(["gamma", "setting", "attack"], sort=False):
         columns = {"updates": ".0f", "psnr_median": ".1f", "psnr_first_decile": ".1f", "psnr_share_recognisable": ".0%"}
         cells = [", ".join(format(value, form) for value in own[name]) for name, form in columns.items()]
         cells[-1] += f" of {own['count'].max():.0f}"
         lines.append([f"{gamma}, {schedule}", f"`{attack}`", *cells])
     heads = ["γ, schedule", "attack", "after so many updates", "median (dB)", "first decile (dB)"]
-    return first + "\n\n" + markdown_table([*heads, "images above 25 dB"], lines)
+    return markdown_table([*heads, "images above 25 dB"], lines)
 
 
 def _figures(folder: Path) -> None:
