@@ -143,7 +143,7 @@ class Run:
         with self.session.rows() as rows:
             self.attack(rows)
         out = self.options.out
-        if self.options.update_attacks:
+        if any(case.counts for case in cases(self.options)):
             round_by_round_figure(self.pictures(), out / "round_by_round.png")
         self.session.finish("mjp_adaptive", RENDERINGS[0], images=self.gallery.provenance)
         for file in (out / "one_update.csv", out / "updates.csv"):
