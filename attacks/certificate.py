@@ -5,7 +5,9 @@ with the one received. A reconstruction that agrees to the precision of the mess
 relative residual is 1e-6 to 1e-5 for exact answers and above 2e-2 for answers with wrong patches, with nothing in
 between (DeiT-S random, vit_mini_64 random and trained, float32, with and without MJP; benchmarks/calibration.py
 measures it). An answer that is only close, or whose update cannot be reproduced (several local steps, batch norms,
-labels unknown), is not certified; that says nothing against it.
+labels unknown), is not certified; that says nothing against it. A message of low precision (read from its values,
+`attacks.linear.intervals`) is reproduced to its own rounding at best: that much is allowed, and nothing is certified
+where it comes near the residual of wrong answers (int8, top-k).
 
 Masked positions are read from the update. Jigsawing needs no care: masked patches share one embedding and attention
 does not depend on order, so the gradient is the same wherever they stand. Position tables are left out of the
@@ -21,13 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attacks.linear.intervals import error_bounds
 from attacks.linear.position_rows import masked_rows, position_gradient
 from attacks.observation import SUPERVISED, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer, logits_of
 
-# Largest relative residual of a certified answer, and the same in units of the round-off of the gradients' type.
-TOLERANCE, ROUND_OFF_UNITS = 1e-3, 4.0
+# Largest relative residual of a certified answer, and the same in units of what rounding the message leaves by
+# expectation. Where that is more than DOUBTFUL no answer is certified: wrong ones begin at 2e-2.
+TOLERANCE, ROUND_OFF_UNITS, DOUBTFUL = 1e-3, 1.5, 1e-2
 # Batches of more images have too many orders of their labels to try.
 LARGEST_BATCH = 3
 
@@ -56,8 +60,8 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
     ]
     if not residuals:
         return False, float("nan")
-    precision = max(torch.finfo(g.dtype).eps for g in compared.values())
-    return min(residuals) <= max(TOLERANCE, ROUND_OFF_UNITS * precision), min(residuals)
+    rounding = ROUND_OFF_UNITS * _rounding(observation, compared) / size
+    return rounding < DOUBTFUL and min(residuals) <= max(TOLERANCE, rounding), min(residuals)
 
 
 def reproduce(observation: Observation, images: Tensor) -> tuple[float, float]:
@@ -96,6 +100,12 @@ def _compared(observation: Observation, tokenizer: Tokenizer | None) -> dict[str
         for name, gradient in observation.gradients.items()
         if name not in tables and not (localisation and name.startswith(localisation))
     }
+
+
+def _rounding(observation: Observation, compared: Mapping[str, Tensor]) -> float:
+    """Norm of the error that the message's precision leaves in the compared gradients, by expectation."""
+    squares = (float(error_bounds(observation, name).square().sum()) / 3 for name in compared)
+    return sum(squares) ** 0.5
 
 
 def _reproducible(observation: Observation, count: int) -> bool:

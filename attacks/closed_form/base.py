@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack
+from attacks.linear.completion import render
+from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.least_squares import RowSolution, solve_rows
 from attacks.linear.position_rows import (
     missing_positions,
     position_gradient,
     remove_localisation,
+    rounding_of_balance,
     unbalanced,
     unmet_assumptions,
 )
@@ -51,7 +54,7 @@ class Equation:
 
 
 @dataclass(frozen=True)
-class _System:
+class System:
     """One update's linear system.
 
     Attributes:
@@ -85,14 +88,15 @@ class ClosedForm(Attack):
         """
 
     def settle(
-        self, solution: RowSolution, tokenizer: Tokenizer, observation: Observation, reasons: list[str]
-    ) -> Tensor:
-        """Rows (R, P) of the solution; an attack may choose among those that the system leaves open.
+        self, solution: RowSolution, system: System, observation: Observation, reasons: list[str]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows (R, P) of the solution, where an attack may choose among those that the system leaves open, and (N,)
+        bool, the patches to vouch for where there are no reasons; None for all of them.
 
         Args:
             reasons: why the answer is not to be trusted, so far; may be added to.
         """
-        return solution.rows
+        return solution.rows, None
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds rank, condition, residual, free directions and masked rows."""
@@ -110,7 +114,7 @@ class ClosedForm(Attack):
 
     def _of_one_model(self, observations: list[Observation]) -> list[Reconstruction]:
         found: dict[int, Reconstruction] = {}
-        systems: dict[int, _System] = {}
+        systems: dict[int, System] = {}
         equation = cache(self.equation)
         for i, observation in enumerate(observations):
             try:
@@ -126,7 +130,7 @@ class ClosedForm(Attack):
                 found[i] = self._finish(observations[i], system, solution)
         return [found[i] for i in range(len(observations))]
 
-    def _system(self, observation: Observation, equation_of: Callable[[nn.Module, Tokenizer], Equation]) -> _System:
+    def _system(self, observation: Observation, equation_of: Callable[[nn.Module, Tokenizer], Equation]) -> System:
         """The linear system of one update.
 
         Args:
@@ -140,6 +144,8 @@ class ClosedForm(Attack):
         if rows is None:
             raise UsageError(missing_positions(observation, tokenizer))
         sent, masked = rows.dtype, rows[tokenizer.prefix :].abs().amax(dim=1) == 0  # (N,)
+        if masked.any() and not tokenizer.hides_positions and coarseness(observation, (tokenizer.positions,)) > COARSE:
+            masked = torch.zeros_like(masked)  # rows too small for the message's precision
         reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
         if masked.any():
             reasons.append(
@@ -149,16 +155,16 @@ class ClosedForm(Attack):
         elif tokenizer.localisation is not None:
             clean, _, _, imbalance = remove_localisation(observation, tokenizer, rows[tokenizer.prefix :])
             rows = torch.cat([rows[: tokenizer.prefix].to(clean), clean])
-            reasons += unbalanced(imbalance)
+            reasons += unbalanced(imbalance, rounding_of_balance(observation, tokenizer))
         equation = equation_of(observation.model, tokenizer)
         factors, products = rows[equation.first :].double(), equation.products(observation)
-        return _System(tokenizer, equation, factors, products, sent, masked, (*reasons, *equation.caveats))
+        return System(tokenizer, equation, factors, products, sent, masked, (*reasons, *equation.caveats))
 
-    def _finish(self, observation: Observation, system: _System, solution: RowSolution) -> Reconstruction:
+    def _finish(self, observation: Observation, system: System, solution: RowSolution) -> Reconstruction:
         tokenizer, reasons = system.tokenizer, list(system.reasons)
-        patches = system.equation.patches(self.settle(solution, tokenizer, observation, reasons))
-        images = observation.to_pixels(tokenizer.unpatchify(patches[None])).float()
-        known = torch.full_like(images[:, :1], not reasons, dtype=torch.bool)
+        rows, sure = self.settle(solution, system, observation, reasons)
+        patches = system.equation.patches(rows)
+        sure = torch.ones_like(patches[:, 0], dtype=torch.bool) if sure is None else sure
         hidden = int(system.masked.sum())
         details = {
             "rank": solution.rank,
@@ -167,11 +173,5 @@ class ClosedForm(Attack):
             "free": solution.free - hidden,
             "masked": hidden,
         }
-        batch = (observation.num_examples, -1, -1, -1)
-        return Reconstruction(
-            images.expand(batch),
-            known.expand(batch),
-            diagnosis="; ".join(reasons),
-            details=details,
-            flags=("zero_rows_ignored",) if hidden else (),
-        )
+        found = render(observation, tokenizer, patches, sure, "; ".join(reasons), details)
+        return replace(found, flags=("zero_rows_ignored",) if hidden else ())

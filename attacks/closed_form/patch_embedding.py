@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from attacks.closed_form.base import ClosedForm, Equation
+from attacks.closed_form.base import ClosedForm, Equation, System
+from attacks.linear.completion import VOUCHED_DEVIATION
+from attacks.linear.errors_in_variables import RoundedSystem, correct
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.least_squares import RowSolution
 from attacks.linear.null_space import settle_rows
-from attacks.linear.position_rows import projection_gradient
+from attacks.linear.position_rows import bounds_of_update, projection_gradient, projection_products
 from attacks.observation import Observation
 from attacks.tokenizer import Tokenizer
 
@@ -32,6 +34,9 @@ LARGEST_RESIDUAL = 0.05
 # Weight of the prior against noisy combinations: of 10, 20, 40 and 80 the best two on six ImageNet photographs (april
 # block, float32). Where combinations are free and nothing is noisy it makes no difference.
 STRENGTH = 40.0
+# In a message of low precision the expected error by equations and prior is too small by this factor, and above such an
+# expected error of a pixel in [0, 1], or such a misfit of the equations, nothing is vouched for.
+PRIOR_ERROR, LARGEST_DEVIATION, LARGEST_MISFIT = 2.0, 0.2, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +45,12 @@ class PatchEmbedding(ClosedForm):
 
     Args:
         prior: settles what the equations leave open.
+        intervals: where the message has fewer digits than float32, solve with the error of every entry
+            (`attacks.linear.errors_in_variables`); else with one noise level for all.
     """
 
     prior: VectorialVariation = field(default_factory=lambda: VectorialVariation(strength=STRENGTH))
+    intervals: bool = True
 
     def equation(self, model: nn.Module, tokenizer: Tokenizer) -> Equation:
         """dL/dE, patch rows only: prefix tokens pass no projection."""
@@ -53,11 +61,17 @@ class PatchEmbedding(ClosedForm):
         )
 
     def settle(
-        self, solution: RowSolution, tokenizer: Tokenizer, observation: Observation, reasons: list[str]
-    ) -> Tensor:
-        """Rows (N, P), the weak combinations settled where the system holds."""
+        self, solution: RowSolution, system: System, observation: Observation, reasons: list[str]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows (N, P), the weak combinations settled where the system holds, and the patches to vouch for."""
         if reasons:
-            return solution.rows
+            return solution.rows, None
+        tokenizer = system.tokenizer
+        bounds = bounds_of_update(observation, tokenizer) if self.intervals else None
+        if bounds is not None:
+            rounded = RoundedSystem(system.factors, bounds[0], projection_products(observation, tokenizer), bounds[1])
+            start = settle_rows(solution, tokenizer, observation.std, self.prior)
+            return self.corrected(rounded, start, tokenizer, observation.std, reasons)
         if solution.rank < LEAST_KNOWN * len(solution.rows):
             reasons.append(
                 f"only {solution.rank} of {len(solution.rows)} combinations of patches rise above the noise of the "
@@ -68,4 +82,31 @@ class PatchEmbedding(ClosedForm):
                 f"the solution leaves {solution.residual:.0%} of the projection's gradient unexplained: the update is "
                 "not the exact gradient of one image (noise, quantisation, or a defence)"
             )
-        return settle_rows(solution, tokenizer, observation.std, self.prior)
+        return settle_rows(solution, tokenizer, observation.std, self.prior), None
+
+    def corrected(
+        self,
+        system: RoundedSystem,
+        start: Tensor,
+        tokenizer: Tokenizer,
+        std: tuple[float, ...],
+        reasons: list[str],
+    ) -> tuple[Tensor, Tensor]:
+        """As `settle`, with the error of every entry.
+
+        Args:
+            start: (N, P), the plain solve's rows.
+        """
+        found = correct([system], start, tokenizer, std, self.prior)
+        expected = PRIOR_ERROR * found.deviation
+        if float(expected.mean()) > LARGEST_DEVIATION:
+            reasons.append(
+                "the update has too few digits (rounded, quantised or sparsified): pixels are expected to be off by "
+                f"{float(expected.mean()):.2g} of 1"
+            )
+        if found.misfit > LARGEST_MISFIT:
+            reasons.append(
+                f"the equations miss each other by {found.misfit**0.5:.1f} times what the update's precision explains: "
+                "it is not the gradient of one image (noise, or a defence)"
+            )
+        return found.patches, expected < VOUCHED_DEVIATION

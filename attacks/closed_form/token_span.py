@@ -43,6 +43,7 @@ from attacks.closed_form.token_equations import (
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import Settled, VectorialVariation
 from attacks.linear.input_spans import InputEquations, layer_gradient, span_of_inputs
+from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.normal_equations import SETTLED, Estimate
 from attacks.linear.position_rows import position_gradient, unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
@@ -61,6 +62,9 @@ LARGEST_RESIDUAL = 0.1
 LARGEST_DEVIATION = 0.1
 # The prior's deviation among fixed neighbours is too small, on visible patches of photographs by a factor of 1.5 to 3.
 PRIOR_ERROR = 2.5
+# In a message of float16 or bfloat16 the expected error is too small, on three photographs by a factor of 1.2 to 3.5,
+# and of 5 to 10 where entries are rounded by more than this share: there nothing is vouched for.
+ROUNDED_ERROR, LARGEST_ROUNDING = 4.0, 4e-3
 # Seconds of one CPU core for a patch dimension cubed, and for an unknown that is refined.
 SECONDS_A_CUBE, SECONDS_AN_UNKNOWN = 4e-9, 1e-4
 
@@ -156,7 +160,13 @@ class TokenSpan(Attack):
                 f"pixels are expected to be off by {details['deviation']:.2g} of 1: too much noise, or the update is "
                 "not the gradient of one image with the positions that were sent (hidden positions, a defence)"
             )
-        sure = settled.deviation < VOUCHED_DEVIATION
+        coarse = coarseness(target, block.attention.weights)
+        if not reasons and coarse > LARGEST_ROUNDING:
+            reasons.append(
+                f"entries of the first attention's gradient are rounded by {coarse:.1%}: the spans say where tokens lie, "
+                "but not how surely"
+            )
+        sure = settled.deviation * (ROUNDED_ERROR if coarse > COARSE else 1.0) < VOUCHED_DEVIATION
         return render(target, block.tokenizer, settled.patches, sure, "; ".join(reasons), details)
 
     def _refined(
@@ -189,6 +199,8 @@ def _masked(observation: Observation, tokenizer: Tokenizer) -> list[str]:
     """What zero rows of the position gradient say, in words, if the update has one."""
     rows = position_gradient(observation, tokenizer)
     masked = 0 if rows is None else int((rows[tokenizer.prefix :] == 0).all(dim=1).sum())
+    if not tokenizer.hides_positions and coarseness(observation, (tokenizer.positions,)) > COARSE:
+        return []  # rows too small for the message's precision
     if not masked:
         return []
     return [

@@ -101,8 +101,9 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
     """Solve one update of one image for its visible patches and the span of its masked ones."""
     masked, p = update.masked, update.tokenizer.patch_dim
     hidden = int(masked.sum())
-    visible = update.rows[~masked][None]  # G_U, (1, U, D)
-    solution = solve_rows(visible, update.products[None], hidden=hidden, sent=update.dtype)[0]
+    visible = (update.rows[~masked] * update.weights)[None]  # G_U, (1, U, D)
+    products = (update.products * update.weights[:, None])[None]
+    solution = solve_rows(visible, products, hidden=hidden, sent=update.dtype)[0]
     guess = solution.rows.new_zeros(len(masked), p)
     guess[~masked] = solution.rows[:, :p]
     basis, sizes = guess[:0], guess[:0, 0]

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.linear.intervals import COARSE, coarseness, error_bounds, format_of
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import RELEASED_LOCALISATION, Tokenizer, find_tokenizer
@@ -34,8 +35,11 @@ ROUND_OFF = 2e-6
 # Lengths of rows of pure noise differ by less than ALIKE deviations (of relative size D^-1/2); other rows are longer
 # by at least APART.
 ALIKE, APART = 5.0, 1.2
-# Share of dL/db by which the rows may differ from it before they are taken for something else than token gradients.
-IMBALANCE = 1e-4
+# Least variance of a channel's equation, relative to the mean over channels.
+LEAST_SHARE = 1e-3
+# Share of dL/db by which the rows may differ from it before they are taken for something else than token gradients, and
+# the same in units of what the message's precision explains.
+IMBALANCE, ROUNDED = 1e-4, 4.0
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,12 @@ class PositionRows:
         masked: (N,) bool, rows that hold no gradient (`masked_rows`).
         products: S, (D, P + 1) float64: dL/dE and, where the projection has a bias, dL/db as the column of a pixel of
             constant value 1; (D, P) without a bias.
-        dtype: of the gradients as sent. dal_weight: lambda as found; 0.0 where no term was found. imbalance: |sum of
-        rows + shared row - dL/db| / |dL/db|, near 0 where the rows are token gradients; NaN where the
-            update lacks the gradients for it.
+        dtype: type whose round-off the gradients have, by their values (`attacks.linear.intervals`).
+        dal_weight: lambda as found; 0.0 where no term was found.
+        imbalance: |sum of rows + shared row - dL/db| / |dL/db|, near 0 where the rows are token gradients; NaN where
+            the update lacks the gradients for it.
+        rounding: share of dL/db by which they disagree because of the message's precision, by expectation.
+        bounds: see `bounds_of_update`.
         num_examples, local_steps: of the update.
     """
 
@@ -61,8 +68,23 @@ class PositionRows:
     dtype: torch.dtype
     dal_weight: float
     imbalance: float
+    rounding: float
+    bounds: tuple[Tensor, Tensor] | None
     num_examples: int
     local_steps: int
+
+    @property
+    def weights(self) -> Tensor:
+        """(D,) of mean 1, the inverse deviation of each channel's equation; ones with the digits of float32.
+
+        The variance is that of dL/dE plus that of the rows times a pixel's, which is 1.
+        """
+        if self.bounds is None:
+            return torch.ones_like(self.products[:, 0])
+        rows, products = self.bounds
+        variance = products[:, : self.tokenizer.patch_dim].square().mean(dim=1) + rows.square().sum(dim=0)
+        found = variance.clamp(min=LEAST_SHARE * float(variance.mean())).rsqrt()
+        return found / found.mean()
 
     def mask_in_words(self) -> str:
         """How many of how many rows are zero."""
@@ -70,7 +92,7 @@ class PositionRows:
 
     def unmet_assumptions(self) -> list[str]:
         """Why equations of one image and one step do not fit this update, in words; empty where they do."""
-        return unmet_assumptions(self.num_examples, self.local_steps) + unbalanced(self.imbalance)
+        return unmet_assumptions(self.num_examples, self.local_steps) + unbalanced(self.imbalance, self.rounding)
 
 
 def read_position_rows(observation: Observation) -> PositionRows:
@@ -90,9 +112,11 @@ def read_position_rows(observation: Observation) -> PositionRows:
         rows,
         masked,
         projection_products(observation, tokenizer),
-        sent.dtype,
+        format_of(observation, tokenizer.weight),
         weight,
         imbalance,
+        rounding_of_balance(observation, tokenizer),
+        bounds_of_update(observation, tokenizer),
         observation.num_examples,
         observation.local_steps,
     )
@@ -159,14 +183,44 @@ def unmet_assumptions(num_examples: int, local_steps: int) -> list[str]:
     return reasons
 
 
-def unbalanced(imbalance: float) -> list[str]:
-    """What it means, in words, that the rows and the bias of the projection disagree; empty where they agree."""
-    if not imbalance > IMBALANCE:
+def unbalanced(imbalance: float, rounding: float) -> list[str]:
+    """What it means, in words, that the rows and the bias of the projection disagree; empty where they agree.
+
+    Args:
+        imbalance, rounding: see `PositionRows`.
+    """
+    if not imbalance > max(IMBALANCE, ROUNDED * rounding):
         return []
     return [
         f"the position rows miss the projection bias' gradient by {imbalance:.2%}: something else than tokens "
         "contributes to them (noise, or an unknown loss on the position embedding)"
     ]
+
+
+def rounding_of_balance(observation: Observation, tokenizer: Tokenizer) -> float:
+    """See `PositionRows.rounding`; 0 where the update lacks a gradient that the balance needs."""
+    bias = _bias_gradient(observation, tokenizer)
+    if bias is None:
+        return 0.0
+    names = {tokenizer.positions, tokenizer.shared_position, tokenizer.bias} & set(observation.gradients)
+    bounds = {name: error_bounds(observation, name) for name in names}
+    rows, shared = tokenizer.position_rows(bounds), tokenizer.shared_embedding(bounds)
+    parts = [bounds[tokenizer.bias], *([] if rows is None else [rows[tokenizer.prefix :]])]
+    parts += [] if shared is None else [shared]
+    squares = sum(float(part.square().sum()) / 3 for part in parts)
+    return squares**0.5 / float(bias.norm())
+
+
+def bounds_of_update(observation: Observation, tokenizer: Tokenizer) -> tuple[Tensor, Tensor] | None:
+    """Largest errors of the patches' rows (N, D) and of S, float64 and of its shape; None where the update has the
+    digits of float32."""
+    if coarseness(observation, (tokenizer.positions, tokenizer.weight)) <= COARSE:
+        return None
+    rows = tokenizer.position_rows({tokenizer.positions: error_bounds(observation, tokenizer.positions)})
+    parts = [error_bounds(observation, tokenizer.weight).flatten(1)]
+    if _bias_gradient(observation, tokenizer) is not None:
+        parts.append(error_bounds(observation, tokenizer.bias)[:, None])
+    return rows[tokenizer.prefix :], torch.cat(parts, dim=1)
 
 
 def masked_rows(rows: Tensor) -> Tensor:
@@ -200,7 +254,8 @@ def remove_localisation(
         return rows, masked, 0.0, float("nan")
     scale = _bias_gradient(observation, tokenizer).norm()
     weight = 0.0
-    if excess.norm() > ROUND_OFF * scale and tokenizer.localisation is not None:
+    least = max(ROUND_OFF, ROUNDED * rounding_of_balance(observation, tokenizer))
+    if excess.norm() > least * scale and tokenizer.localisation is not None:
         term = localisation_gradient(observation, tokenizer, masked)  # (N, D)
         total = term.sum(dim=0)
         if total.norm() > 0:

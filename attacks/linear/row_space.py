@@ -22,15 +22,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attacks.linear.intervals import LEAST_SHARE, largest_share_of_same_image
 from attacks.linear.position_rows import PositionRows
 from attacks.linear.views import mirror, mix_channels
 
-# An update shows the target's image where the share of it outside the target's row space is below this geometric mean
-# of the noise (0) and what another photograph leaves there (1).
-SAME = 0.5
-OTHER_SHARE = 3e-3
-LEAST_NOISE = 1e-7  # share of round-off in float32 products
-# The same with colours fitted; other photographs leave 0.2 and more under a W of an allowed condition.
+# With colours fitted, an update shows the target's image where the share of it outside the target's row space is below
+# the geometric mean of the noise and this; other photographs leave 0.2 and more under a W of an allowed condition.
 OTHER_SHARE_MIXED = 5e-2
 # Largest condition of W: saturation changed by a factor of 3 has 3.
 LARGEST_CONDITION = 10.0
@@ -76,7 +73,7 @@ class RowSpace:
 
     def holds(self, update: PositionRows, *, mirrored: bool = False) -> bool:
         """Whether an update shows the same image, mirrored or not."""
-        return self.share_outside(update, mirrored=mirrored) < _bound(self.noise, OTHER_SHARE)
+        return self.share_outside(update, mirrored=mirrored) < largest_share_of_same_image(self.noise)
 
     def best_mix(
         self, update: PositionRows, *, mirrored: bool = False, sketch: Tensor | None = None
@@ -117,7 +114,7 @@ class RowSpace:
         return found[1] if float(torch.linalg.cond(found[1])) < LARGEST_CONDITION else None
 
     def _bound_mixed(self) -> float:
-        return _bound(self.colourless[1], OTHER_SHARE_MIXED)
+        return (max(self.colourless[1], LEAST_SHARE) * OTHER_SHARE_MIXED) ** 0.5
 
 
 def without_colours(update: PositionRows) -> Tensor:
@@ -137,7 +134,3 @@ def _leading(products: Tensor, rank: int) -> tuple[Tensor, float]:
     values, vectors = torch.linalg.eigh(products.T @ products)  # ascending
     outside = values[:-rank].clamp(min=0).sum() / values.sum()
     return vectors[:, -rank:].T, float(outside.sqrt())
-
-
-def _bound(noise: float, other: float) -> float:
-    return max(noise, LEAST_NOISE) ** (1 - SAME) * other**SAME

@@ -114,8 +114,13 @@ def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
     return ""
 
 
-def updates_of_last_image(observations: Sequence[Observation]) -> list[PositionRows | SpanUpdate]:
+def updates_of_last_image(
+    observations: Sequence[Observation], *, plain: bool = False
+) -> list[PositionRows | SpanUpdate]:
     """The updates that show the image of the last one, which comes last.
+
+    Args:
+        plain: leave out those in another view than the last one's.
 
     Raises:
         UsageError: the last update cannot be read at all.
@@ -124,7 +129,8 @@ def updates_of_last_image(observations: Sequence[Observation]) -> list[PositionR
     last = solve(target) if target.products.isfinite().all() else None
     if last is None or last.reasons:
         return [target]
-    return [*(rows for rows, _, _ in _same_image(Target.of(target, last), earlier)), target]
+    found = _same_image(Target.of(target, last), earlier)
+    return [*(rows for rows, _, view in found if view.plain or not plain), target]
 
 
 def read_update(observation: Observation, *, spans: bool) -> PositionRows | SpanUpdate:

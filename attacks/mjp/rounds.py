@@ -26,6 +26,7 @@ from attacks.linear.completion import complete, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.position_rows import PositionRows
 from attacks.mjp.joined_updates import join_updates, obstacle_to_joining, read_update
+from attacks.mjp.rounded import correct_rounded
 from attacks.mjp.subspace import details_of
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -37,9 +38,12 @@ class MJPRounds(Attack):
 
     Args:
         prior: settles the directions that every update hides.
+        intervals: where the message has fewer digits than float32, solve with the error of every entry
+            (`attacks.mjp.rounded`).
     """
 
     prior: VectorialVariation = field(default_factory=VectorialVariation)
+    intervals: bool = True
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.SEVERAL_ROUNDS})
 
@@ -74,5 +78,7 @@ class MJPRounds(Attack):
             "open": len(estimate.open),
             "residual": estimate.residual,
         }
-        diagnosis = "; ".join(joined.reasons)
-        return render(target, joined.tokenizer, completed.patches, completed.vouched, diagnosis, details)
+        diagnosis, patches = "; ".join(joined.reasons), completed.patches
+        if self.intervals:
+            patches, details["updates"] = correct_rounded(observations, patches, self.prior, updates)
+        return render(target, joined.tokenizer, patches, completed.vouched, diagnosis, details)

@@ -22,6 +22,7 @@ from attacks.linear.completion import Completed, complete, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
+from attacks.mjp.rounded import correct_rounded
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 
@@ -32,9 +33,12 @@ class MJPSubspace(Attack):
 
     Args:
         prior: settles the directions that the update hides.
+        intervals: where the message has fewer digits than float32, solve with the error of every entry
+            (`attacks.mjp.rounded`).
     """
 
     prior: VectorialVariation = field(default_factory=VectorialVariation)
+    intervals: bool = True
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT})
 
@@ -49,7 +53,8 @@ class MJPSubspace(Attack):
         update = solve_masked(rows)
         found = complete(self.prior, update.estimate(), rows.tokenizer, observation.std, ~update.masked, updates=1)
         diagnosis, details = "; ".join(update.reasons), details_of(update, found)
-        return render(observation, rows.tokenizer, found.patches, found.vouched, diagnosis, details)
+        patches = correct_rounded(observations[-1:], found.patches, self.prior)[0] if self.intervals else found.patches
+        return render(observation, rows.tokenizer, patches, found.vouched, diagnosis, details)
 
 
 def nothing_masked(observations: Sequence[Observation]) -> str:

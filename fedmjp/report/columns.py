@@ -63,6 +63,7 @@ KEYS = {
     "strongest": "whether the attack is the strongest on this federation",
     "threat_model": "what the server was granted",
     "precision": "type of weights and gradients",
+    "message": "precision in which an update is sent, or what the client adds to it",
     "metric": "the quantity of value_mean and difference_mean",
     "corruption": "its name",
     "corruptions": "the corruptions that are averaged",
@@ -204,7 +205,13 @@ STATISTICS = {
     "spread": "standard deviation over repetitions",
     **{f"severity_{n}": f"at severity {n}" for n in range(1, 6)},
 }
-TOGETHER = (("mean", "low", "high"), ("median", "min", "max"), ("median", "q25", "q75"), ("mean", "spread"))
+TOGETHER = (
+    ("mean", "low", "high"),
+    ("median", "low", "high"),
+    ("median", "min", "max"),
+    ("median", "q25", "q75"),
+    ("mean", "spread"),
+)
 
 _STATISTIC = re.compile("(.+)_(" + "|".join(STATISTICS) + ")")
 

@@ -1,0 +1,193 @@
+"""How far an entry of a message may be from the number that the client computed, read from the numbers themselves.
+
+A rounded entry says that the true one lies in an interval around it, and how long that interval is can be seen:
+
+*Floating-point formats.* All entries are numbers of bfloat16 or of float16: half the spacing of that format at the
+entry's own exponent. The lowest bit that is set anywhere in a float16 tensor shows where its subnormal numbers begin,
+also after a power of two was divided out (loss scaling); zeros are entries below half of it.
+
+*Grids* (int8 a tensor or a channel, symmetric or affine). The entries are whole multiples of one step, at most 255 of
+them: half a step.
+
+*Kept entries* (top-k). Zeros scattered over rows and columns that are not zero: an entry that was not sent is not above
+the smallest one that was; the others have their own format's spacing.
+
+*Returned weights.* An update that was computed as (sent - returned) / learning rate has the spacing of the returned
+weights, divided by the learning rate: large weights lose more digits than small ones.
+
+The error of an entry is taken for uniform in its interval: deviation = bound / sqrt(3). Float32 gradients have bounds
+too, but what their sums over tokens lose is more than the spacing of the result: closed forms measure that noise
+instead (`attacks.linear.least_squares`) and use these bounds only where they are `coarse`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attacks.observation import Observation
+
+# Significant bits, the leading one included.
+BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+# Steps between the smallest and the largest of 256 values; distance from a whole number of steps, in steps.
+STEPS, ON_GRID = 255, 0.01
+# Fewest different values that show a grid; entries that are looked at first.
+LEAST_DIFFERENT, SOME = 4, 1024
+# Share of scattered zeros from which entries were left out, and least ratio of the smallest entry to the lowest bit.
+SPARSE, ABOVE_UNDERFLOW = 0.2, 8.0
+# Deviation of an entry relative to the rms entry above which bounds matter more than the round-off of float32 sums.
+COARSE = 1e-6
+# Largest ratio of what another update of the same image leaves outside of a row space to what the target itself leaves
+# (measured 1.1 to 2.1 at float16 and below; with float32, where it is up to 10, the geometric mean decides). What
+# another photograph leaves there: at least, and at least for all but very flat photographs. Round-off in float32.
+SAME, OTHER_SHARE, USUAL_OTHER_SHARE, LEAST_SHARE = 3.0, 3e-3, 3e-2, 1e-7
+# Gradients and weights are compared with a format on at most so many entries; a message may miss it by this much.
+SAMPLE, SLACK = 65536, 4 * torch.finfo(torch.float32).eps
+
+
+def error_bounds(observation: Observation, name: str) -> Tensor:
+    """Half the length of each entry's interval, float64 and of the shape of the gradient called `name`.
+
+    Raises:
+        UsageError: the update lacks the gradient.
+    """
+    gradient = observation.gradient_of(name).detach()
+    if observation.kind == "weights" and observation.learning_rate:
+        weight = dict(observation.model.named_parameters())[name].detach()
+        rate = observation.learning_rate
+        returned = (weight.double() - rate * gradient.double()).to(torch.float32)
+        kind = _format(returned, SLACK)
+        return _half_spacing(returned.double(), kind) / rate
+    return bounds_of(gradient)
+
+
+def bounds_of(gradient: Tensor) -> Tensor:
+    """`error_bounds` of a tensor that was sent as it is."""
+    values = gradient.double()
+    if not values.any():
+        return torch.zeros_like(values)
+    step = _grid(values)
+    if step is not None:
+        return (step / 2).expand(values.shape)
+    kind = _format(gradient, 0.0)
+    bounds = _half_spacing(values, kind)
+    floor = _lowest_bit(values[values != 0]) if kind == torch.float16 else 0.0
+    bounds = bounds.clamp(min=floor / 2)
+    smallest = float(values[values != 0].abs().min())
+    if _scattered_zeros(values) > SPARSE and smallest > ABOVE_UNDERFLOW * floor:
+        bounds = torch.where(values == 0, smallest, bounds)
+    return bounds
+
+
+def relative_deviation(gradient: Tensor, bounds: Tensor) -> float:
+    """Rms error of an entry relative to the rms entry; 0 for a tensor of zeros."""
+    size = float(gradient.double().square().mean().sqrt())
+    return float(bounds.square().mean().sqrt()) / 3**0.5 / size if size > 0 else 0.0
+
+
+def coarseness(observation: Observation, names: tuple[str | None, ...]) -> float:
+    """The largest `relative_deviation` of the gradients called `names`; those that the update lacks are skipped."""
+    held = [name for name in names if name in observation.gradients]
+    found = (relative_deviation(observation.gradients[name], error_bounds(observation, name)) for name in held)
+    return max(found, default=0.0)
+
+
+def format_of(observation: Observation, name: str) -> torch.dtype:
+    """The floating-point type whose round-off the gradient called `name` has: float32, or a coarser one.
+
+    Grids and entries that were not sent count as bfloat16, the coarsest type.
+
+    Raises:
+        UsageError: the update lacks the gradient.
+    """
+    gradient = observation.gradient_of(name).detach()
+    relative = relative_deviation(gradient, error_bounds(observation, name))
+    kinds = (torch.float32, torch.float16, torch.bfloat16)
+    return next((kind for kind in kinds if relative <= torch.finfo(kind).eps), torch.bfloat16)
+
+
+def largest_share_of_same_image(own: float) -> float:
+    """The share of an update outside of a target's row space up to which it shows the target's image.
+
+    Row spaces show which updates are of one image (`attacks.mjp.joined_updates`). The target's own share `own` is the
+    noise of its message; another update of the same image leaves up to twice as much there, and another photograph
+    leaves `OTHER_SHARE` at least.
+
+    Args:
+        own: share of the target's products outside of its own row space.
+    """
+    own = max(own, LEAST_SHARE)
+    return max((own * OTHER_SHARE) ** 0.5, min(SAME * own, USUAL_OTHER_SHARE))
+
+
+def _format(values: Tensor, slack: float) -> torch.dtype:
+    """The coarsest floating-point format whose numbers all entries are, but for a relative `slack`."""
+    if values.dtype in (torch.float16, torch.bfloat16):
+        return values.dtype
+    flat = values.flatten()
+    sampled = flat[:: -(-len(flat) // SAMPLE)].float()
+    for kind in (torch.bfloat16, torch.float16):
+        rounded = sampled.to(kind).float()
+        # Below float16's smallest normal number its rounding is that of the format, too.
+        if bool(((rounded - sampled).abs() <= slack * sampled.abs()).all()) and sampled.any():
+            return kind
+    return torch.float32
+
+
+def _half_spacing(values: Tensor, kind: torch.dtype) -> Tensor:
+    """Half the distance of neighbouring numbers of a format at each value, 0 at 0."""
+    _, exponents = torch.frexp(values)  # |value| in [2^(e-1), 2^e)
+    spacing = torch.ldexp(torch.ones_like(values), exponents - BITS[kind] - 1)
+    return torch.where(values == 0, 0.0, spacing)
+
+
+def _lowest_bit(values: Tensor) -> float:
+    """The lowest bit that is set in any of the values, as a number."""
+    mantissas, exponents = torch.frexp(values)
+    whole = (mantissas.abs() * 2.0 ** BITS[torch.float32]).long()  # exact for float32 numbers
+    lowest = (whole & -whole).double()
+    return float((lowest * torch.ldexp(torch.ones_like(values), exponents - BITS[torch.float32])).min())
+
+
+def _grid(values: Tensor) -> Tensor | None:
+    """The step of the grid on which all values lie: (), or a step a channel, broadcastable; None where they do not."""
+    step = _step_of(values.flatten())
+    if step is not None or values.dim() < 2:
+        return None if step is None else torch.tensor(step).to(values)
+    for rows in (values.flatten(1), values.reshape(-1, values.shape[-1])):
+        if len(rows) == 1:
+            continue
+        steps = []
+        for row in rows:
+            found = _step_of(row) if row.any() else 0.0
+            if found is None:
+                break
+            steps.append(found)
+        else:
+            shape = (-1, *[1] * (values.dim() - 1)) if len(steps) == len(values) else (*values.shape[:-1], 1)
+            return torch.tensor(steps).to(values).reshape(shape)
+    return None
+
+
+def _step_of(values: Tensor) -> float | None:
+    """The step whose whole multiples, at most `STEPS`, the differences of all values are; None where there is none."""
+    if len(values[:SOME].unique()) > STEPS + 1:
+        return None
+    different = values.unique()
+    if not LEAST_DIFFERENT <= len(different) <= STEPS + 1:
+        return None
+    offsets = different - different[0]
+    extent, largest = float(offsets[-1]), float(different.abs().max())
+    for step in (largest / 127, extent / 255, float(offsets.diff().min())):
+        multiples = offsets / step
+        if extent / step < STEPS + 1 and float((multiples - multiples.round()).abs().max()) < ON_GRID:
+            return step
+    return None
+
+
+def _scattered_zeros(values: Tensor) -> float:
+    """Share of zeros in rows and columns that are not zero."""
+    rows = values.flatten(1) if len(values) > 1 and values.dim() > 1 else values.reshape(-1, values.shape[-1])
+    if len(rows) > 1:
+        rows = rows[(rows != 0).any(dim=1)][:, (rows != 0).any(dim=0)]
+    return float((rows == 0).double().mean())

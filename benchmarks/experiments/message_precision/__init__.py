@@ -1,0 +1,1 @@
+"""What leaks when a part of the update is not sent."""

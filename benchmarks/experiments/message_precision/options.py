@@ -1,0 +1,70 @@
+"""Options of the leakage of messages of low precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attacks.registry import UsageError
+from experiments.message_precision.precisions import PRECISIONS
+from experiments.scaffold import AttackOptions, check_positive
+
+ATTACKS = ("patch_embedding", "token_span", "mjp_subspace", "mjp_rounds")
+
+
+@dataclass(frozen=True)
+class Options(AttackOptions):
+    """How much do closed forms lose when a message has fewer digits, and how much do the known errors give back?
+
+    One image an update. `patch_embedding` and `token_span` read the update of an undefended client of --model,
+    `mjp_subspace` the last and `mjp_rounds` all of --updates updates of a client under MJP with --gamma (its variant
+    with the suffix _mjp; every step jigsawed, with its localisation loss, weights drifting by --drift between two of
+    them). Every message is sent in each of --precisions. Attacks that know the errors of a message's entries run twice,
+    without and with them; weight decay is left in the update for the first and removed for the second.
+
+    Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models and
+    images to a finished one.
+    """
+
+    model: str = "vit_mini_64"
+    """A model that has a variant with the suffix _mjp."""
+    weights: str = "auto"
+    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    """Of the message."""
+    attacks: tuple[str, ...] = ATTACKS
+    """Of patch_embedding, token_span, mjp_subspace and mjp_rounds."""
+    images: str = "photos"
+    """photos (embedded), a folder of pictures, or a data set's name."""
+    data_path: Path | None = None
+    """Local copy of the data set named in --images."""
+    num_images: int = 12
+    """Most images."""
+    gamma: float = 0.1
+    """MJP's masking ratio."""
+    updates: int = 6
+    """Of a client under MJP."""
+    drift: float = 1e-3
+    """Change of the weights between two updates, relative."""
+    rate: float = 1e-3
+    """Learning rate of the clients that return weights."""
+    decay: float = 0.05
+    """Weight decay of the clients that add it."""
+    seed: int = 0
+    """Fixes random weights and masks."""
+    out: Path = Path("runs/message_precision")
+    """Folder of rows and tables (the committed ones stand in results/message_precision)."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        check_positive(self, "num_images", "updates")
+        for kind, given, known in (("precisions", self.precisions, PRECISIONS), ("attacks", self.attacks, ATTACKS)):
+            unknown = [name for name in given if name not in known]
+            if unknown or not given:
+                named = f"{unknown[0]!r} is none of" if unknown else "needs at least one of"
+                raise UsageError(f"--{kind}: {named} {', '.join(known)}")
+        if not 0 < self.gamma < 1:
+            raise UsageError("--gamma must lie between 0 and 1")
+        if not (self.rate > 0 and self.decay > 0):
+            raise UsageError("--rate and --decay must be positive")
+        super().validate()

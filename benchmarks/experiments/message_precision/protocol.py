@@ -1,0 +1,137 @@
+"""Closed forms on messages of low precision; the protocol stands in `options.Options`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+from rich.console import Console
+
+from attacks import Attack, Observation
+from attacks.fingerprints import repair
+from attacks.registry import UsageError
+from experiments.message_precision.options import Options
+from experiments.message_precision.precisions import send
+from experiments.message_precision.render import KNOWN, MESSAGE_PRECISION, PLAIN
+from experiments.session import AttackSession
+from fedmjp.audit.harness import Scored, run_attack
+from fedmjp.audit.per_image import observe_groups
+from fedmjp.audit.victims import Setting, Subject, Victims, drifted
+from fedmjp.budgets import build_attack
+from fedmjp.data import Gallery, load_gallery
+from fedmjp.defenses import DEFENSES
+from fedmjp.models import build_model
+from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
+from fedmjp.records.rows import BASELINES, RowLog
+
+MASKED = Setting("masked", defended=True, hidden=True, against="original")
+UNDEFENDED = ("patch_embedding", "token_span")
+
+
+def run(options: Options, console: Console) -> None:
+    """Attack, then write the table."""
+    Run(options, console)()
+
+
+class Run:
+    """One call of the benchmark."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self.options, self.console, self.session = options, console, AttackSession(options, console)
+
+    def __call__(self) -> None:
+        """Attack, then write the table."""
+        with self.session.rows() as rows:
+            for defense in ("none", "mjp"):
+                names = [name for name in self.options.attacks if (name in UNDEFENDED) == (defense == "none")]
+                if names:
+                    gallery = self.attack(defense, names, rows)
+        self.session.finish("message_precision", MESSAGE_PRECISION, images=gallery.provenance)
+        self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)
+
+    def attack(self, defense: str, names: Sequence[str], rows: RowLog) -> Gallery:
+        """Write every row of one defence that is missing."""
+        o = self.options
+        acting = DEFENSES.get(defense)(**({"gamma": o.gamma} if defense == "mjp" else {}))
+        name = acting.model_name(o.model) if defense == "mjp" else o.model
+        classes = classes_of(name, o.weights) or IMAGENET_CLASSES
+        built = build_model(name, num_classes=classes, weights=o.weights, seed=o.seed, **_term(acting))
+        built.module.to(self.session.device).eval()
+        gallery = load_gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
+        victims, subject = self.session.victims(gallery, acting, o.seed), Subject(built)
+        with self.session.bar() as bar:
+            task = bar.add_task(f"{built.name}, {built.provenance}", total=len(victims))
+            mean = victims.mean_image(1)
+            for client in range(len(victims)):
+                for case, one, norm in self.scored(subject, victims, client, defense, names, mean, rows):
+                    rows.append({**self.session.columns, **one.row(case, victims.ids(client)[0], norm, 0)})
+                bar.advance(task)
+        return gallery
+
+    def scored(
+        self,
+        subject: Subject,
+        victims: Victims,
+        client: int,
+        defense: str,
+        names: Sequence[str],
+        mean: torch.Tensor,
+        rows: RowLog,
+    ) -> Iterator[tuple[dict[str, Any], Scored, float]]:
+        """What is missing of one client: the case, the scored answer and the gradient's norm."""
+        clients, originals = victims.decode([client])
+        if not clients:
+            return
+        ids, score = victims.ids(client), self.session.scorer(subject.built.patch_size)
+        guesses = zip(BASELINES, (mean.expand_as(originals), victims.others(clients, originals)), strict=True)
+        for name, guess in guesses:
+            case = victims.case(subject, defense, "no message", name, {})
+            if not rows.done(case, ids):
+                yield case, Scored(name, {}, None, score(guess, originals), 0.0, ""), float("nan")
+        history: list[Observation] = []
+        for precision in self.options.precisions:
+            for name in names:
+                for way, attack in _ways(name, precision).items():
+                    case = victims.case(subject, defense, f"{precision}, {way}", name, attack.parameters())
+                    if rows.done(case, ids):
+                        continue
+                    history = history or self.history(subject, victims, clients, originals, defense)
+                    sent = [send(v, precision, rate=self.options.rate, decay=self.options.decay) for v in history]
+                    if way == KNOWN and precision == "weight decay":
+                        sent = [repair(view)[0] for view in sent]
+                    found = run_attack(attack, name, sent, originals, score, weights_granted=True)
+                    yield case, found, sent[-1].gradient_norm()
+
+    def history(
+        self, subject: Subject, victims: Victims, clients: Sequence[int], originals: torch.Tensor, defense: str
+    ) -> list[Observation]:
+        """A client's updates before anything happens to them, oldest first."""
+        o, built, found = self.options, subject.built, []
+        for number in range(o.updates if defense == "mjp" else 1):
+            built = drifted(built, o.drift, o.seed, number) if number else built
+            seen = victims.seen(built, MASKED, clients, originals, update=number)
+            terms = victims.defense.loss_weights()
+            found.append(
+                replace(observe_groups(built, seen, victims.labels(built, clients), 1, terms)[0], round=number)
+            )
+        return found
+
+
+def _term(defense: Any) -> dict[str, str]:
+    """The localisation term that the defence's model has."""
+    return {"dal": defense.dal} if hasattr(defense, "dal") else {}
+
+
+def _ways(name: str, precision: str) -> dict[str, Attack]:
+    """The attack without and with what the message's precision says of its errors, where that makes a difference."""
+    if precision == "float32":
+        return {PLAIN: build_attack(name)}
+    if precision == "weight decay":
+        return {PLAIN: build_attack(name), KNOWN: build_attack(name)}
+    try:
+        return {PLAIN: build_attack(name, {"intervals": False}), KNOWN: build_attack(name)}
+    except UsageError:  # an attack without such a setting
+        return {PLAIN: build_attack(name)}
