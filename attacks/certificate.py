@@ -6,8 +6,8 @@ relative residual is 1e-6 to 1e-5 for exact answers and above 2e-2 for answers w
 between (DeiT-S random, vit_mini_64 random and trained, float32, with and without MJP; benchmarks/calibration.py
 measures it). An answer that is only close, or whose update cannot be reproduced (several local steps, batch norms,
 labels unknown), is not certified; that says nothing against it. A message of low precision (read from its values,
-`attacks.linear.intervals`) is reproduced to its own rounding at best: that much is allowed, and nothing is certified
-where it comes near the residual of wrong answers (int8, top-k).
+`attacks.linear.intervals`) is reproduced to its own rounding at best: that much is allowed, up to half the residual of
+wrong answers, so that nothing is certified in messages of int8 or top-k.
 
 Masked positions are read from the update. Jigsawing needs no care: masked patches share one embedding and attention
 does not depend on order, so the gradient is the same wherever they stand. Position tables are left out of the
@@ -30,7 +30,7 @@ from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer, logits_of
 
 # Largest relative residual of a certified answer, and the same in units of what rounding the message leaves by
-# expectation. Where that is more than DOUBTFUL no answer is certified: wrong ones begin at 2e-2.
+# expectation. No answer above DOUBTFUL is certified: wrong ones begin at 2e-2.
 TOLERANCE, ROUND_OFF_UNITS, DOUBTFUL = 1e-3, 1.5, 1e-2
 # Batches of more images have too many orders of their labels to try.
 LARGEST_BATCH = 3
@@ -60,8 +60,10 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
     ]
     if not residuals:
         return False, float("nan")
-    rounding = ROUND_OFF_UNITS * _rounding(observation, compared) / size
-    return rounding < DOUBTFUL and min(residuals) <= max(TOLERANCE, rounding), min(residuals)
+    least = min(residuals)
+    if not TOLERANCE < least < DOUBTFUL:
+        return least <= TOLERANCE, least
+    return least <= ROUND_OFF_UNITS * _rounding(observation, compared) / size, least
 
 
 def reproduce(observation: Observation, images: Tensor) -> tuple[float, float]:
