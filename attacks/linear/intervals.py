@@ -126,10 +126,10 @@ def _format(values: Tensor, slack: float) -> torch.dtype:
         return values.dtype
     flat = values.flatten()
     sampled = flat[:: -(-len(flat) // SAMPLE)].float()
-    for kind in (torch.bfloat16, torch.float16):
-        rounded = sampled.to(kind).float()
-        # Below float16's smallest normal number its rounding is that of the format, too.
-        if bool(((rounded - sampled).abs() <= slack * sampled.abs()).all()) and sampled.any():
+    mantissas, _ = torch.frexp(sampled.double())
+    for kind in (torch.bfloat16, torch.float16):  # by digits alone: a power of two may have been divided out
+        digits = mantissas * 2.0 ** BITS[kind]
+        if bool(((digits - digits.round()).abs() <= slack * digits.abs()).all()) and sampled.any():
             return kind
     return torch.float32
 

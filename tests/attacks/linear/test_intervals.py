@@ -1,0 +1,107 @@
+"""The precision of a message is read from its values, and every entry is within the bounds that follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from attacks.linear.intervals import (
+    COARSE,
+    bounds_of,
+    coarseness,
+    error_bounds,
+    format_of,
+    largest_share_of_same_image,
+    relative_deviation,
+)
+from tests.conftest import observe, photographs
+
+NAMES = ("pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias", "blocks.0.attn.qkv.weight")
+
+
+def on_grid(rows: Tensor, low: Tensor | float, step: Tensor) -> Tensor:
+    return ((rows - low) / step).round() * step + low
+
+
+def symmetric(gradient: Tensor) -> Tensor:
+    return on_grid(gradient, 0.0, gradient.abs().max() / 127)
+
+
+def affine(gradient: Tensor) -> Tensor:
+    return on_grid(gradient, gradient.min(), (gradient.max() - gradient.min()) / 255)
+
+
+def channels(gradient: Tensor) -> Tensor:
+    rows = gradient.flatten(1) if len(gradient) > 1 and gradient.dim() > 1 else gradient.reshape(1, -1)
+    return on_grid(rows, 0.0, rows.abs().amax(dim=1, keepdim=True) / 127).reshape(gradient.shape)
+
+
+def largest_tenth(gradient: Tensor) -> Tensor:
+    least = gradient.abs().flatten().kthvalue(round(0.9 * gradient.numel())).values
+    return torch.where(gradient.abs() > least, gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize(
+    ("change", "deviation"),
+    [
+        (lambda g: g.half().float(), 2e-4),
+        (lambda g: 1024 * g.half().float(), 2e-4),
+        (lambda g: (1024 * g).half().float() / 1024, 2e-4),
+        (lambda g: g.bfloat16(), 1.7e-3),
+        (lambda g: g.bfloat16().float(), 1.7e-3),
+        (symmetric, 1e-2),
+        (affine, 1e-2),
+        (channels, 5e-3),
+        (largest_tenth, 0.5),
+        (lambda g: largest_tenth(g).bfloat16().float(), 0.5),
+    ],
+)
+def test_every_error_is_within_its_bound(mini, change: Callable[[Tensor], Tensor], deviation: float) -> None:
+    view = observe(mini, photographs(64, 1))
+    factor = float(change(view.gradients["pos_embed"]).abs().max() / view.gradients["pos_embed"].abs().max())
+    factor = 1024.0 if factor > 512 else 1.0
+    for name in NAMES:
+        true = view.gradients[name]
+        sent = change(true)
+        bounds = bounds_of(sent)
+        error = (sent.double() - factor * true.double()).abs()
+        assert bool((error <= 1.001 * bounds + 1e-6 * sent.abs()).all())
+        found = relative_deviation(sent, bounds)
+        true_rms = float(error.square().mean().sqrt() / sent.double().square().mean().sqrt())
+        assert 0.3 * found < true_rms < 1.6 * found
+    found = relative_deviation(change(view.gradients[NAMES[1]]), bounds_of(change(view.gradients[NAMES[1]])))
+    assert deviation / 3 < found < 3 * deviation
+
+
+def test_float32_is_not_coarse(mini) -> None:
+    view = observe(mini, photographs(64, 1))
+    assert coarseness(view, NAMES) < COARSE
+    assert {format_of(view, name) for name in NAMES} == {torch.float32}
+    half = dataclasses.replace(view, gradients={n: g.bfloat16().float() for n, g in view.gradients.items()})
+    assert {format_of(half, name) for name in NAMES} == {torch.bfloat16}
+    assert coarseness(half, NAMES) > COARSE
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_returned_weights_have_the_spacing_of_weights(mini, kind: torch.dtype) -> None:
+    view, rate = observe(mini, photographs(64, 1)), 1e-3
+    weights = {n: p.detach() for n, p in view.model.named_parameters()}
+    returned = {n: (weights[n] - rate * g).to(kind).float() for n, g in view.gradients.items()}
+    sent = {n: (weights[n] - w) / rate for n, w in returned.items()}
+    update = dataclasses.replace(view, gradients=sent, kind="weights", learning_rate=rate)
+    for name in NAMES:
+        error, bounds = (sent[name] - view.gradients[name]).double().abs(), error_bounds(update, name)
+        assert bool((error <= 1.01 * bounds + 1e-6 * sent[name].abs()).all())
+        assert float(error.square().mean().sqrt()) > 0.3 * float(bounds.square().mean().sqrt())
+
+
+def test_the_share_of_the_same_image_follows_the_noise_of_the_message() -> None:
+    shares = [largest_share_of_same_image(own) for own in (1e-7, 1e-4, 1e-3, 5e-3, 0.1)]
+    assert shares == sorted(shares)
+    assert shares[0] == pytest.approx((1e-7 * 3e-3) ** 0.5)  # float32: as before
+    assert all(share > 2.1 * own for share, own in zip(shares[2:4], (1e-3, 5e-3), strict=True))
+    assert shares[-1] < 0.05  # what another photograph leaves
