@@ -29,6 +29,7 @@ from attacks.observation import Observation
 
 # Significant bits, the leading one included.
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+LEAST_FLOAT16 = 2.0**-24  # its smallest number
 # Steps between the smallest and the largest of 256 values; distance from a whole number of steps, in steps.
 STEPS, ON_GRID = 255, 0.01
 # Fewest different values that show a grid; entries that are looked at first.
@@ -41,8 +42,9 @@ COARSE = 1e-6
 # (measured 1.1 to 2.1 at float16 and below; with float32, where it is up to 10, the geometric mean decides). What
 # another photograph leaves there: at least, and at least for all but very flat photographs. Round-off in float32.
 SAME, OTHER_SHARE, USUAL_OTHER_SHARE, LEAST_SHARE = 3.0, 3e-3, 3e-2, 1e-7
-# Gradients and weights are compared with a format on at most so many entries; a message may miss it by this much.
-SAMPLE, SLACK = 65536, 4 * torch.finfo(torch.float32).eps
+# Gradients and weights are compared with a format on at most so many entries; differences of weights may miss it by
+# this much, and this share of them must not.
+SAMPLE, SLACK, ALMOST_ALL = 65536, 4 * torch.finfo(torch.float32).eps, 0.98
 
 
 def error_bounds(observation: Observation, name: str) -> Tensor:
@@ -57,7 +59,8 @@ def error_bounds(observation: Observation, name: str) -> Tensor:
         rate = observation.learning_rate
         returned = (weight.double() - rate * gradient.double()).to(torch.float32)
         kind = _format(returned, SLACK)
-        return _half_spacing(returned.double(), kind) / rate
+        least = LEAST_FLOAT16 / 2 if kind == torch.float16 else 0.0
+        return _half_spacing(returned.double(), kind).clamp(min=least) / rate
     return bounds_of(gradient)
 
 
@@ -75,7 +78,7 @@ def bounds_of(gradient: Tensor) -> Tensor:
     bounds = bounds.clamp(min=floor / 2)
     smallest = float(values[values != 0].abs().min())
     if _scattered_zeros(values) > SPARSE and smallest > ABOVE_UNDERFLOW * floor:
-        bounds = torch.where(values == 0, smallest, bounds)
+        bounds = torch.where(values == 0, smallest * (1 + 2.0 ** -BITS[kind]), bounds)
     return bounds
 
 
@@ -129,7 +132,9 @@ def _format(values: Tensor, slack: float) -> torch.dtype:
     mantissas, _ = torch.frexp(sampled.double())
     for kind in (torch.bfloat16, torch.float16):  # by digits alone: a power of two may have been divided out
         digits = mantissas * 2.0 ** BITS[kind]
-        if bool(((digits - digits.round()).abs() <= slack * digits.abs()).all()) and sampled.any():
+        fits = (digits - digits.round()).abs() <= slack * digits.abs()
+        # Where two numbers nearly cancel, more digits than the slack are lost.
+        if sampled.any() and float(fits.double().mean()) >= (ALMOST_ALL if slack else 1.0):
             return kind
     return torch.float32
 

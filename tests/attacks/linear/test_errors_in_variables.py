@@ -119,7 +119,7 @@ def test_a_photograph_from_a_rounded_message(change: str, least: float, gain: fl
     view = observe(model, image)
     sent = {}
     for name, gradient in view.gradients.items():
-        rows = gradient.reshape(-1, gradient.shape[-1]) if gradient.dim() == 3 else gradient.flatten(1)
+        rows = gradient.flatten(1) if gradient.dim() in (2, 4) else gradient.reshape(-1, gradient.shape[-1])
         step = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
         grid = ((rows / step).round() * step).reshape(gradient.shape) if gradient.dim() > 1 else gradient
         sent[name] = gradient.bfloat16().float() if change == "bfloat16" else grid
