@@ -57,10 +57,25 @@ def rms(tensor: Tensor) -> Tensor:
 
 def classifier_sums(observation: Observation) -> Identity | None:
     """Sums over the classes of the classifier's weight gradient; None where the update holds none."""
+    name, gradient = _classifier_name(observation), classifier_gradient(observation)
+    if gradient is None:
+        return None
+    weight = dict(observation.model.named_parameters())[name].detach().double()
+    return _identity(observation, [(1.0, gradient.double(), weight)], len(weight))
+
+
+def classifier_gradient(observation: Observation) -> Tensor | None:
+    """Gradient of the classifier's weights, (classes, D); None where the update holds none."""
+    gradient = observation.gradients.get(_classifier_name(observation))
+    return None if gradient is None or not gradient.any() else gradient
+
+
+def _classifier_name(observation: Observation) -> str | None:
+    """Name of the last matrix with a bias outside of the localisation head."""
     tokenizer = tokenizer_of(observation)
     skipped = f"{tokenizer.localisation}." if tokenizer is not None and tokenizer.localisation else "\0"
-    parameters = {n: p.detach() for n, p in observation.model.named_parameters() if not n.startswith(skipped)}
-    name = next(
+    parameters = {n: p for n, p in observation.model.named_parameters() if not n.startswith(skipped)}
+    return next(
         (
             n
             for n, p in reversed(parameters.items())
@@ -68,11 +83,6 @@ def classifier_sums(observation: Observation) -> Identity | None:
         ),
         None,
     )
-    gradient = observation.gradients.get(name)
-    if gradient is None or not gradient.any():
-        return None
-    weight = parameters[name].double()
-    return _identity(observation, [(1.0, gradient.double(), weight)], len(weight))
 
 
 def position_balance(observation: Observation) -> Identity | None:
