@@ -39,7 +39,7 @@ SPARSE, ABOVE_UNDERFLOW = 0.2, 8.0
 # Deviation of an entry relative to the rms entry above which bounds matter more than the round-off of float32 sums.
 COARSE = 1e-6
 # Largest ratio of what another update of the same image leaves outside of a row space to what the target itself leaves
-# (measured 1.1 to 2.1 at float16 and below; with float32, where it is up to 10, the geometric mean decides). What
+# (measured 1.1 to 2.0 at bfloat16 and below; with more digits, where it is up to 10, the geometric mean decides). What
 # another photograph leaves there: at least, and at least for all but very flat photographs. Round-off in float32.
 SAME, OTHER_SHARE, USUAL_OTHER_SHARE, LEAST_SHARE = 3.0, 3e-3, 3e-2, 1e-7
 # Gradients and weights are compared with a format on at most so many entries; differences of weights may miss it by

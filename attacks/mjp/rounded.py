@@ -19,7 +19,7 @@ from attacks.mjp.joined_updates import read_update, updates_of_last_image
 from attacks.mjp.span_update import SpanUpdate
 from attacks.observation import Observation
 
-# Strength of the prior, relative to that for float32: of 1 and 4 the better on four photographs (trained vit_mini_64).
+# Strength of the prior, relative to that for float32: of 1 and 4 the better on two photographs (trained vit_mini_64).
 STRENGTHENED = 4.0
 # Misfit of the equations above which the search for factors and patches together has not come near the solution, as it
 # does not from the starts that float16 leaves: 1 is expected there, and local optima had 3 to 40.
