@@ -66,6 +66,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "mjp_subspace": "attacks.mjp.subspace:MJPSubspace",
         "mjp_rounds": "attacks.mjp.rounds:MJPRounds",
         "mjp_mixture": "attacks.mjp.mixture:MJPMixture",
+        "patch_set": "attacks.mjp.patch_set:PatchSet",
         "unmix": "attacks.mjp.unmix:Unmix",
         "unmix_rounds": "attacks.mjp.unmix_rounds:UnmixRounds",
     },

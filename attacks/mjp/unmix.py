@@ -1,12 +1,10 @@
-"""The whole image from one update with masked positions: visible patches exactly, masked ones one by one, then placed.
+"""The whole image from one update with masked positions: every token from the first MLP, then its patch and its place.
 
-`attacks.linear.masked_update` gives every patch up to a subspace, x_p = rows_p + c_p B, c_p (k,) unknown, k at most the
-number of masked patches. `attacks.mjp.span_search` finds the coefficients whose tokens lie in the spans of the first
-MLP's gradients, and `attacks.mjp.jigsaw_solver` places the masked patches by their borders. It is gradient matching in
-the reduced space without second derivatives.
-
-The whole image stays below 40 dB where several masked patches are nearly uniform: few starts find them, and two that
-differ by less than the round-off of the spans cannot be separated.
+`attacks.mjp.mlp_tokens` finds what each token brings to the first MLP, one token at a time, from the gradients of that
+MLP; `attacks.mjp.token_patches` solves linear equations for the patches and says which place a token has;
+`attacks.linear.masked_update` says beforehand what it can: which positions are masked, and the visible patches up to a
+subspace. The masked patches share one embedding, so nothing in the update says in which order they are:
+`attacks.mjp.jigsaw_solver` places them by their borders.
 """
 
 from __future__ import annotations
@@ -23,18 +21,17 @@ from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.jigsaw_solver import place
 from attacks.mjp.joined_updates import JoinedUpdates, join_updates, updates_of_last_image
-from attacks.mjp.mlp_spans import LAYERS, read_first_block
-from attacks.mjp.span_search import KnownPatches, SearchResult, SpanSearch, UnknownTokens, expected_deviation
+from attacks.mjp.mlp_spans import LAYERS, FirstBlock, read_first_block
+from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
 from attacks.mjp.subspace import nothing_masked
+from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
-# Residuals in units of the first MLP layer's (normalised) inputs above which nothing is vouched for; true images have
-# 5e-5 to 1.5e-3 in float32.
-LARGEST_RESIDUAL = 5e-3
-# Of the search, by patches that no update shows (squared) and channels, on one CPU core.
-SECONDS_OF_A_PAIR = 3e-4
+# Seconds of one CPU core for a token's Levenberg-Marquardt steps, by tokens squared and entries of the hidden layer, and
+# of the placement, by pieces squared.
+SECONDS_OF_A_PAIR, SECONDS_OF_A_PLACE = 1.2e-8, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,56 +39,51 @@ class Unmix(Attack):
     """Whole image from one update with masked positions and the first block's weights and gradients.
 
     Attributes:
-        search: for the patches that no update shows.
+        search: for the tokens.
         prior: gives the start of the search.
     """
 
-    search: SpanSearch = field(default_factory=SpanSearch)
+    search: TokenSearch = field(default_factory=TokenSearch)
     prior: VectorialVariation = field(default_factory=VectorialVariation)
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """The layers of the first block whose spans are read."""
-        wanted = [f"blocks.0.{layer}.weight" for layer in LAYERS]
-        return tuple(name for name, _ in model.named_parameters() if name in wanted)
+        return layers_of(model)
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
         return nothing_masked(observations[-1:])
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
-        """See `Attack.estimated_seconds`: quadratic in the number of patches that no update shows."""
+        """See `Attack.estimated_seconds`: one search of all tokens and the placement of those that no update shows."""
         try:
             rows = updates_of_last_image(self.updates(observations))
         except UsageError:
             return super().estimated_seconds(observations)
         unseen = int(torch.stack([r.masked for r in rows if r.masked.shape == rows[-1].masked.shape]).all(dim=0).sum())
         solves = super().estimated_seconds(observations) * len(rows)
-        return solves + SECONDS_OF_A_PAIR * unseen**2 * rows[-1].tokenizer.width
+        return solves + seconds_of_search(observations[-1], rows[-1].tokenizer, unseen)
 
     def updates(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """Those of a client's updates that the attack uses: the last one."""
         return observations[-1:]
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; vouches for patches that the residuals determine, never for those never shown.
+        """See `Attack.reconstruct`; vouches for patches whose token is found, but for those never shown.
 
-        `details` holds the numbers of `known_patches`, and residual, rounds and local optima of the search.
+        `details` holds the numbers of `known_patches`, and those of `unmixed`.
         """
         observation, joined = observations[-1], join_updates(self.updates(observations))
         tokenizer = joined.tokenizer
         known, guess, details = self.known_patches(joined, observation.std)
         if not len(known.basis):
             return render(observation, tokenizer, guess, torch.ones_like(known.unseen), "", details)
-        tokens = UnknownTokens(known, read_first_block(observation, tokenizer))
-        found = self.search(tokens, tokens.coordinates(guess - known.rows))
-        details |= {"residual": found.residual, "rounds": found.rounds, "local_optima": found.local_optima}
-        scales = _pixel_scales(tokenizer, observation.std).to(guess)
-        patches = tokens.patches(found.u)
-        patches = patches[place(tokenizer, patches * scales, known.unseen)]
-        sure = (expected_deviation(tokens, found.u, found.loss, scales) < VOUCHED_DEVIATION) & ~known.unseen
-        return render(observation, tokenizer, patches, sure, _obstacle(found, joined), details)
+        block = read_first_block(observation, tokenizer)
+        placed, numbers = unmixed(self.search, block, known, guess, pixel_scales(tokenizer, observation.std))
+        words = mask_in_words(joined)
+        return finished(observation, tokenizer, known, placed, guess, words, details | numbers)
 
     def known_patches(
         self, joined: JoinedUpdates, std: tuple[float, ...]
@@ -108,8 +100,7 @@ class Unmix(Attack):
             raise UsageError("; ".join([*named, *joined.reasons]))
         guess = self.prior.settle(estimate, joined.tokenizer, std).patches
         if joined.equations.updates == 1:
-            spread = last.spread[last.masked][0] if last.masked.any() else None
-            known = KnownPatches(last.rows, last.basis, last.masked, last.masked, spread)
+            known = KnownPatches(last.rows, last.basis, last.masked, last.masked)
             return known, guess, {"masked": int(last.masked.sum()), "rank": last.rank}
         details = {
             "masked": int(last.masked.sum()),
@@ -121,23 +112,78 @@ class Unmix(Attack):
         return KnownPatches(rows, estimate.open, last.masked, ~joined.shown), guess, details
 
 
+def layers_of(model: nn.Module) -> tuple[str, ...]:
+    """Weights of the first block's layers whose spans are read."""
+    wanted = [f"blocks.0.{layer}.weight" for layer in LAYERS]
+    return tuple(name for name, _ in model.named_parameters() if name in wanted)
+
+
+def seconds_of_search(observation: Observation, tokenizer: Tokenizer, unseen: int) -> float:
+    """Time of the search and of the placement of `unseen` patches, on one CPU core."""
+    hidden = next((len(p) for n, p in observation.model.named_parameters() if n.endswith("blocks.0.mlp.fc1.bias")), 0)
+    return SECONDS_OF_A_PAIR * tokenizer.num_patches**3 * hidden + SECONDS_OF_A_PLACE * unseen**2
+
+
+def unmixed(
+    search: TokenSearch, block: FirstBlock, known: KnownPatches, guess: Tensor, scales: Tensor
+) -> tuple[PlacedPatches, dict[str, float]]:
+    """Find the tokens and solve for their patches.
+
+    Args:
+        guess: (N, P) patches to start from, or none.
+        scales: (P,) what a normalised pixel is in units of [0, 1].
+
+    Returns:
+        The patches, and for the details: tokens found, the median of their squared residuals over what the noise of
+        the message explains, the median squared misfit of the equations of patch and attention.
+    """
+    system = TokenPatches(block, known, scales)
+    starts = guess[:0] @ block.projection.T
+    if len(guess):
+        tokens = block.tokens(guess, known.masked)
+        starts = tokens + block.attend(tokens)
+    tokens = search(block, starts)
+    if not len(tokens):
+        raise UsageError("no token was found whose inputs of the first MLP lie in the spans of its gradients")
+    placed = system.solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
+    numbers = {
+        "tokens": len(tokens),
+        "residual": float((tokens.losses / tokens.explained).median()),
+        "misfit": float(placed.misfit[placed.found].median()) if placed.found.any() else float("nan"),
+    }
+    return placed, numbers
+
+
+def finished(
+    observation: Observation,
+    tokenizer: Tokenizer,
+    known: KnownPatches,
+    placed: PlacedPatches,
+    guess: Tensor,
+    words: str,
+    details: dict[str, float],
+) -> Reconstruction:
+    """The image with unseen patches placed by their borders; `guess` (N, P) where a patch's token was not found."""
+    missing = placed.patches.isnan().any(dim=1)
+    patches = torch.where(missing[:, None], guess, placed.patches)
+    patches = patches[place(tokenizer, patches * pixel_scales(tokenizer, observation.std), known.unseen)]
+    sure = placed.found & (placed.deviation < VOUCHED_DEVIATION) & ~known.unseen
+    found = int(placed.found.sum())
+    obstacle = ""
+    if found < len(missing) / 2:
+        obstacle = (
+            f"{words}, and for only {found} of {len(missing)} patches a token was found that the spans of the first "
+            "MLP's gradients admit: use mjp_subspace or mjp_rounds, or more rounds and starts"
+        )
+    return render(observation, tokenizer, patches, sure, obstacle, details | {"found": found})
+
+
 def mask_in_words(joined: JoinedUpdates) -> str:
     """How many position rows of the last update are zero."""
     masked = joined.last.masked
     return f"{int(masked.sum())} of {len(masked)} position rows are exactly zero"
 
 
-def _obstacle(found: SearchResult, joined: JoinedUpdates) -> str:
-    """Why the search's answer is not to be trusted, or ""."""
-    if found.residual <= LARGEST_RESIDUAL:
-        return ""
-    return (
-        f"{mask_in_words(joined)}, and no image was found whose tokens lie in the spans of the first MLP's gradients "
-        f"(residual {found.residual:.1e}, at most {LARGEST_RESIDUAL:.0e}): use mjp_subspace or mjp_rounds, or more "
-        "rounds and starts"
-    )
-
-
-def _pixel_scales(tokenizer: Tokenizer, std: tuple[float, ...]) -> Tensor:
-    """(P,): from normalised pixels to units of [0, 1]."""
+def pixel_scales(tokenizer: Tokenizer, std: tuple[float, ...]) -> Tensor:
+    """(P,) float64: from normalised pixels to units of [0, 1]."""
     return torch.tensor(std, dtype=torch.float64).repeat_interleave(tokenizer.patch_dim // len(std))

@@ -1,0 +1,108 @@
+"""The patches of an image that a model without position embedding was trained on, from one update.
+
+Without position embedding the update is the same for every order of the patches, so no attack can tell their order from
+it. The patches themselves are no better hidden than under MJP, where one embedding is shared by the masked ones: the rows
+of [dL/dE, dL/db] span the [x_i, 1] of all patches, so x_i = x_0 + c_i B with B known and c_i (k,) unknown, k < N, and
+`attacks.mjp.mlp_tokens` finds every token. The order in which they are returned is that of `attacks.mjp.jigsaw_solver`,
+which looks at borders only: a guess from natural images, never vouched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from attacks.base import Attack
+from attacks.linear.input_spans import layer_gradient, span_of_inputs
+from attacks.linear.position_rows import unmet_assumptions
+from attacks.mjp.mlp_spans import read_first_block
+from attacks.mjp.mlp_tokens import TokenSearch
+from attacks.mjp.token_patches import KnownPatches
+from attacks.mjp.unmix import finished, layers_of, pixel_scales, seconds_of_search, unmixed
+from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer, find_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSet(Attack):
+    """All patches of one image without positions, in the order in which their borders fit.
+
+    Attributes:
+        search: for the tokens.
+    """
+
+    search: TokenSearch = field(default_factory=TokenSearch)
+
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
+
+    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
+        """The layers of the first block whose spans are read."""
+        return layers_of(model)
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`."""
+        try:
+            observation = observations[-1]
+            tokenizer = _tokenizer_without_positions(observation)
+            read_first_block(observation, tokenizer)
+        except UsageError as error:
+            return str(error)
+        return "; ".join(unmet_assumptions(observation.num_examples, observation.local_steps))
+
+    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
+        """See `Attack.estimated_seconds`: one search of all tokens and the placement of all patches."""
+        try:
+            tokenizer = _tokenizer_without_positions(observations[-1])
+        except UsageError:
+            return super().estimated_seconds(observations)
+        return seconds_of_search(observations[-1], tokenizer, tokenizer.num_patches)
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """See `Attack.reconstruct`; vouches for no pixel, because the order of the patches is not in the update.
+
+        `details` holds the numbers of `attacks.mjp.unmix.unmixed`, and order_unknown = 1.
+        """
+        observation = observations[-1]
+        tokenizer = _tokenizer_without_positions(observation)
+        reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
+        if reasons:
+            raise UsageError("; ".join(reasons))
+        block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
+        scales = pixel_scales(tokenizer, observation.std)
+        placed, numbers = unmixed(self.search, block, known, known.rows[:0], scales)
+        words = "the model has no position embedding"
+        details = {"order_unknown": 1.0} | numbers
+        return finished(observation, tokenizer, known, placed, known.rows, words, details)
+
+
+def known_span(observation: Observation, tokenizer: Tokenizer) -> KnownPatches:
+    """The affine span of all patches, from the gradient of the patch projection.
+
+    Raises:
+        UsageError: the update lacks that gradient, or patches have no more values than there are of them.
+    """
+    n, p = tokenizer.num_patches, tokenizer.patch_dim
+    observation.gradient_of(tokenizer.weight)
+    if tokenizer.bias is None or tokenizer.bias not in observation.gradients:
+        raise UsageError("the update holds no gradient of the patch projection's bias: the patches' span has no origin")
+    gradient = layer_gradient(observation.gradients, tokenizer.weight)
+    span = span_of_inputs(gradient, n, gradient.dtype)
+    directions, constant = span.directions[: span.rank, :p], span.directions[: span.rank, p]
+    weighted = span.sizes[: span.rank] * constant
+    centre = weighted @ directions / (weighted @ constant)  # (P,)
+    spread = directions - constant[:, None] * centre
+    basis = torch.linalg.svd(spread, full_matrices=False).Vh[: min(n - 1, p)]
+    everywhere = torch.ones(n, dtype=torch.bool, device=basis.device)
+    return KnownPatches(centre.expand(n, p).clone(), basis, ~everywhere, everywhere)
+
+
+def _tokenizer_without_positions(observation: Observation) -> Tokenizer:
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    if tokenizer.positions is not None or tokenizer.fixed_positions is not None:
+        raise UsageError("the model has a position embedding: token_span and patch_embedding place the patches by it")
+    return tokenizer
