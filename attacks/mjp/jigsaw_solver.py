@@ -23,7 +23,6 @@ from attacks.tokenizer import Tokenizer
 EXPONENT = 0.3
 # Noise at the start, in standard deviations of a border's cost; moves of a restart, by empty places squared, and most.
 HEAT, MOVES_A_PAIR, MOST_MOVES = 1.0, 5, 20_000
-# Restarts, fewer where two end at the same cost.
 RESTARTS = 4
 SETS, COLD = 100, 0.15  # sets of places to choose from; share of the moves without noise
 EQUAL = 1e-9
@@ -45,12 +44,13 @@ def _facing(pieces: Tensor) -> Tensor:
     return torch.stack(rows)  # (N, N)
 
 
-def place(tokenizer: Tokenizer, patches: Tensor, masked: Tensor) -> Tensor:
+def place(tokenizer: Tokenizer, patches: Tensor, masked: Tensor, restarts: int = RESTARTS) -> Tensor:
     """Order the pieces at masked places so that all borders fit best.
 
     Args:
         patches: (N, P), the masked ones in any order, in one unit for all channels.
         masked: (N,) bool.
+        restarts: at most; fewer where two end at the same cost.
 
     Returns:
         (N,) int64: place i takes patch order[i]; the identity where nothing is masked.
@@ -64,7 +64,7 @@ def place(tokenizer: Tokenizer, patches: Tensor, masked: Tensor) -> Tensor:
     board = _Board(tokenizer.grid, right.cpu().numpy(), below.cpu().numpy())
     rng = np.random.default_rng(0)
     best, least = order, board.total(order)
-    for _ in range(RESTARTS):
+    for _ in range(restarts):
         trial = order.copy()
         trial[holes] = rng.permutation(holes)
         trial = board.anneal(trial, holes, rng)

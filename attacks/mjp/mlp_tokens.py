@@ -13,11 +13,11 @@ certified token by token, by a residual at the noise of the message. On trained 
 to a token (192 of 192 on each of three photographs).
 
 *Which start leads to which token.* The gradients at the two layers' outputs, d_i at the second and
-e_i = GELU'(W_1 a_i + b_1) * (W_2^T d_i) at the first, belong to one token: e_i lies in the column space of dL/dW_1, d_i in
-that of dL/dW_2. For a token that is found this is a linear system with one solution, and e_i = (dL/dW_1) w_i gives the
-dual vector w_i with w_i [a_j, 1] = 0 for all other tokens j. Starts from which the tokens found so far have been removed by
-their duals lead to those that are still missing (Wedderburn's rank reduction, used for starts only: its errors do not
-enter the answers).
+e_i = GELU'(W_1 a_i + b_1) * (W_2^T d_i) at the first, belong to one token: e_i lies in the column space of dL/dW_1, d_i
+in that of dL/dW_2. For a token that is found this is a linear system with one solution, and e_i = (dL/dW_1) w_i gives
+the dual vector w_i with w_i [a_j, 1] = 0 for all other tokens j. Starts from which the tokens found so far have been
+removed by their duals lead to those that are still missing (Wedderburn's rank reduction, used for starts only: its
+errors do not enter the answers).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.mjp.mlp_spans import FirstBlock, GradientSpan
+from attacks.mjp.mlp_spans import FirstBlock
 
 # A start has found a token where its squared residual is at most FOUND times what the noise of the message explains
 # there, and OWN of its inputs' squared length (round-off of a token whose gradient dominates the sums). Ratios at true

@@ -1,10 +1,11 @@
 """The patches of an image that a model without position embedding was trained on, from one update.
 
 Without position embedding the update is the same for every order of the patches, so no attack can tell their order from
-it. The patches themselves are no better hidden than under MJP, where one embedding is shared by the masked ones: the rows
-of [dL/dE, dL/db] span the [x_i, 1] of all patches, so x_i = x_0 + c_i B with B known and c_i (k,) unknown, k < N, and
-`attacks.mjp.mlp_tokens` finds every token. The order in which they are returned is that of `attacks.mjp.jigsaw_solver`,
-which looks at borders only: a guess from natural images, never vouched for.
+it. The patches themselves are no better hidden than under MJP, where one embedding is shared by the masked ones: the
+rows of [dL/dE, dL/db] span the [x_i, 1] of all patches, so x_i = x_0 + c_i B with B known and c_i (k,) unknown, k < N,
+and `attacks.mjp.mlp_tokens` finds every token. The order in which they are returned is that of
+`attacks.mjp.jigsaw_solver`, which looks at borders only: a guess from natural
+images, never vouched for.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 from torch import nn
 
 from attacks.base import Attack
-from attacks.linear.input_spans import layer_gradient, span_of_inputs
-from attacks.linear.position_rows import unmet_assumptions
+from attacks.linear.input_spans import span_of_inputs
+from attacks.linear.position_rows import projection_products, unmet_assumptions
+from attacks.mjp.jigsaw_solver import RESTARTS
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.token_patches import KnownPatches
@@ -27,6 +29,11 @@ from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
+ORDER = (
+    "the model has no position embedding, so the order of the patches is not in the update: they are placed by their "
+    "borders"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSet(Attack):
@@ -34,9 +41,11 @@ class PatchSet(Attack):
 
     Attributes:
         search: for the tokens.
+        restarts: of the placement.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
+    restarts: int = RESTARTS
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
 
@@ -47,12 +56,10 @@ class PatchSet(Attack):
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
         try:
-            observation = observations[-1]
-            tokenizer = _tokenizer_without_positions(observation)
-            read_first_block(observation, tokenizer)
+            read_first_block(observations[-1], _tokenizer_without_positions(observations[-1]))
         except UsageError as error:
             return str(error)
-        return "; ".join(unmet_assumptions(observation.num_examples, observation.local_steps))
+        return ""
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: one search of all tokens and the placement of all patches."""
@@ -69,29 +76,26 @@ class PatchSet(Attack):
         """
         observation = observations[-1]
         tokenizer = _tokenizer_without_positions(observation)
-        reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
-        if reasons:
-            raise UsageError("; ".join(reasons))
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
         scales = pixel_scales(tokenizer, observation.std)
         placed, numbers = unmixed(self.search, block, known, known.rows[:0], scales)
-        words = "the model has no position embedding"
         details = {"order_unknown": 1.0} | numbers
-        return finished(observation, tokenizer, known, placed, known.rows, words, details)
+        return finished(
+            observation, tokenizer, known, placed, known.rows, "no position embedding", details, self.restarts, ORDER
+        )
 
 
 def known_span(observation: Observation, tokenizer: Tokenizer) -> KnownPatches:
     """The affine span of all patches, from the gradient of the patch projection.
 
     Raises:
-        UsageError: the update lacks that gradient, or patches have no more values than there are of them.
+        UsageError: the update lacks that gradient or the bias', or it is zero.
     """
     n, p = tokenizer.num_patches, tokenizer.patch_dim
-    observation.gradient_of(tokenizer.weight)
-    if tokenizer.bias is None or tokenizer.bias not in observation.gradients:
+    products = projection_products(observation, tokenizer)  # (D, P + 1)
+    if products.shape[1] == p:
         raise UsageError("the update holds no gradient of the patch projection's bias: the patches' span has no origin")
-    gradient = layer_gradient(observation.gradients, tokenizer.weight)
-    span = span_of_inputs(gradient, n, gradient.dtype)
+    span = span_of_inputs(products, n, observation.gradients[tokenizer.weight].dtype)
     directions, constant = span.directions[: span.rank, :p], span.directions[: span.rank, p]
     weighted = span.sizes[: span.rank] * constant
     centre = weighted @ directions / (weighted @ constant)  # (P,)
@@ -102,7 +106,15 @@ def known_span(observation: Observation, tokenizer: Tokenizer) -> KnownPatches:
 
 
 def _tokenizer_without_positions(observation: Observation) -> Tokenizer:
+    """The tokenizer of a model without position embedding.
+
+    Raises:
+        UsageError: the model has one, or the update is not that of one image and one step.
+    """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
     if tokenizer.positions is not None or tokenizer.fixed_positions is not None:
-        raise UsageError("the model has a position embedding: token_span and patch_embedding place the patches by it")
+        reasons.append("the model has a position embedding: patch_embedding and token_span place the patches by it")
+    if reasons:
+        raise UsageError("; ".join(reasons))
     return tokenizer

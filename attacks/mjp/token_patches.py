@@ -1,20 +1,20 @@
 """From what the tokens bring to the first MLP to their patches and places, by linear equations for each token alone.
 
-`attacks.mjp.mlp_tokens` gives every token up to a factor and a constant: y_i = (a_i - beta) / gamma of the second norm is
-C (z_i + t_i) / s_i, C = I - 1 1^T / D, with z_i the token at the first block, t_i what attention adds to it, and s_i > 0
-unknown. Both summands are known up to few numbers:
+`attacks.mjp.mlp_tokens` gives every token up to a factor and a constant: y_i = (a_i - beta) / gamma of the second norm
+is C (z_i + t_i) / s_i, C = I - 1 1^T / D, with z_i the token at the first block, t_i what attention adds to it, and
+s_i > 0 unknown. Both summands are known up to few numbers:
 
-    z_i = base_p + c_i B E^T        at place p, with what linear equations leave of its patch, x = rows_p + c B
-                                    (`KnownPatches`; places that no update shows are alike, and so are all of them on a
-                                    model without position embedding);
-    t_i = W (o_i) + bias            o_i in the span of the inputs of the attention's output projection, which the rows of
-                                    its gradient give, with the size of each direction.
+    z_i = base_p + c_i B E^T    at place p, with what linear equations leave of its patch, x = rows_p + c B
+                                (`KnownPatches`; places that no update shows are alike, and so are all of them on a
+                                model without position embedding);
+    t_i = W o_i + bias          o_i in the span of the inputs of the attention's output projection, which the rows of
+                                its gradient give, with the size of each direction.
 
 So C (base_p + c B E^T + t) = s y_i are D - 1 equations for k + r + 1 unknowns, r the dimension of the attentions that
-occur: linear, for every token and place alone. The softmax is not needed, so nothing couples the tokens. Coefficients of
-attention are taken for normal; their variances start in proportion to the squared singular values and are re-estimated
-from the solution (EM for variance components, Dempster, Laird and Rubin 1977), as is the error of the y_i. What is left
-of the equations says which place a token has: an assignment of tokens to places.
+occur: linear, for every token and place alone. The softmax is not needed, so nothing couples the tokens. Coefficients
+of attention are taken for normal; their variances start in proportion to the squared singular values and are
+re-estimated from the solution (EM for variance components, Dempster, Laird and Rubin 1977). What is left of the
+equations says which place a token has: an assignment of tokens to places.
 
 Patches that agree up to the noise of the message are found as one token. How often it occurs is linear, too: with
 kernel values k_ij of the first attention and values v_j, sum_j m_j k_ij (v_j - o_i) = 0 for all tokens i and heads.
@@ -31,8 +31,8 @@ from torch import Tensor
 from attacks.mjp.mlp_spans import FirstBlock
 
 REESTIMATES = 2
-# Variances of the coefficients of attention start so much above what the mean suggests: the re-estimation lowers what is
-# too large within a step, and raises what is too small by a few per cent a step.
+# Variances of the coefficients of attention start so much above what the mean suggests: the re-estimation lowers what
+# is too large within a step, and raises what is too small by a few per cent a step.
 VAGUE = 100.0
 LEAST_ERROR = 1e-9  # standard, of the y_i, whose entries have size 1
 TINY = 1e-300

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS
-from attacks.mjp.span_search import SpanSearch
+from attacks.mjp.mlp_tokens import TokenSearch
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from tests.attacks.mjp.test_unmix import masked_update
@@ -38,7 +38,7 @@ def test_finds_what_no_update_shows(views, image) -> None:
 
 @pytest.mark.slow
 def test_one_update_is_unmix(views) -> None:
-    quick = SpanSearch(rounds=1, steps=2)
+    quick = TokenSearch(rounds=1, steps=20)
     ours, single = (ATTACKS.get(name)(search=quick)(views[-1:]) for name in ("unmix_rounds", "unmix"))
     assert torch.equal(ours.images, single.images)
     assert ours.details == single.details
@@ -49,5 +49,5 @@ def test_all_patches_seen_leaves_nothing_to_search(image) -> None:
     views = [masked_update(model, image, gamma=0.1, seed=i)[0] for i in range(6)]
     found, summed = (ATTACKS.get(name)()(views) for name in ("unmix_rounds", "mjp_rounds"))
     assert summed.details["never_seen"] == 0
-    assert "rounds" not in found.details
+    assert "tokens" not in found.details
     assert float(psnr(found.images, image)) > 60

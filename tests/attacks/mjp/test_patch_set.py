@@ -1,0 +1,67 @@
+"""All patches of a photograph from a model without position embedding, in no order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import scipy.optimize
+import torch
+
+from attacks import ATTACKS, ThreatModel, find_tokenizer
+from attacks.certificate import certify
+from attacks.mjp.patch_set import known_span
+from fedmjp.audit.suite import select_attacks
+from fedmjp.models import build_model
+from tests.conftest import observe, photographs
+
+HALF_CELL = 10 ** (-25 / 10)  # mean squared error of a patch at 25 dB
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return build_model("vit_mini_64_nope", num_classes=200, weights="auto")
+
+
+@pytest.fixture(scope="module")
+def view(trained):
+    return observe(trained, photographs(64, 1))
+
+
+def test_trained_weights_hide_the_order_only(trained, view) -> None:
+    image = photographs(64, 1).double()
+    found = ATTACKS.get("patch_set")(restarts=1)([view])
+    tokenizer = find_tokenizer(trained.module, view.image_shape)
+    ours, true = (tokenizer.patchify(images.double())[0] for images in (found.images, image))
+    error = torch.cdist(ours, true).square() / true.shape[1]
+    right = scipy.optimize.linear_sum_assignment(error.clamp(max=1.0).numpy())
+    assert float((error[right] < HALF_CELL).double().mean()) > 0.9
+    assert "the order of the patches is not in the update" in found.diagnosis
+    assert found.details["order_unknown"] == 1.0
+    assert not found.known.any()
+    # The patches reproduce the update, as they do in every order.
+    other = tokenizer.unpatchify(tokenizer.patchify(found.images).flip(1))
+    for images in (found.images, other):
+        agrees, residual = certify(view, dataclasses.replace(found, images=images))
+        assert agrees, residual
+
+
+def test_span_holds_the_patches(trained, view) -> None:
+    tokenizer = find_tokenizer(trained.module, view.image_shape)
+    known = known_span(view, tokenizer)
+    true = tokenizer.patchify(trained.normalise(photographs(64, 1)).double())[0]
+    apart = true - known.rows
+    assert float((apart - (apart @ known.basis.T) @ known.basis).norm()) < 1e-3 * float(apart.norm())
+
+
+def test_suite_chooses_it_without_positions(view) -> None:
+    suite = select_attacks(["auto"], [view], ThreatModel())
+    assert "patch_set" in suite.chosen
+    assert (
+        "has a position embedding"
+        in select_attacks(
+            ["auto"],
+            [observe(build_model("vit_mini_64", num_classes=8, weights="random"), photographs(64, 1))],
+            ThreatModel(),
+        ).left_out["patch_set"]
+    )
