@@ -42,6 +42,8 @@ FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-9, 1e8
 GAIN, PATIENCE = 1e-2, 3
 CHUNK_ENTRIES = 4_000_000  # of the Jacobians that are held in memory together
 LEAST_STARTS = 12
+# A Gauss-Newton matrix serves for further steps as long as each leaves less than this share of the squared residual.
+KEPT = 0.3
 SHIFT, INVERSE_STEPS = 1e-13, 4  # of the inverse iteration for a token's dual vector
 
 
@@ -90,29 +92,32 @@ class TokenFamily:
         hidden, slope = self.block.activate(mlp.fc1(first))
         return first, hidden, slope
 
+    def gradients(self, y: Tensor) -> Tensor:
+        """Half gradient (S, m) of the squared residuals at y (S, D) along Y."""
+        return self._half_gradient(_Linearised(self, y))
+
     def normal_equations(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Gauss-Newton matrix (S, m, m) and half gradient (S, m) of the squared residuals at y (S, D) along Y."""
-        norm, (outer_span, inner_span) = self.block.module.norm2, self.block.spans
-        first, hidden, slope = self._forward(y)
-        centred = y - y.mean(dim=1, keepdim=True)
-        scale = (centred.square().mean(dim=1, keepdim=True) + norm.eps).sqrt()  # (S, 1)
-        unit = centred / scale
-        share = unit @ self.directions.T / unit.shape[1]  # (S, m): d first = (moved - share unit gamma) / scale
-        bent = unit * norm.weight
+        at, (outer_span, inner_span) = _Linearised(self, y), self.block.spans
+        share = at.share
         # First layer: (moved - share bent) outside the span, without forming it.
-        bent_outer = outer_span.outside(bent)  # (S, D + 1)
-        cross = bent_outer @ self._outer.T  # (S, m)
+        bent = outer_span.outside(at.bent)  # (S, D + 1)
+        cross = bent @ self._outer.T  # (S, m)
         matrix = self._gram - share[:, :, None] * cross[:, None] - cross[:, :, None] * share[:, None]
-        matrix = matrix + bent_outer.square().sum(dim=1)[:, None, None] * share[:, :, None] * share[:, None]
-        left = outer_span.outside(first, 1.0)
-        gradient = left @ self._outer.T - share * (left * bent_outer).sum(dim=1, keepdim=True)
+        matrix = matrix + bent.square().sum(dim=1)[:, None, None] * share[:, :, None] * share[:, None]
         # Second layer.
-        jacobian = self._before - share[:, :, None] * (bent @ self.block.module.mlp.fc1.weight.T)[:, None]
-        jacobian = jacobian * slope[:, None]  # (S, m, H)
+        jacobian = (self._before - share[:, :, None] * at.bent_before[:, None]) * at.slope[:, None]  # (S, m, H)
         inside = jacobian @ inner_span.directions[:, :-1].T  # (S, m, N')
         matrix = matrix + jacobian @ jacobian.transpose(1, 2) - inside @ inside.transpose(1, 2)
-        gradient = gradient + (jacobian @ inner_span.outside(hidden, 1.0)[:, :-1, None])[..., 0]
-        return matrix / scale[..., None].square(), gradient / scale
+        return matrix / at.scale[..., None].square(), self._half_gradient(at)
+
+    def _half_gradient(self, at: _Linearised) -> Tensor:
+        outer_span, inner_span = self.block.spans
+        left = outer_span.outside(at.first, 1.0)
+        gradient = left @ self._outer.T - at.share * (left * outer_span.outside(at.bent)).sum(dim=1, keepdim=True)
+        pulled = at.slope * inner_span.outside(at.hidden, 1.0)[:, :-1]  # (S, H)
+        gradient = gradient + pulled @ self._before.T - at.share * (pulled * at.bent_before).sum(dim=1, keepdim=True)
+        return gradient / at.scale
 
     def errors(self, optima: Optima) -> Tensor:
         """Mean squared error of an entry of y, (S,), if what is left of the residuals is independent noise."""
@@ -126,7 +131,9 @@ class TokenFamily:
             weight = (
                 matrix.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None] / along.square().sum(dim=1)[:, None, None]
             )
-            inverse = torch.linalg.pinv(matrix + weight * along[:, :, None] * along[:, None], hermitian=True)
+            matrix = matrix + weight * along[:, :, None] * along[:, None]
+            matrix.diagonal(dim1=1, dim2=2).add_(1e-14 * matrix.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True))
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
             found.append((inverse * gram).sum(dim=(1, 2)))
         return torch.cat(found) * variance
 
@@ -140,30 +147,52 @@ class TokenFamily:
         return Optima(*(torch.cat([getattr(part, n) for part in parts]) for n in Optima.__dataclass_fields__))
 
     def _refine_chunk(self, y: Tensor, steps: int) -> Optima:
-        y = y.clone()
+        y, size = y.clone(), len(self.directions)
         losses, explained = self.losses(y)
         damping, idle = torch.full_like(losses, FIRST_DAMPING), torch.zeros_like(losses)
-        active = torch.arange(len(y))
+        matrices, fresh = y.new_zeros(len(y), size, size), torch.zeros_like(losses, dtype=torch.bool)
+        active, stale = torch.arange(len(y), device=y.device), torch.ones_like(fresh)
         for _ in range(steps):
-            at, before = y[active], losses[active]
-            matrix, gradient = self.normal_equations(at)
+            renewed, at, before = active[stale[active]], y[active], losses[active]
+            if len(renewed):
+                matrices[renewed] = self.normal_equations(y[renewed])[0]
+            fresh[active], stale[active] = stale[active], False
+            matrix = matrices[active]
             diagonal = matrix.diagonal(dim1=1, dim2=2)
             damped = damping[active, None] * diagonal + 1e-12 * diagonal.mean(dim=1, keepdim=True)
-            step = torch.linalg.solve(matrix + torch.diag_embed(damped), -gradient) @ self.directions
+            step = torch.linalg.solve(matrix + torch.diag_embed(damped), -self.gradients(at)) @ self.directions
             reached, noise = self.losses(at + step)
-            better = reached < before
+            better, new = reached < before, fresh[active]
             y[active] = torch.where(better[:, None], at + step, at)
             losses[active] = torch.where(better, reached, before)
             explained[active] = torch.where(better, noise, explained[active])
-            factor = torch.where(better, 1 / 6, 6.0)
+            factor = torch.where(better, 1 / 6, torch.where(new, 6.0, 1.0))
             damping[active] = (damping[active] * factor).clamp(LEAST_DAMPING, MOST_DAMPING)
+            stale[active] = reached > KEPT * before
             gained = reached < (1 - GAIN) * before
-            idle[active] = torch.where(gained, 0.0, idle[active] + 1)
-            there = ~gained & (losses[active] <= FOUND * explained[active])
+            idle[active] = torch.where(gained, 0.0, idle[active] + new)
+            there = new & ~gained & (losses[active] <= FOUND * explained[active])
             active = active[~there & (idle[active] < PATIENCE)]
             if not len(active):
                 break
         return Optima(normalised(y), losses, explained)
+
+
+class _Linearised:
+    """The MLP's inputs at y (S, D) and their derivatives along the directions of a family.
+
+    With y / scale = unit + mean, d first = (moved - share bent) / scale, d before GELU = W_1 d first.
+    """
+
+    def __init__(self, family: TokenFamily, y: Tensor) -> None:
+        norm, mlp = family.block.module.norm2, family.block.module.mlp
+        self.first, self.hidden, self.slope = family._forward(y)
+        centred = y - y.mean(dim=1, keepdim=True)
+        self.scale = (centred.square().mean(dim=1, keepdim=True) + norm.eps).sqrt()  # (S, 1)
+        unit = centred / self.scale
+        self.share = unit @ family.directions.T / unit.shape[1]  # (S, m)
+        self.bent = unit * norm.weight  # (S, D)
+        self.bent_before = self.bent @ mlp.fc1.weight.T  # (S, H)
 
 
 @dataclass(frozen=True)
@@ -230,7 +259,8 @@ class TokenSearch:
             starts = without(block, whole.draw(count, generator), tokens.y, duals)
             if len(tokens):  # first among what the duals leave, which has fewer dimensions
                 left = torch.linalg.svd(duals, full_matrices=True).Vh[len(duals) :]  # (N' - n, N')
-                starts = TokenFamily(block, left @ whole.directions).refine(starts, self.steps).y
+                family = TokenFamily(block, left @ whole.directions)
+                starts = distinct(family, optima[[]], family.refine(starts, self.steps)).y
             optima = whole.refine(starts, self.steps)
             new = distinct(whole, tokens, optima[optima.found])
             tokens, idle = tokens.joined(new), 0 if len(new) else idle + 1
