@@ -42,6 +42,7 @@ FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-9, 1e8
 GAIN, PATIENCE = 1e-2, 3
 CHUNK_ENTRIES = 4_000_000  # of the Jacobians that are held in memory together
 LEAST_STARTS = 12
+POLISH = 12  # steps in the whole span after those among what the duals leave
 # A Gauss-Newton matrix serves for further steps as long as each leaves less than this share of the squared residual.
 KEPT = 0.3
 SHIFT, INVERSE_STEPS = 1e-13, 4  # of the inverse iteration for a token's dual vector
@@ -261,7 +262,7 @@ class TokenSearch:
                 left = torch.linalg.svd(duals, full_matrices=True).Vh[len(duals) :]  # (N' - n, N')
                 family = TokenFamily(block, left @ whole.directions)
                 starts = distinct(family, optima[[]], family.refine(starts, self.steps)).y
-            optima = whole.refine(starts, self.steps)
+            optima = whole.refine(starts, POLISH if len(tokens) else self.steps)
             new = distinct(whole, tokens, optima[optima.found])
             tokens, idle = tokens.joined(new), 0 if len(new) else idle + 1
             duals = torch.cat([duals, dual_vectors(block, new.y)])
