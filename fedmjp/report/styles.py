@@ -47,6 +47,7 @@ ATTACKS = {
     "batch_rounds": (SKY, "D"),
     "mjp_subspace": (GREEN, "^"),
     "mjp_rounds": (PINK, "v"),
+    "patch_set": ("#4D4D4D", "p"),
     "unmix": (ORANGE, "P"),
     "unmix_rounds": (BLACK, "X"),
     "inverting_gradients": (VIOLET, "*"),
