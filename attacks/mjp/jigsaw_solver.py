@@ -7,7 +7,8 @@ Pomeranz, Shemesh and Ben-Shahar 2011): for the border's inner columns a2, a1 | 
 
 The sum over all borders is minimised over the permutations of the pieces. Among places of which no two are neighbours,
 the best permutation of the pieces that lie there is a linear assignment problem, whatever lies elsewhere. Each move
-solves one, for a random such set of places, with noise on its costs that is lowered as moves go on (annealing). Where
+solves one, for a random such set of places, with noise on its costs that is lowered as moves go on (annealing); at the
+end, pairs of pieces are exchanged as long as that helps, neighbours included. Where
 every place is empty, all cyclic shifts of the picture are tried at the end, because nothing holds it in its frame.
 """
 
@@ -21,8 +22,9 @@ from torch import Tensor
 from attacks.tokenizer import Tokenizer
 
 EXPONENT = 0.3
-# Noise at the start, in standard deviations of a border's cost; moves of a restart, by empty places squared, and most.
-HEAT, MOVES_A_PAIR, MOST_MOVES = 1.0, 5, 20_000
+# Noise at the start, in standard deviations of a border's cost; moves of a restart, by empty places squared, least and
+# most.
+HEAT, MOVES_A_PAIR, LEAST_MOVES, MOST_MOVES = 1.0, 5, 2_000, 20_000
 RESTARTS = 4
 SETS, COLD = 100, 0.15  # sets of places to choose from; share of the moves without noise
 EQUAL = 1e-9
@@ -50,7 +52,7 @@ def place(tokenizer: Tokenizer, patches: Tensor, masked: Tensor, restarts: int =
     Args:
         patches: (N, P), the masked ones in any order, in one unit for all channels.
         masked: (N,) bool.
-        restarts: at most; fewer where two end at the same cost.
+        restarts: of which the best arrangement is returned.
 
     Returns:
         (N,) int64: place i takes patch order[i]; the identity where nothing is masked.
@@ -67,13 +69,10 @@ def place(tokenizer: Tokenizer, patches: Tensor, masked: Tensor, restarts: int =
     for _ in range(restarts):
         trial = order.copy()
         trial[holes] = rng.permutation(holes)
-        trial = board.anneal(trial, holes, rng)
+        trial = board.exchanged(board.anneal(trial, holes, rng), holes)
         cost = board.total(trial)
-        again = abs(cost - least) <= EQUAL * abs(least)
         if cost < least:
             best, least = trial, cost
-        if again:
-            break
     return torch.as_tensor(best, device=patches.device)
 
 
@@ -107,7 +106,7 @@ class _Board:
 
     def anneal(self, order: np.ndarray, holes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Reassign the pieces at random sets of places without neighbours, with falling noise."""
-        moves = min(MOVES_A_PAIR * len(holes) ** 2 + SETS, MOST_MOVES)
+        moves = min(max(MOVES_A_PAIR * len(holes) ** 2, LEAST_MOVES), MOST_MOVES)
         sets = [self._apart(rng.permutation(holes)) for _ in range(SETS)]
         for move in range(moves):
             heat = HEAT * self.deviation * max(1 - move / (moves * (1 - COLD)), 0.0)
@@ -119,6 +118,21 @@ class _Board:
         order = min(shifts, key=self.total)
         for places in sets:
             order = self._reassigned(order, places, 0.0, rng)
+        return order
+
+    def exchanged(self, order: np.ndarray, holes: np.ndarray) -> np.ndarray:
+        """Exchange two pieces, neighbours included, as long as that lowers the cost."""
+        order, least, improved = order.copy(), self.total(order), True
+        while improved:
+            improved = False
+            for i, a in enumerate(holes):
+                for b in holes[i + 1 :]:
+                    order[[a, b]] = order[[b, a]]
+                    cost = self.total(order)
+                    if cost < least * (1 - EQUAL):
+                        least, improved = cost, True
+                    else:
+                        order[[a, b]] = order[[b, a]]
         return order
 
     def _reassigned(self, order: np.ndarray, places: np.ndarray, heat: float, rng: np.random.Generator) -> np.ndarray:
