@@ -134,7 +134,8 @@ for case in traits.exact_on:
 for make, stops in contract.OBSTACLES:
     assert stops(traits)
     contract.check_obstacle(toy, make)
-for check in (contract.check_repeats, contract.check_nan, contract.check_many, contract.check_second_table):
+contract.check_repeats(toy, traits)
+for check in (contract.check_nan, contract.check_many, contract.check_second_table):
     check(toy)
 print(ATTACKS.name_of(type(toy)))
 """

@@ -28,7 +28,7 @@ from torch import Tensor
 from attacks.observation import Observation
 
 # Significant bits, the leading one included.
-BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 LEAST_FLOAT16 = 2.0**-24  # its smallest number
 # Steps between the smallest and the largest of 256 values; distance from a whole number of steps, in steps.
 STEPS, ON_GRID = 255, 0.01
@@ -96,7 +96,7 @@ def coarseness(observation: Observation, names: tuple[str | None, ...]) -> float
 
 
 def format_of(observation: Observation, name: str) -> torch.dtype:
-    """The floating-point type whose round-off the gradient called `name` has: float32, or a coarser one.
+    """The floating-point type whose round-off the gradient called `name` has.
 
     Grids and entries that were not sent count as bfloat16, the coarsest type.
 
@@ -105,7 +105,7 @@ def format_of(observation: Observation, name: str) -> torch.dtype:
     """
     gradient = observation.gradient_of(name).detach()
     relative = relative_deviation(gradient, error_bounds(observation, name))
-    kinds = (torch.float32, torch.float16, torch.bfloat16)
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     return next((kind for kind in kinds if relative <= torch.finfo(kind).eps), torch.bfloat16)
 
 
@@ -127,6 +127,8 @@ def _format(values: Tensor, slack: float) -> torch.dtype:
     """The coarsest floating-point format whose numbers all entries are, but for a relative `slack`."""
     if values.dtype in (torch.float16, torch.bfloat16):
         return values.dtype
+    if values.dtype == torch.float64 and bool((values.float().double() != values).any()):
+        return torch.float64
     flat = values.flatten()
     sampled = flat[:: -(-len(flat) // SAMPLE)].float()
     mantissas, _ = torch.frexp(sampled.double())

@@ -82,11 +82,15 @@ def test_what_was_stated_raises_no_alarm() -> None:
     assert recognise(dataclasses.replace(after_steps([([0, 1], [0, 1])]), num_examples=2)) == []
 
 
-def test_a_closed_form_alone_vouches_for_a_mixture() -> None:
-    """Why the classifier is asked: with as many patches as channels, any update has a solution."""
+def test_a_closed_form_alone_answers_with_a_mixture() -> None:
+    """Why the classifier is asked: with as many patches as channels, any update has a solution.
+
+    Of weights that were returned, the digits are too few for the mixture, and it is not vouched for.
+    """
     view = after_steps([([0], [0]), ([1], [1])], make=narrow_vit)
     found = ATTACKS.get("patch_embedding")()([view])
-    assert found.known.all()
+    assert not found.known.any()
+    assert found.details["residual"] < 1e-6
     assert float(psnr(found.images, photographs(32, 1))[0]) < 10
 
 

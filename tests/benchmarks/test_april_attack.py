@@ -57,7 +57,8 @@ def test_the_table_holds_every_line_it_should(finished) -> None:
     assert counts["patch_embedding"] == 2 * (3 + 6 + 4)
     assert counts["april"] == 3 + 6 + 4  # on the block for which its equation holds
     assert counts["mjp_subspace"] == 2 * 2  # where positions are hidden: (b) and (d) under MJP
-    assert counts.sum() == 26 + 13 + 4 + 2
+    assert counts["unmix"] == counts["mjp_subspace"]
+    assert counts.sum() == 26 + 13 + 4 + 4 + 2
     assert table["weights"].dropna().eq("random, NOT TRAINED").all()
     silent = table[(table["line"] == "vit_mini_64_nope")]
     assert (silent["failed"] == silent["count"]).all()
@@ -116,8 +117,8 @@ def test_resume_adds_a_model_to_a_finished_table(finished, tmp_path) -> None:
 def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
     assert april_attack.Options().attacks == ("auto",)
     reasons = json.loads((finished / "run.json").read_text())["not_run"]
-    assert set(reasons) == set(ATTACKS) - {"april", "patch_embedding", "mjp_subspace"}
-    assert "beyond the budget of 10 s an update" in reasons["unmix"]
+    assert set(reasons) == set(ATTACKS) - {"april", "patch_embedding", "mjp_subspace", "unmix"}
+    assert "beyond the budget of 10 s an update" in reasons["dlg"]
     assert "only one update" in reasons["mjp_rounds"]
 
 

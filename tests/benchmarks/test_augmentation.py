@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import strangers
 import torch
+from experiments.augmentation.options import NAMES
 from experiments.augmentation.render import STRANGERS
 from experiments.augmentation.views import AUGMENTATIONS
 
@@ -30,6 +31,10 @@ def finished(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("augmentation") / "out"
     assert run(augmentation, out, *SMALL, "--views", "1", "6") == 0
     return out
+
+
+def test_options_name_every_augmentation_in_order() -> None:
+    assert list(NAMES) == list(AUGMENTATIONS)
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)

@@ -44,7 +44,7 @@ def test_named_attacks_follow_the_first_update_and_those_over_updates_the_others
 
 def test_auto_takes_what_the_updates_expose(tmp_path) -> None:
     out = tmp_path / "out"
-    assert run(out, "--gammas", "0", "0.5", "--attacks", "auto", "--budget", "1s") == 0
+    assert run(out, "--gammas", "0", "0.1", "--attacks", "auto", "--budget", "1s") == 0
     assert places(out) == {
         *(("none", "patch_embedding", 1), ("mjp", "patch_embedding", 1), ("mjp", "mjp_subspace", 1)),
         ("mjp", "mjp_rounds", 2),

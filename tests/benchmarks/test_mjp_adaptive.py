@@ -105,12 +105,12 @@ def test_auto_is_the_default_and_takes_what_the_updates_expose(tmp_path) -> None
     rows = load_rows(out / "rows.jsonl.gz")
     assert set(zip(rows["attack"], rows["block"], rows["round"], strict=True)) == {
         *(("april", "april", 1), ("patch_embedding", "standard", 1), ("mjp_subspace", "standard", 1)),
+        ("unmix", "standard", 1),
         *(("mjp_rounds", "standard", 1), ("mjp_rounds", "standard", 2)),  # asked for by name beside auto
     }
     reasons = json.loads((out / "run.json").read_text())["not_run"]
     assert set(reasons) == set(ATTACKS) - set(rows["attack"])
-    assert "beyond the budget of 10 s an update" in reasons["unmix"]
-    assert "beyond the budget" in reasons["unmix_rounds"]
+    assert "beyond the budget of 10 s an update" in reasons["dlg"]
     assert "one image" in reasons["batch_rounds"]
 
 

@@ -6,8 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attacks.registry import UsageError
-from experiments.augmentation.views import AUGMENTATIONS
 from experiments.scaffold import AttackOptions, RowOptions, check_positive
+
+# Of `experiments.augmentation.views.AUGMENTATIONS`, which imports torch.
+NAMES = (
+    "none",
+    "mirrored",
+    "patch shifts",
+    "colours",
+    "mirrored, colours",
+    "colours, clipped",
+    "pixel shifts",
+    "resized crops",
+)
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,10 @@ class Options(AttackOptions):
         Raises:
             UsageError: no such number.
         """
-        names = list(AUGMENTATIONS)
         for number in self.views:
-            if not number.isdigit() or int(number) >= len(names):
-                raise UsageError(f"--views {number}: numbers from 0 to {len(names) - 1}")
-        return [names[int(number)] for number in self.views] or names
+            if not number.isdigit() or int(number) >= len(NAMES):
+                raise UsageError(f"--views {number}: numbers from 0 to {len(NAMES) - 1}")
+        return [NAMES[int(number)] for number in self.views] or list(NAMES)
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
