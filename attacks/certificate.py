@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from attacks.linear.intervals import error_bounds
 from attacks.linear.position_rows import masked_rows, position_gradient
-from attacks.observation import SUPERVISED, Observation, Reconstruction
+from attacks.observation import ORDER_GUESSED, SUPERVISED, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer, logits_of
 
@@ -45,7 +45,8 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
 
     Returns:
         Whether the answer is certified, and the relative residual |g(reconstruction) - g| / |g| over the parameters
-        that were compared; (False, NaN) where it cannot be computed.
+        that were compared; (False, NaN) where it cannot be computed. Patches that were placed by a guess reproduce the
+        gradient in every order and are not certified.
     """
     if found.images is None or not _reproducible(observation, len(found.images)):
         return False, float("nan")
@@ -61,6 +62,8 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
     if not residuals:
         return False, float("nan")
     least = min(residuals)
+    if ORDER_GUESSED in found.flags:
+        return False, least
     if not TOLERANCE < least < DOUBTFUL:
         return least <= TOLERANCE, least
     return least <= ROUND_OFF_UNITS * _rounding(observation, compared) / size, least

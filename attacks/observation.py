@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+ORDER_GUESSED = "order_guessed"  # see `Reconstruction.flags`
 SUPERVISED = "supervised"  # cross-entropy of the model's output and the labels
 
 
@@ -142,7 +143,8 @@ class Reconstruction:
         details: numbers worth a column elsewhere, such as the condition number of the system solved.
         flags: warnings that an evaluation may be unreliable, in short names: loss_above_start, gradient_near_zero,
             zero_rows_ignored (masked positions taken for visible ones), one_mask_assumed (for all images of a batch),
-            labels_given (not inferred), batch_statistics_assumed (the model has batch norms).
+            labels_given (not inferred), batch_statistics_assumed (the model has batch norms), order_guessed (of patches
+            whose order the update does not hold).
     """
 
     images: Tensor | None

@@ -10,7 +10,7 @@ subspace. The masked patches share one embedding, so nothing in the update says 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from attacks.mjp.mlp_spans import LAYERS, FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
 from attacks.mjp.subspace import nothing_masked
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches
-from attacks.observation import Capability, Observation, Reconstruction
+from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
@@ -185,7 +185,8 @@ def finished(
             f"{words}, and for only {found} of {len(missing)} patches a token was found that the spans of the first "
             "MLP's gradients admit: use mjp_subspace or mjp_rounds, or more rounds and starts"
         )
-    return render(observation, tokenizer, patches, sure, obstacle, details | {"found": found})
+    answer = render(observation, tokenizer, patches, sure, obstacle, details | {"found": found})
+    return replace(answer, flags=(*answer.flags, ORDER_GUESSED)) if int(known.unseen.sum()) > 1 else answer
 
 
 def mask_in_words(joined: JoinedUpdates) -> str:

@@ -9,8 +9,9 @@ import scipy.optimize
 import torch
 
 from attacks import ATTACKS, ThreatModel, find_tokenizer
-from attacks.certificate import certify
+from attacks.certificate import TOLERANCE, certify
 from attacks.mjp.patch_set import known_span
+from attacks.observation import ORDER_GUESSED
 from fedmjp.audit.suite import select_attacks
 from fedmjp.models import build_model
 from tests.conftest import observe, photographs
@@ -39,11 +40,15 @@ def test_trained_weights_hide_the_order_only(trained, view) -> None:
     assert "the order of the patches is not in the update" in found.diagnosis
     assert found.details["order_unknown"] == 1.0
     assert not found.known.any()
-    # The patches reproduce the update, as they do in every order.
+    # The patches reproduce the update, as they do in every order, so that no order is certified.
+    assert ORDER_GUESSED in found.flags
     other = tokenizer.unpatchify(tokenizer.patchify(found.images).flip(1))
     for images in (found.images, other):
-        agrees, residual = certify(view, dataclasses.replace(found, images=images))
-        assert agrees, residual
+        answer = dataclasses.replace(found, images=images)
+        agrees, residual = certify(view, answer)
+        assert not agrees
+        assert residual < TOLERANCE
+        assert certify(view, dataclasses.replace(answer, flags=()))[0]
 
 
 def test_span_holds_the_patches(trained, view) -> None:
