@@ -7,17 +7,18 @@ only where a number is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from attacks.registry import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+
+T = TypeVar("T")
 
 ORDER_GUESSED = "order_guessed"  # see `Reconstruction.flags`
 SUPERVISED = "supervised"  # cross-entropy of the model's output and the labels
@@ -61,9 +62,9 @@ class ThreatModel:
         return sorted(c.value for c in set(needs) - self.grants)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Observation:
-    """One client's update as the server sees it.
+    """One client's update as the server sees it; two of them are equal only if they are the same object.
 
     Attributes:
         gradients: by parameter name, float32 as sent. For `kind="weights"` this is (sent - returned) / learning rate,
@@ -90,6 +91,19 @@ class Observation:
     client: int = 0
     labels: Tensor | None = None
     objective: str = SUPERVISED
+    _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
+        """function(self, *arguments), computed once for this update: several attacks and checks read the same of it.
+
+        Args:
+            function: named at module level, so that it is the same one in every call.
+            arguments: beside the update.
+        """
+        key = (function, *arguments)
+        if key not in self._derived:
+            self._derived[key] = function(self, *arguments)
+        return self._derived[key]
 
     def gradient_of(self, name: str) -> Tensor:
         """The gradient of the parameter called `name`.
@@ -105,15 +119,7 @@ class Observation:
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the whole update, in float64; NaN or infinite where an entry is."""
-        return self._gradient_norm
-
-    @cached_property
-    def _gradient_norm(self) -> float:
-        import torch
-
-        numbers = (g.detach() if g.is_floating_point() else g.double() for g in self.gradients.values())
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in numbers]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        return self.once(_gradient_norm)
 
     def to_pixels(self, normalised: Tensor) -> Tensor:
         """Map normalised images (B, C, H, W) back to [0, 1], clipped."""
@@ -123,6 +129,14 @@ class Observation:
         mean = torch.tensor(self.mean, dtype=normalised.dtype, device=normalised.device).view(shape)
         std = torch.tensor(self.std, dtype=normalised.dtype, device=normalised.device).view(shape)
         return (normalised * std + mean).clamp(0, 1)
+
+
+def _gradient_norm(observation: Observation) -> float:
+    import torch
+
+    numbers = (g.detach() if g.is_floating_point() else g.double() for g in observation.gradients.values())
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in numbers]
+    return float(torch.stack(norms).norm()) if norms else 0.0
 
 
 @dataclass(frozen=True)

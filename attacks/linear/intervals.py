@@ -88,11 +88,14 @@ def relative_deviation(gradient: Tensor, bounds: Tensor) -> float:
     return float(bounds.square().mean().sqrt()) / 3**0.5 / size if size > 0 else 0.0
 
 
+def _relative_deviation(observation: Observation, name: str) -> float:
+    return relative_deviation(observation.gradient_of(name).detach(), error_bounds(observation, name))
+
+
 def coarseness(observation: Observation, names: tuple[str | None, ...]) -> float:
     """The largest `relative_deviation` of the gradients called `names`; those that the update lacks are skipped."""
     held = [name for name in names if name in observation.gradients]
-    found = (relative_deviation(observation.gradients[name], error_bounds(observation, name)) for name in held)
-    return max(found, default=0.0)
+    return max((observation.once(_relative_deviation, name) for name in held), default=0.0)
 
 
 def format_of(observation: Observation, name: str) -> torch.dtype:
@@ -103,8 +106,7 @@ def format_of(observation: Observation, name: str) -> torch.dtype:
     Raises:
         UsageError: the update lacks the gradient.
     """
-    gradient = observation.gradient_of(name).detach()
-    relative = relative_deviation(gradient, error_bounds(observation, name))
+    relative = observation.once(_relative_deviation, name)
     kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     return next((kind for kind in kinds if relative <= torch.finfo(kind).eps), torch.bfloat16)
 

@@ -102,6 +102,10 @@ def read_position_rows(observation: Observation) -> PositionRows:
         UsageError: the model has no tokenizer or no position embedding, or the update does not hold the gradients of
             position embedding and patch projection.
     """
+    return observation.once(_read_position_rows)
+
+
+def _read_position_rows(observation: Observation) -> PositionRows:
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     sent = position_gradient(observation, tokenizer)
     if sent is None:

@@ -125,7 +125,14 @@ def updates_of_last_image(
     Raises:
         UsageError: the last update cannot be read at all.
     """
-    *earlier, target = _read_all(observations, spans=False)
+    *earlier, target = observations
+    return list(target.once(_updates_of_last_image, tuple(earlier), plain))
+
+
+def _updates_of_last_image(
+    observation: Observation, before: tuple[Observation, ...], plain: bool
+) -> list[PositionRows | SpanUpdate]:
+    *earlier, target = _read_all([*before, observation], spans=False)
     last = solve(target) if target.products.isfinite().all() else None
     if last is None or last.reasons:
         return [target]

@@ -25,11 +25,14 @@ class Memory:
         self._updates: dict[int, dict[int, Observation]] = defaultdict(dict)  # client -> round -> update
 
     def before(self, present: Observation) -> list[Observation]:
-        """Updates of the same client in earlier rounds, oldest first."""
+        """Updates of the same client in earlier rounds, oldest first.
+
+        They are copies, so that what attacks derive from them (`Observation.once`) is not kept over rounds.
+        """
         if present.client not in self._updates:
             self._read(present)
         known = self._updates[present.client]
-        return [known[number] for number in sorted(known) if number < present.round]
+        return [replace(known[number]) for number in sorted(known) if number < present.round]
 
     def add(self, observation: Observation) -> None:
         """Keep the part of an update that later attacks need, in memory and on disk."""
