@@ -163,8 +163,8 @@ class TokenSpan(Attack):
         coarse = coarseness(target, block.attention.weights)
         if not reasons and coarse > LARGEST_ROUNDING:
             reasons.append(
-                f"entries of the first attention's gradient are rounded by {coarse:.1%}: how far pixels are off cannot "
-                "be told"
+                f"entries of the first attention's gradient are rounded by {coarse:.1%}: the error of the pixels "
+                "cannot be estimated"
             )
         sure = settled.deviation * (ROUNDED_ERROR if coarse > COARSE else 1.0) < VOUCHED_DEVIATION
         return render(target, block.tokenizer, settled.patches, sure, "; ".join(reasons), details)

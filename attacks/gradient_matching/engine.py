@@ -109,6 +109,11 @@ class _Progress:
         self.loss = torch.where(self.active, torch.inf, self.loss)
         self.steps_without_gain = torch.zeros_like(self.steps_without_gain)
 
+    def outcome(self, trace: Sequence[Tensor], interrupted: bool) -> Outcome:
+        """The result of a run whose losses before each step were `trace`, (V, R) each."""
+        losses = torch.stack(list(trace)) if trace else self.start.new_empty(0, *self.start.shape)
+        return Outcome(Candidates(*self.best), self.loss, self.start, self.limit, self.last, losses, interrupted)
+
 
 def minimise(
     objective: Objective,
@@ -166,16 +171,7 @@ def minimise(
         if progress is None:
             raise
         interrupted = True
-    empty = progress.start.new_empty(0, *progress.start.shape)
-    return Outcome(
-        Candidates(*progress.best),
-        progress.loss,
-        progress.start,
-        progress.limit,
-        progress.last,
-        torch.stack(trace) if trace else empty,
-        interrupted,
-    )
+    return progress.outcome(trace, interrupted)
 
 
 def _descend(

@@ -80,9 +80,11 @@ class _Shared:
         self.inverse = 1 / ((scales / mean)[:, None] * (1 - own) + weights[:, None] * own)  # (N, k)
 
     def solve(self, x: Tensor) -> Tensor:
+        """Solutions (N, k) of every block's system with right-hand sides (N, k)."""
         return ((x @ self.basis) * self.inverse) @ self.basis.T
 
     def traces(self, matrix: Tensor) -> Tensor:
+        """Trace of inverse times matrix (k, k), for every block (N,)."""
         return self.inverse @ (self.basis * (matrix @ self.basis)).sum(dim=0)
 
 
@@ -94,9 +96,11 @@ class _Factored:
         self.factors = torch.linalg.cholesky(scales[:, None, None] * hessian + own)
 
     def solve(self, x: Tensor) -> Tensor:
+        """As `_Shared.solve`."""
         return torch.cholesky_solve(x[..., None], self.factors)[..., 0]
 
     def traces(self, matrix: Tensor) -> Tensor:
+        """As `_Shared.traces`."""
         return (torch.cholesky_inverse(self.factors) * matrix).sum(dim=(1, 2))
 
 
@@ -107,7 +111,9 @@ class _Diagonal:
         self.diagonals = scales[:, None] * hessian.diagonal() + precision  # (N, k)
 
     def solve(self, x: Tensor) -> Tensor:
+        """As `_Shared.solve`, of the diagonals."""
         return x / self.diagonals
 
     def traces(self, matrix: Tensor) -> Tensor:
+        """As `_Shared.traces`, of the diagonals."""
         return (matrix.diagonal() / self.diagonals).sum(dim=1)

@@ -207,7 +207,7 @@ class Target:
         return cls(RowSpace.of(rows), update, rows.tokenizer)
 
     def view_of(self, rows: PositionRows | SpanUpdate, update: MaskedUpdate) -> View | None:
-        """The view in which another update shows the same image; None where it does not, or it cannot be told."""
+        """The view in which another update shows the same image; None where none is found."""
         for mirrored in (False, True):
             if self.space is not None and self.space.holds(rows, mirrored=mirrored):
                 return self._in_same_space(update, mirrored)

@@ -18,7 +18,7 @@ from attacks.fingerprints import repair
 from fedmjp.audit.answer import Audit
 from fedmjp.audit.folder import Subject
 from fedmjp.audit.guesses import ORIGIN, embedded_guesses
-from fedmjp.audit.harness import audit_update, scorer
+from fedmjp.audit.harness import Scored, ScoreImages, audit_update, scorer
 from fedmjp.audit.inputs import (
     check_gradients,
     check_images,
@@ -74,23 +74,9 @@ def audit_gradient(
     if Capability.LABELS not in threat_model.grants:
         observation = replace(observation, labels=None)
     suite = choose_attacks(attacks, [observation], threat_model, budget)
-    guesses = embedded_guesses(images)
-    findings += [Finding("guesses", ORIGIN, fixed=True)] if guesses else []
     score_images = scorer(tokenizer.patch_size, load_lpips(lpips_net, lpips_weights, images.device))
+    scored, added = _attacked(observation, images, suite, score_images, findings, budget)
     subject = Subject(type(observation.model).__name__, "own images", "scored against the original", threat_model)
-    scored = list(
-        audit_update(
-            [observation],
-            images,
-            attacks=suite.chosen,
-            baselines=guesses,
-            score_images=score_images,
-            weights_granted=True,
-            findings=findings,
-        )
-    )
-    overrun = suite.overrun({one.attack: one.seconds for one in scored}, budget)
-    findings += [Finding("budget", overrun, fixed=True)] if overrun else []
     rows = [row for one in scored for row in subject.rows(observation, one, [f"image {i}" for i in range(len(images))])]
     rows = [{**OPTIONAL, **row} for row in rows]
     table = pd.DataFrame(rows, columns=list(ROW_KEYS)).astype(dict.fromkeys((*METRICS, "seconds"), "float64"))
@@ -99,12 +85,37 @@ def audit_gradient(
         verdict=judge(table, suite.left_out),
         diagnoses={one.attack: one.diagnosis for one in scored if one.diagnosis},
         not_run=dict(suite.left_out),
-        findings=tuple(findings),
+        findings=(*findings, *added),
         rows=table,
         originals=images,
         subject=subject,
         options={"mean": observation.mean, "std": observation.std, "attacks": list(suite.chosen), "budget": budget},
     )
+
+
+def _attacked(
+    observation: Observation,
+    images: Tensor,
+    suite: Suite,
+    score_images: ScoreImages,
+    findings: list[Finding],
+    budget: float,
+) -> tuple[list[Scored], list[Finding]]:
+    """The scored answers of the attacks and of the guesses without a gradient, and what is to be said of the run."""
+    guesses = embedded_guesses(images)
+    added = [Finding("guesses", ORIGIN, fixed=True)] if guesses else []
+    scored = audit_update(
+        [observation],
+        images,
+        attacks=suite.chosen,
+        baselines=guesses,
+        score_images=score_images,
+        weights_granted=True,
+        findings=[*findings, *added],
+    )
+    answers = list(scored)
+    overrun = suite.overrun({one.attack: one.seconds for one in answers}, budget)
+    return answers, added + ([Finding("budget", overrun, fixed=True)] if overrun else [])
 
 
 def _observe(

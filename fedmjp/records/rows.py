@@ -22,7 +22,8 @@ from attacks.registry import UsageError
 
 METRICS = ("mse", "psnr", "ssim", "fft2d", "fft2d_official", "lpips", "patch_recovery")
 
-ROW_KEYS = (
+# Keys of every row, of an attack or of anything else: what produced it, and on which model and data.
+PROVENANCE = (
     "run_id",
     "commit",
     "version",
@@ -32,6 +33,10 @@ ROW_KEYS = (
     "dataset",
     "model",
     "weights",
+)
+
+ROW_KEYS = (
+    *PROVENANCE,
     "block",
     "defense",
     "defense_parameters",

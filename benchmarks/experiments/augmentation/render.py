@@ -7,21 +7,13 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.rendering import Rendering, csv, markdown_table, read_rows, spread_table
-from fedmjp.records.rows import Schema
+from fedmjp.records.rows import PROVENANCE, Schema
 
 AGAINST = ("view", "photograph")
 BY = ["model", "weights", "augmentation", "gamma", "attack", "updates", "against"]
 STRANGERS = Schema(
     keys=(
-        "run_id",
-        "commit",
-        "version",
-        "torch_version",
-        "seed",
-        "device",
-        "dataset",
-        "model",
-        "weights",
+        *PROVENANCE,
         "attack",
         "gamma",
         "batch_size",

@@ -24,7 +24,7 @@ from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
 
 RIGHT = 25.0  # dB, above which a patch counts as recovered
-CLOSEST = 1e-12  # squared error from which on PSNR is not told apart (120 dB)
+CLOSEST = 1e-12  # smallest squared error that PSNR resolves (120 dB)
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
 PLAIN = Setting("plain", defended=False, hidden=False, against="original")
 
@@ -81,8 +81,8 @@ class Run:
                         hidden = hidden_places(view, tokenizer)
                         scores = score(found.images, originals[:1], hidden, tokenizer)
                         answer = {"seconds": seconds, "hidden": int(hidden.sum()), "diagnosis": found.diagnosis}
-                        said = {"tokens_found": found.details.get("found"), "image_id": victims.ids(client)[0]}
-                        rows.append({**self.session.columns, **case, **said, **answer, **scores})
+                        columns = {"tokens_found": found.details.get("found"), "image_id": victims.ids(client)[0]}
+                        rows.append({**self.session.columns, **case, **columns, **answer, **scores})
                 bar.advance(task, len(batch))
         return gallery.provenance
 

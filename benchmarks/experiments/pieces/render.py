@@ -7,21 +7,13 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
-from fedmjp.records.rows import Schema
+from fedmjp.records.rows import PROVENANCE, Schema
 
 BY = ["model", "weights", "gamma", "attack"]
 RECOGNISABLE = 20.0
 SCHEMA = Schema(
     keys=(
-        "run_id",
-        "commit",
-        "version",
-        "torch_version",
-        "seed",
-        "device",
-        "dataset",
-        "model",
-        "weights",
+        *PROVENANCE,
         "attack",
         "gamma",
         "image_id",

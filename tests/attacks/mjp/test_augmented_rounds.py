@@ -14,7 +14,7 @@ from attacks.linear.position_rows import read_position_rows
 from attacks.linear.views import places
 from attacks.mjp.joined_updates import Target, join_updates, mean_colours, obstacle_to_joining
 from fedmjp.metrics import psnr
-from fedmjp.models import BuiltModel, build_model
+from fedmjp.models import build_model
 from tests.attacks.mjp.test_mjp_subspace import jigsawed, jigsawed_32
 from tests.conftest import photographs
 
@@ -47,14 +47,6 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "resized": lambda s: torch.nn.functional.interpolate(s, 72, mode="bilinear")[..., 4:68, 4:68],
     "gamma": lambda s: crop(s) ** 1.5,
 }
-
-
-@pytest.fixture(scope="module")
-def models() -> list[BuiltModel]:
-    built = [build_model("vit_mini_64_mjp", num_classes=8, weights="random", seed=s) for s in range(UPDATES)]
-    for model in built:
-        model.module.double()
-    return built
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from attacks.memory import remember
 from attacks.mjp.joined_updates import join_updates
 from attacks.mjp.span_update import read_span_update
 from fedmjp.metrics import psnr
-from fedmjp.models import BuiltModel, build_model
 from tests.attacks.mjp.test_mjp_subspace import jigsawed, patches_of
 from tests.conftest import photographs
 
@@ -23,14 +22,6 @@ UPDATES = 4
 def withheld(view: Observation) -> Observation:
     kept = {n: g for n, g in view.gradients.items() if n not in ("pos_embed", "unk_embed")}
     return dataclasses.replace(view, gradients=kept)
-
-
-@pytest.fixture(scope="module")
-def models() -> list[BuiltModel]:
-    built = [build_model("vit_mini_64_mjp", num_classes=8, weights="random", seed=s) for s in range(UPDATES)]
-    for model in built:
-        model.module.double()
-    return built
 
 
 @pytest.fixture(scope="module")
