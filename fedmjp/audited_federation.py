@@ -29,6 +29,7 @@ from fedmjp.progress import RunProgress
 from fedmjp.records import provenance
 from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.records.run_folder import RunFolder
+from fedmjp.records.server_state import ServerState
 
 BASELINE_IMAGES = 128  # training images behind the mean image
 
@@ -96,7 +97,7 @@ class FederationAudit:
         Raises:
             UsageError: the clients of an unfinished run kept what they need, which ended with their processes.
         """
-        finished, state, kept = self.folder.load_state(self.defense)
+        finished, state = self.folder.load_state(self.defense)
         rounds = self.config.federation.rounds
         if 0 < finished < rounds and self.task.clients_keep:
             raise UsageError(
@@ -104,8 +105,8 @@ class FederationAudit:
                 "which ended with the interrupted run; start again in another --out"
             )
         if state is not None:
-            self.task.load(state)
-            self.task.learner.begin(kept)
+            self.task.load(state.weights)
+            self.task.learner.begin(state.kept)
         with self.progress.federation(self.defense, rounds, self.config.sampled(), finished):
             if finished < rounds:
                 run_rounds(
@@ -115,6 +116,7 @@ class FederationAudit:
                     on_update=self.on_update,
                     on_round=self.on_round,
                     first_round=finished + 1,
+                    optimizer=state.optimizer if state else None,
                 )
 
     def on_update(self, view: ServerView) -> None:
@@ -124,16 +126,16 @@ class FederationAudit:
             self._audit(view, audited)
         self.progress.client_done()
 
-    def on_round(self, number: int, state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    def on_round(self, number: int, state: ServerState) -> None:
         """Evaluate the global model, note the round and save the state to resume from."""
         f = self.config.federation
         due = number % f.evaluate_every == 0 or number == f.rounds
         if due and not self.folder.has_round(self.defense, number):
-            loss, accuracy = self.task.evaluate(state)
+            loss, accuracy = self.task.evaluate(state.weights)
             seconds = time.perf_counter() - self.round_started if number else 0.0
             self.folder.append_round(self.defense, number, loss, accuracy, seconds)
             self.progress.round_done(number, loss, accuracy, seconds)
-        self.folder.save_state(self.defense, number, state, kept)
+        self.folder.save_state(self.defense, number, state)
         self.round_started = time.perf_counter()
 
     def _wanted(self, view: ServerView, suite: Suite) -> list[str]:
@@ -233,11 +235,11 @@ class FederationAudit:
             "defense_parameters": self.task.defense.parameters(),
             "objective": self.task.objective_name,
             "objective_parameters": dict(vars(self.task.learner.objective)),
-            "setting": f"federation, {config.federation.partition}, scored against the original",
+            "setting": self.task.setting,
             "precision": "float32",
             "update": config.federation.update,
             "batch_size": config.federation.batch_size,
-            "local_steps": config.federation.local_steps,
+            "local_steps": self.task.steps(client),
             "seed": config.seed,
             "threat_model": sorted(c.value for c in config.threat_model().grants),
             "attack": attack,
@@ -261,9 +263,3 @@ def check_before_start(config: RunConfig) -> None:
         task = shared_task(config.to_json(), defense)
         if len(task.data.test) == 0:
             raise UsageError(f"--data {config.data.data} has no test images")
-        smallest = min(range(len(task.parts)), key=lambda client: len(task.parts[client]))
-        if len(task.parts[smallest]) < config.federation.batch_size:
-            raise UsageError(
-                f"--batch-size {config.federation.batch_size} is more than the {len(task.parts[smallest])} images that "
-                f"client {smallest} holds; take fewer --clients, a larger --train-limit or a smaller batch"
-            )

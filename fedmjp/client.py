@@ -1,7 +1,7 @@
 """One client's local training in one round: data, model and defence, without Flower.
 
-The auditor uses the same object to look up the original images of an attacked update: batches and masks depend only on
-(seed, client, round, step), so the client sends nothing but the update itself.
+The auditor uses the same object to look up the original images of an attacked update: batches, augmentation and masks
+depend only on (seed, client, round, step), so the client sends nothing but the update itself.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
 from fedmjp.models import MODELS, split_name
+from fedmjp.models.vit import skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.settings import split_entry
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The original batch of one local step.
+    """The batch of one local step as the client feeds it, before the defence.
 
     Attributes:
-        images: (B, C, H, W) in [0, 1].
-        labels: (B,) int64.
+        images: (B, C, H, W) in [0, 1] but for erased pixels; augmented if the client augments.
+        labels: (B,) int64, of the images before augmentation.
         ids: one per image.
+        targets: what the loss reads: `labels`, or (B, classes) probabilities where images are mixed or labels smoothed.
     """
 
     images: Tensor
     labels: Tensor
     ids: tuple[str, ...]
+    targets: Tensor
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,13 @@ class ClientTask:
             encoder=config.start.checkpoint,
         )
         self.model = self.learner.model
+        if config.local.drop_path:
+            skip_blocks(self.model.module, config.local.drop_path)
+        self.augmented = None
+        if (augmentation := config.local.augmentation()) is not None:
+            from fedmjp.data.augmentation import AugmentedBatches
+
+            self.augmented = AugmentedBatches(self.data.train, augmentation, self.model.mean, self.model.std)
         self.parameters = dict(self.model.module.named_parameters())
         self.buffers = float_buffers(self.model.module)
         self._loaded: object = None
@@ -144,10 +154,26 @@ class ClientTask:
         """Name of the objective, without its options."""
         return split_entry(self.config.objective, "--objective")[0]
 
+    @property
+    def setting(self) -> str:
+        """What rows say of the federation: partition, recipe, and what attacks are scored against."""
+        f, recipe = self.config.federation, self.config.local.words()
+        strategy = [] if f.strategy == "fedavg" else [f.strategy]
+        fed = "the original" if self.augmented is None else "the image that the client fed"
+        return ", ".join(["federation", f.partition, *strategy, *([recipe] if recipe else []), f"scored against {fed}"])
+
+    def steps(self, client: int) -> int:
+        """Local steps of a client in a round."""
+        return self.config.federation.steps_of(len(self.parts[client]))
+
     def batch(self, client: int, round: int, step: int) -> Batch:
         """The batch of one step; `round` counts from 1, `step` from 0."""
         indices, train = self._indices(client, round, step), self.data.train
-        return Batch(train.images(indices), train.labels[indices], tuple(train.ids[i] for i in indices))
+        labels, ids = train.labels[indices], tuple(train.ids[i] for i in indices)
+        if self.augmented is None:
+            return Batch(train.images(indices), labels, ids, labels)
+        images, targets = self.augmented.draw(indices, self._entropy(6, client, round, step))
+        return Batch(images, labels, ids, targets if self.augmented.softens else labels)
 
     def batch_ids(self, client: int, round: int, step: int) -> tuple[str, ...]:
         """The ids of the batch of one step, without decoding its images."""
@@ -157,7 +183,7 @@ class ClientTask:
         """Indices of one step's images in the training set: epochs over the client's data, each in a new order."""
         f = self.config.federation
         own = self.parts[client]
-        first = ((round - 1) * f.local_steps + step) * f.batch_size
+        first = ((round - 1) * f.steps_of(len(own)) + step) * f.batch_size
         places = range(first, first + f.batch_size)
         orders: dict[int, np.ndarray] = {}
         for epoch in {p // len(own) for p in places}:
@@ -178,10 +204,9 @@ class ClientTask:
     def _draws(self, client: int, round: int, step: int) -> Draws:
         return Draws(self._generator(2, client, round, step), self._generator(5, client, round, step))
 
-    def _progress(self, round: int, step: int) -> float:
-        """Share of the run's steps that come before this one, in [0, 1)."""
-        f = self.config.federation
-        return ((round - 1) * f.local_steps + step) / (f.rounds * f.local_steps)
+    def _progress(self, round: int, step: int, steps: int) -> float:
+        """Share of the run's steps that come before this one of `steps` in its round, in [0, 1)."""
+        return ((round - 1) * steps + step) / (self.config.federation.rounds * steps)
 
     def update(
         self,
@@ -208,27 +233,25 @@ class ClientTask:
         self.learner.begin(kept)
         own = self.learner.objective.kept_by == "client"
         if own and kept and self.config.federation.update == "gradient":
-            self.learner.after_step(self._progress(round, 0))  # the server has taken the step
+            self.learner.after_step(self._progress(round, 0, 1))  # the server has taken the step
         self.model.module.train()
-        steps = self.config.federation.local_steps
+        steps, descends = self.steps(client), self.config.federation.update == "weights"
+        optimizer = self._optimizer() if descends else None
         losses, gradients = [], {}
         for step in range(steps):
-            batch = self.batch(client, round, step)
-            draws, progress = self._draws(client, round, step), self._progress(round, step)
-            views = self._views(batch, draws, round)
-            labels = batch.labels.to(self.device) if self.data.labelled else None
-            loss = self.learner.loss(views, labels, draws, progress)
+            progress = self._progress(round, step, steps)
+            loss = self._loss(client, round, step, progress)
             gradients = self._gradients(loss)
             losses.append(float(loss.detach()))
-            if self.config.federation.update == "weights":
-                self._descend(gradients)
+            if optimizer is not None:
+                self._descend(optimizer, gradients, weights)
                 if own:
                     self.learner.after_step(progress)
         sent = gradients
-        if self.config.federation.update == "weights":
+        if descends:
             sent = {n: weights[n].to(self.device) - p.detach() for n, p in self.parameters.items()}
         sent = self.defense.on_update(sent, self._generator(3, client, round, 0))
-        if self.config.federation.update == "weights":
+        if descends:
             sent = {n: weights[n].to(self.device) - t for n, t in sent.items()}
         examples, mean = self.config.federation.batch_size * steps, sum(losses) / len(losses)
         return ClientResult(sent, self.buffers, examples, mean, self.learner.kept() if own else {})
@@ -243,7 +266,7 @@ class ClientTask:
         """
         self.load(weights)
         self.learner.begin(kept)
-        self.learner.after_step(self._progress(round, 0))
+        self.learner.after_step(self._progress(round, 0, 1))
         return self.learner.kept()
 
     @property
@@ -285,16 +308,45 @@ class ClientTask:
         pairs = zip(self.parameters.items(), found, strict=True)
         return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
 
-    def _descend(self, gradients: Mapping[str, Tensor]) -> None:
+    def _loss(self, client: int, round: int, step: int, progress: float) -> Tensor:
+        """The loss of one step. What the model draws itself (blocks that are skipped) has a seed of its own."""
+        batch, draws = self.batch(client, round, step), self._draws(client, round, step)
+        views = self._views(batch, draws, round)
+        labels = batch.targets.to(self.device) if self.data.labelled else None
+        if not self.config.local.drop_path:
+            return self.learner.loss(views, labels, draws, progress)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self._entropy(7, client, round, step))
+            return self.learner.loss(views, labels, draws, progress)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """A new optimiser of the local steps, with the rate of the federation."""
+        local, rate = self.config.local, self.config.federation.learning_rate
+        parameters = list(self.parameters.values())
+        if local.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, rate, weight_decay=local.weight_decay)
+        return torch.optim.SGD(parameters, rate, momentum=local.momentum, weight_decay=local.weight_decay)
+
+    def _descend(
+        self, optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor], sent: Mapping[str, Tensor]
+    ) -> None:
+        """One local step, with the proximal term of the strategy (`FedProx`)."""
         self._loaded = None
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter -= self.config.federation.learning_rate * gradients[name]
+        mu = self.config.federation.chosen_strategy().proximal_mu
+        for name, parameter in self.parameters.items():
+            pull = mu * (parameter.detach() - sent[name].to(parameter)) if mu else 0.0
+            parameter.grad = gradients[name] + pull
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _entropy(self, purpose: int, client: int, round: int, step: int) -> int:
+        """A seed for one purpose in one step of a client."""
+        entropy = np.random.SeedSequence([self.config.seed, purpose, client, round, step]).generate_state(1, np.uint64)
+        return int(entropy[0] >> np.uint64(1))
 
     def _generator(self, purpose: int, client: int, round: int, step: int) -> torch.Generator:
         """A separate CPU generator for every use, so that masks are the same on every device and engine."""
-        entropy = np.random.SeedSequence([self.config.seed, purpose, client, round, step]).generate_state(1, np.uint64)
-        return torch.Generator().manual_seed(int(entropy[0] >> np.uint64(1)))
+        return torch.Generator().manual_seed(self._entropy(purpose, client, round, step))
 
 
 def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -28,9 +28,9 @@ from fedmjp.budgets import (
     spread_evenly,
 )
 from fedmjp.data.catalog import IMAGES, require_kind
-from fedmjp.data.partitioning import read_alpha
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
+from fedmjp.federation_options import FederationConfig, LocalConfig
 from fedmjp.models import MODELS, split_name
 from fedmjp.objectives import Objective, objective_help, read_objective
 from fedmjp.settings import describe, read_value, replace_at, split_entry, with_settings
@@ -45,33 +45,6 @@ ATTACKS_HELP = (
     "Attacks on each audited update. auto: all that the threat model grants and that have something to add, the "
     f"fastest first, within the budget; all: every one; or names. Choose from: auto, all, {', '.join(ATTACKS)}."
 )
-
-
-@dataclass(frozen=True)
-class FederationConfig:
-    """Who trains, and what is sent."""
-
-    clients: int = 8
-    """Clients in the federation."""
-    clients_per_round: int = 0
-    """Clients drawn each round (0: all of them)."""
-    rounds: int = 3
-    """Rounds of training."""
-    partition: str = "iid"
-    """How the training images are dealt out: iid, or dirichlet:ALPHA (small ALPHA: each client sees few classes)."""
-    update: Literal["gradient", "weights"] = "gradient"
-    """What a client sends: the gradient of one batch (FedSGD), or its weights after --local-steps steps (FedAvg)."""
-    batch_size: int = 1
-    """Images in a client's batch. The closed forms invert batches of one."""
-    local_steps: int = 1
-    """Steps a client takes before it sends (more than 1 needs --update weights)."""
-    learning_rate: float = 0.01
-    """Rate of the server's step on the mean gradient, or of the clients' local SGD."""
-    evaluate_every: int = 1
-    """Rounds between evaluations of the global model on the test images; before the first and after the last round it
-    is evaluated anyway."""
-    engine: Literal["local", "ray"] = "local"
-    """local: Flower's apps in this process. ray: Flower's simulation (pip install 'fedmjp[ray]')."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +147,7 @@ class RunConfig:
     defense: Annotated[tuple[str, ...], tyro.conf.arg(help=DEFENSE_HELP)] = ("none",)
     objective: Annotated[str, tyro.conf.arg(help=OBJECTIVE_HELP)] = "supervised"
     federation: FederationConfig = field(default_factory=FederationConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     start: EncoderConfig = field(default_factory=EncoderConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -233,7 +207,15 @@ class RunConfig:
             raise UsageError(f"--model {self.model.model} has no federation here; train it with fedmjp.train")
         require_kind(self.data.data, IMAGES, "a federation")
         self.start.validate(self.model)
-        self._validate_federation()
+        self.federation.validate()
+        self.local.validate(self.federation, self.model.model)
+        augmentation = self.local.augmentation()
+        if augmentation is not None and augmentation.softens and not self.chosen_objective().needs_labels:
+            raise UsageError(
+                f"--objective {self.objective} has no labels to mix or smooth; pass --augment crop+flip, not "
+                f"{self.local.augment}"
+            )
+        self._validate_audited()
         for name in self.audit.named():
             ATTACKS.check(name)
         self.audit.budget_seconds()
@@ -250,20 +232,8 @@ class RunConfig:
         for name in named:
             build_attack(name, settings.get(name)).require(threat, name)
 
-    def _validate_federation(self) -> None:
+    def _validate_audited(self) -> None:
         f = self.federation
-        for option in ("clients", "rounds", "batch_size", "local_steps", "evaluate_every"):
-            if getattr(f, option) < 1:
-                raise UsageError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(f, option)}")
-        if not 0 <= f.clients_per_round <= f.clients:
-            raise UsageError(
-                f"--clients-per-round must lie between 0 and --clients ({f.clients}), not {f.clients_per_round}"
-            )
-        read_alpha(f.partition)
-        if not f.learning_rate > 0:
-            raise UsageError(f"--learning-rate must be positive, not {f.learning_rate}")
-        if f.update == "gradient" and f.local_steps > 1:
-            raise UsageError("--local-steps above 1 needs --update weights: a gradient is of one step")
         if not self.audit.audit_clients:
             raise UsageError(f"--audit-clients takes at least one client, from 0 to {f.clients - 1}")
         strange = [c for c in self.audit.audit_clients if not 0 <= c < f.clients]

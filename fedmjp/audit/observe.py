@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attacks import Capability, Observation, ThreatModel
 from fedmjp.client import ClientTask
+from fedmjp.federation_options import LocalConfig
 from fedmjp.models import POSITION_TABLES
 
 
@@ -56,8 +57,10 @@ def observe_update(
     """
     f, built = task.config.federation, task.model
     gradients = {n: t.to(task.device) for n, t in received.items()}
+    steps = task.steps(client)
     if f.update == "weights":
         gradients = {n: (sent[n].to(t) - t) / f.learning_rate for n, t in gradients.items()}
+        gradients = without_decay(gradients, sent, task.config.local, steps)
     if Capability.POSITION_GRADIENT not in threat_model.grants:
         gradients = {n: g for n, g in gradients.items() if n not in POSITION_TABLES}
     return Observation(
@@ -68,13 +71,35 @@ def observe_update(
         mean=tuple(built.mean),
         std=tuple(built.std),
         kind=f.update,
-        local_steps=f.local_steps,
+        local_steps=steps,
         learning_rate=f.learning_rate,
         round=round,
         client=client,
         labels=labels if Capability.LABELS in threat_model.grants else None,
         objective=task.objective_name,
     )
+
+
+def without_decay(
+    gradients: Mapping[str, Tensor], sent: Mapping[str, Tensor], local: LocalConfig, steps: int
+) -> dict[str, Tensor]:
+    """An update less the share of the clients' weight decay, which the server knows because it orders the recipe.
+
+    Exact for one step. Over several steps the weights of all of them are taken for those that were sent, which is right
+    to first order in the learning rate. Under SGD with momentum m the decay of step s of k counts (1 - m^(k-s+1)) /
+    (1 - m) times, because torch adds it to the gradient that the momentum carries on.
+
+    Args:
+        gradients: (sent - returned) / rate by name.
+        sent: weights by name.
+        local: the clients' recipe.
+        steps: local steps.
+    """
+    if not local.weight_decay:
+        return dict(gradients)
+    carried = [(1 - local.momentum**left) / (1 - local.momentum) for left in range(1, steps + 1)]
+    factor = local.weight_decay * sum(carried)
+    return {name: gradient - factor * sent[name].to(gradient) for name, gradient in gradients.items()}
 
 
 def model_as_sent(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from fedmjp.client import ClientTask
 from fedmjp.federation.client_app import pack_state, read_kept, read_state
+from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.strategy import FederatedMean
 from fedmjp.federation.tap import TapGrid
 from fedmjp.federation.wire import KEPT, flat, layout_of, pack, unpack
+from fedmjp.records.server_state import ServerState
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ def run_rounds(
     defense: str,
     *,
     on_update: Callable[[ServerView], None],
-    on_round: Callable[[int, Mapping[str, Tensor], Mapping[str, Tensor]], None],
+    on_round: Callable[[int, ServerState], None],
     first_round: int = 1,
+    optimizer: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Train from the current state of the task's model, and of what the server keeps, to the last configured round.
 
@@ -50,10 +53,10 @@ def run_rounds(
         task: model, data and configuration.
         defense: name of the defence that the clients use.
         on_update: called with each client's update before it is added to the mean.
-        on_round: called with (round, state, kept) after each round, and with first_round - 1 before the first; the
-            state is the global model's parameters and float buffers by name, `kept` what the server keeps beside them
-            (`Objective.kept_by`), empty if it keeps nothing.
+        on_round: called with the round's number and what the server holds after each round, and with first_round - 1
+            before the first.
         first_round: number of the first round, above 1 if a run is resumed.
+        optimizer: moments of the server's optimiser after the round before the first (`ServerState.optimizer`).
 
     Raises:
         ClientFailure: a client failed; the message names client and round.
@@ -63,12 +66,14 @@ def run_rounds(
     def keep(sent: ArrayRecord, arrays: ArrayRecord, number: int) -> Array:
         return pack(task.keep(read_state(task, arrays), read_kept(task, sent), number))
 
+    server = ServerOptimizer(f.chosen_strategy(), dict(optimizer or {}))
     strategy = FederatedMean(
         instructions={"config": task.config.to_json(), "defense": defense},
         update=f.update,
         learning_rate=f.learning_rate,
         per_round=task.config.sampled(),
         seed=task.config.seed,
+        optimizer=server,
         first_round=first_round,
         keep=keep if KEPT in state else None,
     )
@@ -80,7 +85,8 @@ def run_rounds(
         on_update(ServerView(number, strategy.partitions[node], read_state(task, sent["state"]), gradients))
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        on_round(server_round + first_round - 1, read_state(task, arrays), read_kept(task, arrays) or {})
+        state = ServerState(read_state(task, arrays), read_kept(task, arrays) or {}, server.state())
+        on_round(server_round + first_round - 1, state)
         return None
 
     strategy.start(TapGrid(grid, observe), state, num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)

@@ -1,9 +1,9 @@
 """The Flower strategy of this project: FedSGD on gradients or FedAvg on weights, with a streamed mean.
 
-It differs from Flower's FedAvg in four points. Replies are added to a running sum as they arrive instead of being
-collected. A client that fails stops the round instead of being left out without a message. Clients are ordered and
-sampled by partition id, because node ids are random. The sum is taken in that order under every engine, so that all
-engines give identical results.
+The server's optimiser is Flower's (`fedmjp.federation.server_optimizer`). The mean differs from Flower's FedAvg in four
+points. Replies are added to a running sum as they arrive instead of being collected. A client that fails stops the
+round instead of being left out without a message. Clients are ordered and sampled by partition id, because node ids are
+random. The sum is taken in that order under every engine, so that all engines give identical results.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedmjp.errors import ClientFailure
+from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.wire import KEPT, flat, pack
 
 
@@ -45,6 +46,7 @@ class FederatedMean(Strategy):
         per_round: number of clients sampled each round.
         seed: of the sampling.
         first_round: number of the first round, above 1 if a run is resumed.
+        optimizer: of the server, applied to the mean of the weights (and in "gradient", to where the step leads).
         keep: makes what the server keeps and sends beside the weights, from (state sent, new state, round); None if it
             keeps nothing.
     """
@@ -57,10 +59,11 @@ class FederatedMean(Strategy):
         learning_rate: float,
         per_round: int,
         seed: int,
+        optimizer: ServerOptimizer,
         first_round: int = 1,
         keep: Callable[[ArrayRecord, ArrayRecord, int], Array] | None = None,
     ) -> None:
-        self.keep = keep
+        self.keep, self.optimizer = keep, optimizer
         self.instructions, self.update, self.learning_rate = instructions, update, learning_rate
         self.per_round, self.seed, self.offset = per_round, seed, first_round - 1
         self.partitions: dict[int, int] = {}
@@ -110,6 +113,7 @@ class FederatedMean(Strategy):
         mean = {part: total.div_(examples) for part, total in sums.items()}
         if self.update == "gradient":
             mean["parameters"].mul_(-self.learning_rate).add_(flat(self._sent["parameters"]))
+        mean["parameters"] = self.optimizer.step(flat(self._sent["parameters"]), mean["parameters"], number)
         arrays = ArrayRecord({part: pack({part: values}) for part, values in mean.items()})
         if self.keep is not None:
             arrays[KEPT] = self.keep(self._sent, arrays, number)

@@ -22,8 +22,10 @@ from fedmjp.config import RunConfig
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog
+from fedmjp.records.server_state import ServerState
 
-KEPT = "kept:"  # begins the names of what the server keeps beside the model, in a saved state
+# What begins the names of tensors in a saved state, but for the model's own.
+PARTS = {"kept": "kept:", "optimizer": "optimizer:"}
 QUICK = 1  # compression of PNG files: a tenth larger than the best one's, in a third of the time
 ROUND_COLUMNS = ("defense", "round", "loss", "accuracy", "seconds")
 
@@ -157,12 +159,14 @@ class RunFolder:
                 writer.writerow(ROUND_COLUMNS)
             writer.writerow([defense, number, f"{loss:.6f}", f"{accuracy:.6f}", f"{seconds:.3f}"])
 
-    def save_state(self, defense: str, number: int, state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-        """Keep the global model after round `number`, and what the server keeps, in place of those before."""
+    def save_state(self, defense: str, number: int, state: ServerState) -> None:
+        """Keep what the server holds after round `number`, in place of what it held before."""
         folder = self.out / "state"
         folder.mkdir(exist_ok=True)
         temporary = folder / f"{defense}.tmp"
-        whole = dict(state) | {KEPT + name: tensor for name, tensor in kept.items()}
+        whole = dict(state.weights)
+        for part, prefix in PARTS.items():
+            whole |= {prefix + name: tensor for name, tensor in getattr(state, part).items()}
         save_file({n: t.contiguous().clone() for n, t in whole.items()}, temporary, metadata={"round": str(number)})
         temporary.replace(folder / f"{defense}.safetensors")
 
@@ -170,16 +174,19 @@ class RunFolder:
         """Where the server's memory of old updates is kept while the run goes on."""
         return self.out / "state" / f"{defense}_updates"
 
-    def load_state(self, defense: str) -> tuple[int, dict[str, Tensor] | None, dict[str, Tensor]]:
-        """(last finished round, state, what the server keeps), or (0, None, {}) where nothing was saved."""
+    def load_state(self, defense: str) -> tuple[int, ServerState | None]:
+        """(last finished round, what the server held after it), or (0, None) where nothing was saved."""
         path = self.out / "state" / f"{defense}.safetensors"
         if not path.exists():
-            return 0, None, {}
+            return 0, None
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             number = int(file.metadata()["round"])
-        kept = {name.removeprefix(KEPT): found.pop(name) for name in list(found) if name.startswith(KEPT)}
-        return number, found, kept
+        parts = {
+            part: {name.removeprefix(prefix): found.pop(name) for name in list(found) if name.startswith(prefix)}
+            for part, prefix in PARTS.items()
+        }
+        return number, ServerState(found, **parts)
 
     def save_images(self, defense: str, round: int, client: int, what: str, images: Tensor) -> None:
         """Write (B, C, H, W) images in [0, 1] as PNG files."""

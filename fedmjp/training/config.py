@@ -17,10 +17,12 @@ import tyro
 
 from attacks.registry import UsageError
 from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, EncoderConfig, ModelConfig
+from fedmjp.data.augmentations import DEIT, Augmentation
 from fedmjp.data.catalog import IMAGES, LABEL_MAPS, SPEECH, require_kind
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import MODELS, split_name
+from fedmjp.models.registry import check_drop_path
 from fedmjp.objectives import OBJECTIVES, Objective, read_objective
 from fedmjp.settings import split_entry
 
@@ -42,22 +44,27 @@ class Recipe:
     """AdamW's decay; biases, norms, class token and position embeddings are not decayed."""
     warmup_epochs: float = 20
     """Epochs of linear warm-up before the cosine."""
-    label_smoothing: float = 0.1
+    label_smoothing: float = DEIT.label_smoothing
     """Share of the label spread over all classes."""
     clip_gradient: float = 1.0
     """Largest norm of a step's gradient, 0 for none (the paper clips but names no norm)."""
     repeats: int = 3
     """Repeated augmentation: times an image appears in the order of an epoch, whose length stays (3: DeiT)."""
-    rand_augment: str = "rand-m9-mstd0.5-mmax9-inc1"
+    rand_augment: str = DEIT.rand_augment
     """timm's RandAugment string, or none."""
-    smallest_crop: float = 0.08
+    smallest_crop: float = DEIT.smallest_crop
     """Smallest share of an image's area that a random crop takes (0.08: DeiT)."""
-    mixup: float = 0.8
+    mixup: float = DEIT.mixup
     """Alpha of Mixup, 0 for none."""
-    cutmix: float = 1.0
+    cutmix: float = DEIT.cutmix
     """Alpha of CutMix, 0 for none; with both, each step draws one of them (DeiT)."""
-    erasing: float = 0.25
+    erasing: float = DEIT.erasing
     """Probability that a rectangle of an image is erased by noise."""
+
+    def augmentation(self) -> Augmentation:
+        """The part of the recipe that changes images and labels."""
+        names = [field.name for field in dataclasses.fields(Augmentation)]
+        return Augmentation(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -78,10 +85,7 @@ class StartConfig(EncoderConfig):
         super().validate(model)
         if not 0 < self.layer_decay <= 1:
             raise UsageError(f"--layer-decay must lie in (0, 1], not {self.layer_decay}")
-        if not 0 <= self.drop_path < 1:
-            raise UsageError(f"--drop-path must lie in [0, 1), not {self.drop_path}")
-        if self.drop_path and MODELS.get(split_name(model.model)[0]).vit is None:
-            raise UsageError(f"--drop-path needs a plain ViT, not {model.model}")
+        check_drop_path(self.drop_path, model.model)
 
 
 # The recipe with every augmentation left out, for short trainings that name the rest themselves.

@@ -26,8 +26,9 @@ def follow(config: RunConfig, engine: str = "local"):
     """(state by round, what the server kept by round) of a run."""
     states, kept = {}, {}
 
-    def note(number, state, own) -> None:
-        states[number], kept[number] = ({n: t.clone() for n, t in part.items()} for part in (state, own))
+    def note(number, state) -> None:
+        parts = (state.weights, state.kept)
+        states[number], kept[number] = ({n: t.clone() for n, t in part.items()} for part in parts)
 
     def run(grid) -> None:
         run_rounds(grid, ClientTask(config, "none"), "none", on_update=lambda view: None, on_round=note)

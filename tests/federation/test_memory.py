@@ -19,7 +19,7 @@ config = from_flat({"model": "deit_ti", "clients": 100, "clients_per_round": int
 2,
                     "data": "folder:" + sys.argv[2]})
 ENGINES.get("local")(lambda grid: run_rounds(grid, ClientTask(config, "none"), "none", on_update=lambda v: None,
-                                             on_round=lambda n, s, kept: None), 100)
+                                             on_round=lambda n, state: None), 100)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 """
 

@@ -24,7 +24,7 @@ def train(config: RunConfig, defense: str = "none", engine: str = "local"):
             ClientTask(config, defense),
             defense,
             on_update=lambda v: updates.__setitem__((v.round, v.client), {n: t.clone() for n, t in v.received.items()}),
-            on_round=lambda number, state, kept: states.__setitem__(number, {n: t.clone() for n, t in state.items()}),
+            on_round=lambda number, state: states.__setitem__(number, {n: t.clone() for n, t in state.weights.items()}),
         )
 
     ENGINES.get(engine)(run, config.federation.clients)

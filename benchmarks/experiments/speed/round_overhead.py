@@ -29,7 +29,7 @@ def federated_round(config: RunConfig, task: ClientTask) -> float:
             task,
             "none",
             on_update=lambda view: None,
-            on_round=lambda n, state, kept: marks.append(time.perf_counter()),
+            on_round=lambda n, state: marks.append(time.perf_counter()),
         )
 
     ENGINES.get("local")(conduct, config.federation.clients)
