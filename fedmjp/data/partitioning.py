@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,6 +74,48 @@ def partition(
             f"{spec!r} leaves one of {clients} clients without an image of {len(labels)} after repeated draws; "
             f"raise ALPHA, ask for fewer clients or load more images"
         ) from error
+
+
+@dataclass(frozen=True)
+class PartitionStatistics:
+    """How images are divided among clients.
+
+    Attributes:
+        clients: number of clients.
+        images: fewest, median and most images of a client.
+        classes: fewest, median and most classes of which a client holds an image.
+        skew: mean over clients of the total variation distance, in [0, 1], of the client's shares of the classes from
+            those of all images; 0 if all clients hold the same shares.
+    """
+
+    clients: int
+    images: tuple[int, float, int]
+    classes: tuple[int, float, int]
+    skew: float
+
+    def words(self) -> str:
+        """One sentence."""
+        (few, middle, most), (low, usual, high) = self.images, self.classes
+        return (
+            f"{self.clients} clients with {few} to {most} images (median {middle:g}) of {low} to {high} classes "
+            f"(median {usual:g}); total variation distance of a client's class shares from those of all images: "
+            f"{self.skew:.2f} on average"
+        )
+
+
+def statistics(labels: Sequence[int] | np.ndarray | torch.Tensor, parts: Sequence[np.ndarray]) -> PartitionStatistics:
+    """Statistics of a partition.
+
+    Args:
+        labels: (n,) class indices.
+        parts: the indices of each client, from `partition`.
+    """
+    labels = np.asarray(labels, dtype=np.int64)
+    counts = np.stack([np.bincount(labels[part], minlength=labels.max() + 1) for part in parts])  # (clients, classes)
+    shares, whole = counts / counts.sum(axis=1, keepdims=True), counts.sum(axis=0) / counts.sum()
+    images, classes = counts.sum(axis=1), (counts > 0).sum(axis=1)
+    spans = [(int(n.min()), float(np.median(n)), int(n.max())) for n in (images, classes)]
+    return PartitionStatistics(len(parts), *spans, float(np.abs(shares - whole).sum(axis=1).mean() / 2))
 
 
 def read_alpha(spec: str) -> float | None:

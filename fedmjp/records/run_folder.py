@@ -19,6 +19,7 @@ from attacks.findings import Finding
 from attacks.registry import UsageError
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
+from fedmjp.data.partitioning import statistics
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog
@@ -92,6 +93,7 @@ class RunFolder:
             "provenance": data.provenance,
             "skipped": list(data.skipped),
             "test_images": len(data.test),
+            "partition": statistics(data.train.labels, task.parts).words(),
         }
         counted = task.learner.objective.accuracy_of
         if counted != Objective.accuracy_of:

@@ -57,6 +57,7 @@ KEYS = {
     "attack": "its name",
     "augmentation": "what clients do to an image before they feed it",
     "against": "what an answer is compared with, or the line that a difference is taken from",
+    "recipe": "how clients train, where one thing differs from one image a step whose gradient is sent",
     "withheld": "the group of parameters that the update lacks",
     "answer": "the verdict",
     "init": "where a search started",

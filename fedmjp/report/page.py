@@ -26,10 +26,11 @@ from fedmjp.report.words import defence_words, grant_words, number_of, setting_w
 MAX_IMAGE_ROWS = 200
 
 CAPTIONS = {
-    "reconstructions": "One client's image a row: the original, what the model saw where a defence changes the input, "
-    "and what the strongest attacks made of the update, the strongest first, each with its PSNR. Pixels under diagonal "
-    "lines are those that the attack does not vouch for. An empty frame says why an attack returned no image. Scores "
-    "are against the original, so a faithful copy of a shuffled image scores low, though its patches are known.",
+    "reconstructions": "One client's image a row: the original (after augmentation, where clients augment), what the "
+    "model saw where a defence changes the input, and what the strongest attacks made of the update, the strongest "
+    "first, each with its PSNR. Pixels under diagonal lines are those that the attack does not vouch for. An empty "
+    "frame says why an attack returned no image. Scores are against the original, so a faithful copy of a shuffled "
+    "image scores low, though its patches are known.",
     "leakage_by_round": "Mean PSNR of each attack's reconstructions by federated round, with 95 % bootstrap intervals "
     "over images; points are set slightly apart. Dotted lines need no gradient.",
     "training": "What the defence costs: accuracy (with 95 % intervals over the test images) and loss of the global "
@@ -201,6 +202,7 @@ def _provenance(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     data = run.get("data") or {}
     facts = [(name.replace("_", " ").capitalize(), run.get(name)) for name in ("run_id", "commit", "device", "seed")]
     facts += [("Data", data.get("name")), ("Origin of the data", data.get("provenance"))]
+    facts += [("Partition", data["partition"])] if "partition" in data else []
     facts += [(f"Weights of {model}", origin) for model, origin in (run.get("weights") or {}).items()]
     facts += [(f"Version of {name}", version) for name, version in (run.get("versions") or {}).items()]
     return [(name, "not recorded" if value in (None, "") else str(value)) for name, value in facts]

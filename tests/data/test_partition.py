@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from attacks.registry import UsageError
 from fedmjp.data import partition
+from fedmjp.data.partitioning import PartitionStatistics, statistics
 
 LABELS = np.repeat(np.arange(10), 200)
 
@@ -94,3 +95,14 @@ def test_invalid_arguments_raise_one_line_that_says_what_to_do(clients, spec, ad
     with pytest.raises(UsageError, match=advice) as caught:
         partition([0, 1] * 5, clients, spec, 0)
     assert "\n" not in str(caught.value)
+
+
+def test_statistics_of_a_partition() -> None:
+    labels = [0, 0, 1, 1, 2, 2]
+    even = statistics(labels, [np.array([0, 2, 4]), np.array([1, 3, 5])])
+    assert even == PartitionStatistics(2, (3, 3.0, 3), (3, 3.0, 3), 0.0)
+    skewed = statistics(labels, [np.array([0, 1]), np.array([2, 3, 4, 5])])
+    assert (skewed.images, skewed.classes) == ((2, 3.0, 4), (1, 1.5, 2))
+    # Class shares (1, 0, 0) and (0, 1/2, 1/2) against thirds: 2/3 and 1/3.
+    assert skewed.skew == pytest.approx(0.5)
+    assert skewed.words().startswith("2 clients with 2 to 4 images (median 3) of 1 to 2 classes (median 1.5)")

@@ -7,7 +7,7 @@ the gradient of one image each (FedSGD). What the table can tell and what it can
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,21 +15,20 @@ import pandas as pd
 from rich.console import Console
 
 from attacks import UsageError
+from experiments.federations import gather_rows, reasons_not_run, train
 from experiments.rendering import read_rows
 from experiments.scaffold import Failure
 from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.render import TRADEOFF
 from experiments.tradeoff.table import point_of
-from fedmjp.audited_federation import check_before_start, run_experiment
+from fedmjp.audited_federation import check_before_start
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import Defense
 from fedmjp.federation import ClientFailure
 from fedmjp.models import split_name
 from fedmjp.models.weights import SHIPPED
-from fedmjp.progress import RunProgress
-from fedmjp.records.rows import pack_rows
-from fedmjp.records.run_folder import RunFolder, holds_finished, test_images_of
+from fedmjp.records.run_folder import test_images_of
 from fedmjp.records.run_record import note_rows
 
 SHOWN = [
@@ -171,7 +170,7 @@ def run(options: Options, console: Console) -> None:
     every = list(federations(options))
     try:
         for number, one in enumerate(every, start=1):
-            train(one, f"federation {number} of {len(every)}: {one.title}", console)
+            train(one.config, f"federation {number} of {len(every)}: {one.title}", console)
     except ClientFailure as error:
         raise Failure(f"{error}\n{options.resume_hint()}") from error
     finally:
@@ -183,39 +182,17 @@ def run(options: Options, console: Console) -> None:
     console.print(f"table and figure: {options.out}", soft_wrap=True, highlight=False)
 
 
-def train(one: Federation, title: str, console: Console) -> None:
-    """Run or take up one federation, unless it is finished."""
-    if holds_finished(one.config):
-        console.print(f"{title}: finished before", highlight=False)
-        return
-    console.print(title, style="bold", highlight=False)
-    folder = RunFolder(one.config)
-    run_experiment(one.config, folder, RunProgress(console))
-    folder.finish()
-
-
 def collect(done: Sequence[Federation], options: Options) -> None:
     """Gather rows and rounds of finished federations, note the call in run.json, and write table and figure."""
     out = options.out
-    with (out / "rows.jsonl").open("wb") as file:
-        for one in done:
-            file.write((one.config.out / "rows.jsonl").read_bytes())
-    pack_rows(out / "rows.jsonl")
+    gather_rows([one.config.out for one in done], out)
     _rounds(done).to_csv(out / "rounds.csv", index=False)
     titles = sorted(one.title for one in done)
     program = "python benchmarks/federated_tradeoff.py"
     rows = read_rows(out)
-    note_rows(out, program, rows, federations=titles, not_run=_not_run(done, set(rows["attack"])) | options.not_run())
+    reasons = reasons_not_run([one.config.out for one in done], set(rows["attack"]))
+    note_rows(out, program, rows, federations=titles, not_run=reasons | options.not_run())
     TRADEOFF.write(out)
-
-
-def _not_run(done: Sequence[Federation], ran: Container[str]) -> dict[str, str]:
-    """Why the suites of the federations left attacks out that ran in none of them."""
-    found: dict[str, str] = {}
-    for one in done:
-        for reasons in json.loads((one.config.out / "run.json").read_text(encoding="utf-8"))["not_run"].values():
-            found |= {name: f"not run: {reason}" for name, reason in reasons.items() if name not in ran}
-    return found
 
 
 def _rounds(done: Sequence[Federation]) -> pd.DataFrame:

@@ -1,0 +1,63 @@
+"""What is rendered from the federations of the recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.recipes.options import RECIPES
+from experiments.rendering import Rendering, csv, markdown_table, read_rows, read_run
+from fedmjp.audit.verdict import judge
+from fedmjp.report.words import defence_words
+
+
+def recipe_files(folder: Path) -> dict[str, str]:
+    """table.csv: the verdict by recipe and defence."""
+    rows, names = read_rows(folder), read_run(folder)["recipes"]
+    rows["recipe"] = rows["run_id"].map(names)
+    lines = []
+    for (recipe, defense), own in rows.groupby(["recipe", "defense"], sort=False):
+        verdict = judge(own)
+        lines.append(
+            {
+                "recipe": recipe,
+                "defense": defense,
+                "answer": str(verdict.answer),
+                "attack": verdict.attack,
+                "psnr_median": verdict.psnr,
+                "gain_mean": verdict.gain.mean,
+                "gain_low": verdict.gain.low,
+                "gain_high": verdict.gain.high,
+                "recovered": verdict.recovered,
+                "certified": verdict.certified,
+                "count": own.groupby(["round", "client", "image"]).ngroups,
+            }
+        )
+    order = {name: place for place, name in enumerate(RECIPES)}
+    table = pd.DataFrame(lines).sort_values("recipe", key=lambda names: names.map(order), kind="stable")
+    return {"table.csv": csv(table, 4)}
+
+
+def recipe_block(folder: Path) -> str:
+    """The table as Markdown: a row for each recipe, a column for each defence."""
+    table = pd.read_csv(folder / "table.csv").fillna({"attack": ""})
+    defenses = list(table["defense"].unique())
+    by = table.set_index(["recipe", "defense"])
+    names = list(table["recipe"].unique())
+    lines = [[name, *(_cell(by, (name, defense)) for defense in defenses)] for name in names]
+    return markdown_table(["clients", *map(defence_words, defenses)], lines)
+
+
+def _cell(table: pd.DataFrame, key: tuple[str, str]) -> str:
+    """Verdict, strongest attack, its median PSNR, and images above the bar; "" where the cell was not run."""
+    if key not in table.index:
+        return ""
+    row = table.loc[key]
+    if not row.attack:
+        return f"{row.answer} ({row['count']} images)"
+    return f"{row.answer}: `{row.attack}` {row.psnr_median:.1f} dB, {row.recovered} of {row['count']}"
+
+
+RECIPE_TABLE = Rendering("recipes", recipe_files, {"recipes": recipe_block})
+RENDERINGS = (RECIPE_TABLE,)
