@@ -7,8 +7,11 @@ is rendered from the rows alone.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +33,7 @@ from fedmjp.records import provenance
 from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.records.run_folder import RunFolder
 from fedmjp.records.server_state import ServerState
+from fedmjp.records.tracking import Tracker, open_tracker
 
 BASELINE_IMAGES = 128  # training images behind the mean image
 
@@ -49,11 +53,11 @@ def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) 
 def run_on_grid(grid: Any, config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
     """Run every federation of `config` on a given Flower Grid; see `run_experiment`."""
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
-    with folder.open_rows() as rows:
+    with folder.open_rows() as rows, closing(open_tracker(config.log, config.out)) as tracker:
         for defense in config.defense:
             task = shared_task(config.to_json(), defense)
             folder.note_task(task)
-            FederationAudit(task, defense, folder, rows, progress, lpips).run(grid)
+            FederationAudit(task, defense, folder, rows, progress, tracker, lpips).run(grid)
 
 
 class FederationAudit:
@@ -66,9 +70,11 @@ class FederationAudit:
         folder: RunFolder,
         rows: RowLog,
         progress: RunProgress,
+        tracker: Tracker,
         lpips: Callable | None,
     ) -> None:
         self.task, self.defense, self.folder, self.rows, self.progress = task, defense, folder, rows, progress
+        self.tracker, self.psnr = tracker, defaultdict(list)  # PSNR of the present round's images by attack
         self.config = task.config
         self.score_images = scorer(task.model.patch_size, lpips)
         train = task.data.train
@@ -135,8 +141,14 @@ class FederationAudit:
             seconds = time.perf_counter() - self.round_started if number else 0.0
             self.folder.append_round(self.defense, number, loss, accuracy, seconds)
             self.progress.round_done(number, loss, accuracy, seconds)
+            self._track({"loss": loss, "accuracy": accuracy}, number)
+        self._track({f"psnr/{name}": sum(own) / len(own) for name, own in self.psnr.items() if own}, number)
+        self.psnr.clear()
         self.folder.save_state(self.defense, number, state)
         self.round_started = time.perf_counter()
+
+    def _track(self, values: Mapping[str, float], number: int) -> None:
+        self.tracker.scalars({f"{self.defense}/{name}": value for name, value in values.items()}, number)
 
     def _wanted(self, view: ServerView, suite: Suite) -> list[str]:
         """The guesses and attacks of the suite that are due on this update and have no rows yet."""
@@ -221,7 +233,9 @@ class FederationAudit:
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
         for index, image_id in enumerate(batch.ids):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
-        self.progress.attack_done(scored.attack, [r["psnr"] for r in scored.records])
+        found = [r["psnr"] for r in scored.records]
+        self.psnr[scored.attack] += filter(math.isfinite, found)  # of images that came back
+        self.progress.attack_done(scored.attack, found)
 
     def _case(self, attack: str, parameters: Mapping[str, Any], round: int, client: int) -> dict[str, Any]:
         """The columns that identify this batch's rows, `records.rows.CASE`."""

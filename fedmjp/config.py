@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -163,6 +164,9 @@ class RunConfig:
     """Folder of the results (left at its default, a new folder in it is named after the time)."""
     resume: bool = False
     """Go on with the unfinished run in --out; finished rows are not repeated."""
+    log: Literal["none", "tensorboard"] = "none"
+    """tensorboard: accuracy, loss and the PSNR of each attack by round, as event files in OUT/tensorboard
+    (pip install 'fedmjp[tensorboard]')."""
 
     def defence(self, entry: str) -> Defense:
         """The defence of one entry of `defense`: a name, with this run's options and then those of the entry itself.
@@ -218,6 +222,8 @@ class RunConfig:
         self._validate_audited()
         for name in self.audit.named():
             ATTACKS.check(name)
+        if self.log == "tensorboard" and find_spec("tensorboard") is None:
+            raise UsageError("--log tensorboard needs TensorBoard: pip install 'fedmjp[tensorboard]'")
         self.audit.budget_seconds()
         for option in ("at_most", "steps"):
             read_budget(getattr(self.audit, option), f"--{option.replace('_', '-')}")
