@@ -33,9 +33,10 @@ from torch import Tensor
 
 from attacks.base import NEGLIGIBLE_NORM
 from attacks.classifier import Step, read_step
-from attacks.compression import LEAST_ENTRIES, find_precision, find_sparsification, sample
+from attacks.compression import LEAST_ENTRIES, find_precision, find_sparsification
 from attacks.findings import Finding
 from attacks.identities import classifier_sums, position_balance, tokenizer_of
+from attacks.linear.intervals import sample
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows, remove_localisation
 from attacks.observation import Observation

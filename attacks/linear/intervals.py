@@ -32,8 +32,8 @@ BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 
 LEAST_FLOAT16 = 2.0**-24  # its smallest number
 # Steps between the smallest and the largest of 256 values; distance from a whole number of steps, in steps.
 STEPS, ON_GRID = 255, 0.01
-# Fewest different values that show a grid; entries that are looked at first.
-LEAST_DIFFERENT, SOME = 4, 1024
+# Fewest different values that show a grid, least entries of a channel with one of its own, entries looked at first.
+LEAST_DIFFERENT, LEAST_IN_A_ROW, SOME = 4, 16, 1024
 # Share of scattered zeros from which entries were left out, and least ratio of the smallest entry to the lowest bit.
 SPARSE, ABOVE_UNDERFLOW = 0.2, 8.0
 # Deviation of an entry relative to the rms entry above which bounds matter more than the round-off of float32 sums.
@@ -53,15 +53,34 @@ def error_bounds(observation: Observation, name: str) -> Tensor:
     Raises:
         UsageError: the update lacks the gradient.
     """
+    if not returns_weights(observation):
+        return bounds_of(observation.gradient_of(name).detach())
+    returned, kind = _numbers_sent(observation, name), sent_format(observation, name)
+    least = LEAST_FLOAT16 / 2 if kind == torch.float16 else 0.0
+    return _half_spacing(returned.double(), kind).clamp(min=least) / observation.learning_rate
+
+
+def returns_weights(observation: Observation) -> bool:
+    """Whether the client sent weights, which were turned into a gradient by the learning rate."""
+    return observation.kind == "weights" and bool(observation.learning_rate)
+
+
+def sent_format(observation: Observation, name: str) -> torch.dtype:
+    """The coarsest floating-point format that the numbers sent for the parameter called `name` all have.
+
+    Raises:
+        UsageError: the update lacks its gradient.
+    """
+    return _format(_numbers_sent(observation, name), SLACK if returns_weights(observation) else 0.0)
+
+
+def _numbers_sent(observation: Observation, name: str) -> Tensor:
+    """The gradient called `name`, or the weights that were returned."""
     gradient = observation.gradient_of(name).detach()
-    if observation.kind == "weights" and observation.learning_rate:
-        weight = dict(observation.model.named_parameters())[name].detach()
-        rate = observation.learning_rate
-        returned = (weight.double() - rate * gradient.double()).to(torch.float32)
-        kind = _format(returned, SLACK)
-        least = LEAST_FLOAT16 / 2 if kind == torch.float16 else 0.0
-        return _half_spacing(returned.double(), kind).clamp(min=least) / rate
-    return bounds_of(gradient)
+    if not returns_weights(observation):
+        return gradient
+    weight = dict(observation.model.named_parameters())[name].detach()
+    return (weight.double() - observation.learning_rate * gradient.double()).to(torch.float32)
 
 
 def bounds_of(gradient: Tensor) -> Tensor:
@@ -69,7 +88,7 @@ def bounds_of(gradient: Tensor) -> Tensor:
     values = gradient.double()
     if not values.any():
         return torch.zeros_like(values)
-    step = _grid(values)
+    step = grid_of(values)
     if step is not None:
         return (step / 2).expand(values.shape)
     kind = _format(gradient, 0.0)
@@ -77,7 +96,7 @@ def bounds_of(gradient: Tensor) -> Tensor:
     floor = _lowest_bit(values[values != 0]) if kind == torch.float16 else 0.0
     bounds = bounds.clamp(min=floor / 2)
     smallest = float(values[values != 0].abs().min())
-    if _scattered_zeros(values) > SPARSE and smallest > ABOVE_UNDERFLOW * floor:
+    if float((without_zero_rows(values) == 0).double().mean()) > SPARSE and smallest > ABOVE_UNDERFLOW * floor:
         bounds = torch.where(values == 0, smallest * (1 + 2.0 ** -BITS[kind]), bounds)
     return bounds
 
@@ -125,14 +144,19 @@ def largest_share_of_same_image(own: float) -> float:
     return max((own * OTHER_SHARE) ** 0.5, min(SAME * own, USUAL_OTHER_SHARE))
 
 
+def sample(tensor: Tensor) -> Tensor:
+    """At most `SAMPLE` entries, spread evenly, flat."""
+    flat = tensor.flatten()
+    return flat[:: -(-len(flat) // SAMPLE)]
+
+
 def _format(values: Tensor, slack: float) -> torch.dtype:
     """The coarsest floating-point format whose numbers all entries are, but for a relative `slack`."""
     if values.dtype in (torch.float16, torch.bfloat16):
         return values.dtype
     if values.dtype == torch.float64 and bool((values.float().double() != values).any()):
         return torch.float64
-    flat = values.flatten()
-    sampled = flat[:: -(-len(flat) // SAMPLE)].float()
+    sampled = sample(values).float()
     mantissas, _ = torch.frexp(sampled.double())
     for kind in (torch.bfloat16, torch.float16):  # by digits alone: a power of two may have been divided out
         digits = mantissas * 2.0 ** BITS[kind]
@@ -158,13 +182,21 @@ def _lowest_bit(values: Tensor) -> float:
     return float((lowest * torch.ldexp(torch.ones_like(values), exponents - BITS[torch.float32])).min())
 
 
-def _grid(values: Tensor) -> Tensor | None:
-    """The step of the grid on which all values lie: (), or a step a channel, broadcastable; None where they do not."""
+def grid_of(values: Tensor) -> Tensor | None:
+    """The step of the grid on which all values lie: (), or a step a channel, broadcastable; None where they do not.
+
+    A channel is a row of a matrix, of a table or of filters, or a column of them.
+    """
     step = _step_of(values.flatten())
     if step is not None or values.dim() < 2:
         return None if step is None else torch.tensor(step).to(values)
-    for rows in (values.flatten(1), values.reshape(-1, values.shape[-1])):
-        if len(rows) == 1:
+    ones = [1] * (values.dim() - 1)
+    for rows, shape in (
+        (values.flatten(1), (-1, *ones)),
+        (values.reshape(-1, values.shape[-1]), (*values.shape[:-1], 1)),
+        (values.flatten(1).mT, (1, *values.shape[1:])),
+    ):
+        if len(rows) == 1 or rows.shape[1] < LEAST_IN_A_ROW:
             continue
         steps = []
         for row in rows:
@@ -173,16 +205,15 @@ def _grid(values: Tensor) -> Tensor | None:
                 break
             steps.append(found)
         else:
-            shape = (-1, *[1] * (values.dim() - 1)) if len(steps) == len(values) else (*values.shape[:-1], 1)
             return torch.tensor(steps).to(values).reshape(shape)
     return None
 
 
 def _step_of(values: Tensor) -> float | None:
     """The step whose whole multiples, at most `STEPS`, the differences of all values are; None where there is none."""
-    if len(values[:SOME].unique()) > STEPS + 1:
+    if any(len(some.unique()) > STEPS + 1 for some in (values[:SOME], sample(values))):
         return None
-    different = values.unique()
+    different = values.unique().double()
     if not LEAST_DIFFERENT <= len(different) <= STEPS + 1:
         return None
     offsets = different - different[0]
@@ -194,9 +225,7 @@ def _step_of(values: Tensor) -> float | None:
     return None
 
 
-def _scattered_zeros(values: Tensor) -> float:
-    """Share of zeros in rows and columns that are not zero."""
+def without_zero_rows(values: Tensor) -> Tensor:
+    """The rows and columns of a matrix, table or filters that are not zero, (R, c); a single row as it is."""
     rows = values.flatten(1) if len(values) > 1 and values.dim() > 1 else values.reshape(-1, values.shape[-1])
-    if len(rows) > 1:
-        rows = rows[(rows != 0).any(dim=1)][:, (rows != 0).any(dim=0)]
-    return float((rows == 0).double().mean())
+    return rows if len(rows) == 1 else rows[(rows != 0).any(dim=1)][:, (rows != 0).any(dim=0)]
