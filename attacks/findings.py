@@ -11,7 +11,7 @@ class Finding:
 
     Attributes:
         name: in short: adaptive_steps, second_moments, weight_decay, noise, precision, sparsification, clipping,
-            several_steps, learning_rate, scaled_loss.
+            several_steps, learning_rate, scaled_loss, momentum.
         sentence: what was seen, what it means for the attacks and what to do.
         fixed: it was undone, or does not matter to the attacks.
         hinders: the attacks' equations do not hold on such an update, so that no answer is to be trusted.

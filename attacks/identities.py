@@ -57,7 +57,7 @@ def rms(tensor: Tensor) -> Tensor:
 
 def classifier_sums(observation: Observation) -> Identity | None:
     """Sums over the classes of the classifier's weight gradient; None where the update holds none."""
-    name, gradient = _classifier_name(observation), classifier_gradient(observation)
+    name, gradient = classifier_name(observation), classifier_gradient(observation)
     if gradient is None:
         return None
     weight = dict(observation.model.named_parameters())[name].detach().double()
@@ -66,11 +66,11 @@ def classifier_sums(observation: Observation) -> Identity | None:
 
 def classifier_gradient(observation: Observation) -> Tensor | None:
     """Gradient of the classifier's weights, (classes, D); None where the update holds none."""
-    gradient = observation.gradients.get(_classifier_name(observation))
+    gradient = observation.gradients.get(classifier_name(observation))
     return None if gradient is None or not gradient.any() else gradient
 
 
-def _classifier_name(observation: Observation) -> str | None:
+def classifier_name(observation: Observation) -> str | None:
     """Name of the last matrix with a bias outside of the localisation head."""
     tokenizer = tokenizer_of(observation)
     skipped = f"{tokenizer.localisation}." if tokenizer is not None and tokenizer.localisation else "\0"

@@ -147,21 +147,31 @@ def test_own_model_that_is_no_vit() -> None:
 
 
 def own_app(
-    rate: float = 1.0, decay: float = 0.0, spoil=lambda state, partition: state, batches=(0,), make=timm_vit
+    rate: float = 1.0,
+    decay: float = 0.0,
+    spoil=lambda state, partition: state,
+    batches=(0,),
+    make=timm_vit,
+    momentum: float = 0.0,
 ) -> ClientApp:
-    """Clients that take an SGD step on each of some photographs, by number, and return weights."""
-    app = ClientApp()
+    """Clients that take an SGD step on each of some photographs, by number, and return weights.
+
+    Of their momentum each keeps what it has until its next round.
+    """
+    app, kept = ClientApp(), {}
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         mine = make()
         mine.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        optimiser = torch.optim.SGD(mine.parameters(), lr=rate, weight_decay=decay)
+        optimiser = torch.optim.SGD(mine.parameters(), lr=rate, weight_decay=decay, momentum=momentum)
+        optimiser.load_state_dict(kept.get(context.node_config["partition-id"], optimiser.state_dict()))
         for number in batches:
             optimiser.zero_grad()
             image = photographs(32, 2)[number : number + 1]
             functional.cross_entropy(mine((image - 0.5) / 0.5), torch.tensor([2])).backward()
             optimiser.step()
+        kept[context.node_config["partition-id"]] = optimiser.state_dict()
         state = spoil(dict(mine.state_dict()), context.node_config["partition-id"])
         content = {"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": 1})}
         return Message(RecordDict(content), reply_to=message)
@@ -197,6 +207,33 @@ def test_own_flower_app(tmp_path) -> None:
     assert verdict.answer is Answer.LEAKS
     assert re.match(r"leaks: \d of 4 images certified, they reproduce the update", verdict.headline())
     assert any("april" in line and "not among --attacks" in line for line in verdict.details())
+
+
+@pytest.mark.parametrize("given", [0.9, None])
+def test_momentum_that_clients_keep_between_rounds(given: float | None, tmp_path) -> None:
+    """Another photograph in each round, as clients with more than one have."""
+    numbers = iter((0, 0, 1, 1))  # two clients a round
+    app = own_app(rate=0.1, momentum=0.9, batches=_Next(numbers))
+    watcher, _ = watch(app, tmp_path, rounds=2, momentum=given, learning_rate=0.1, batch_size=1, local_steps=1)
+    second = [found for _, _, found in watcher.found[2:]]
+    values = [float(psnr(found.images, photographs(32, 2)[1:])) for found in second]
+    if given:
+        assert "0.9 times its last update was subtracted" in watcher.findings["momentum"]
+        assert min(values) > 50
+    else:
+        assert all("pass momentum=0.9" in found.diagnosis for found in second)
+        assert max(values) < 40
+        assert not any(found.known.any() for found in second)
+
+
+class _Next:
+    """The next number alone, whenever a client goes through its batches."""
+
+    def __init__(self, numbers) -> None:
+        self.numbers = numbers
+
+    def __iter__(self):
+        yield next(self.numbers)
 
 
 def test_what_is_not_told_is_assumed_and_said(tmp_path) -> None:
