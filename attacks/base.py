@@ -51,6 +51,8 @@ class Attack(ABC):
     """Base class: configuration in the dataclass fields, data in the call, the same checks before every attack."""
 
     needs: ClassVar[frozenset[Capability]] = frozenset()
+    # Of these one is enough: the attack has a way for each.
+    needs_one_of: ClassVar[frozenset[Capability]] = frozenset()
     # Whether the attack reads the whole update, and not just the layers that make the tokens and `linear_layers`.
     reads_every_parameter: ClassVar[bool] = False
     # Whether a suite that chooses by itself may run the attack; attacks that repeat others are run by name only.
@@ -153,6 +155,12 @@ class Attack(ABC):
         """The configuration as plain values, for the results row."""
         return asdict(self)
 
+    @classmethod
+    def needed(cls) -> list[str]:
+        """The capabilities that the attack needs, by name; "one or other" where one of several is enough."""
+        ways = " or ".join(sorted(c.value for c in cls.needs_one_of))
+        return sorted(c.value for c in cls.needs) + [ways] * bool(ways)
+
     def require(self, threat_model: ThreatModel, name: str) -> None:
         """Refuse to run under a threat model that grants less than the attack needs.
 
@@ -160,6 +168,9 @@ class Attack(ABC):
             UsageError: naming what is lacking.
         """
         lacking = threat_model.lacks(self.needs)
+        ways = threat_model.lacks(self.needs_one_of)
+        if ways and len(ways) == len(self.needs_one_of):
+            lacking.append(" or ".join(ways))
         if lacking:
             raise UsageError(
                 f"attack {name!r} needs {', '.join(lacking)}, which the threat model does not grant (--grants)"

@@ -76,6 +76,8 @@ class Observation:
         kind: "gradient" (one FedSGD step) or "weights" (the weights after `local_steps` steps).
         labels: (B,) only where the threat model grants them.
         objective: what the client minimised; attacks that simulate a client know the supervised one.
+        weights_granted: whether the threat model grants the weights of `model`; attacks that have a way without them
+            take it where it does not.
     """
 
     gradients: Mapping[str, Tensor]
@@ -91,6 +93,7 @@ class Observation:
     client: int = 0
     labels: Tensor | None = None
     objective: str = SUPERVISED
+    weights_granted: bool = True
     _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:

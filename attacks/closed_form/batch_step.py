@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.closed_form.token_equations import SpanSums, attention_equations, patch_equations, read_block, weigh
-from attacks.linear.least_squares import solve_rows
+from attacks.linear.least_squares import EDGE, RowSolution, solve_rows
 from attacks.linear.normal_equations import SETTLED, NormalEquations
 from attacks.linear.position_rows import (
+    WITHOUT_WEIGHTS,
     missing_positions,
     position_gradient,
     read_position_rows,
@@ -41,6 +42,8 @@ class Step:
         rows: (N, P) float64, without what lies along `basis`, and zero where the position row is.
         basis: (n, P) orthonormal; n = N (k - 1), plus the number of rows that are zero, or less where noise hides some.
         sums: the equations, each of weight 1 or less.
+        errors: (N,) what the noise of the message leaves of each patch's equations, weighted and squared, by
+            expectation.
         num_examples: k.
         masked: rows of the position gradient that are exactly zero.
         own_masks: the batch hides positions, and not the same ones in all images (or so it may be).
@@ -49,20 +52,15 @@ class Step:
     rows: Tensor
     basis: Tensor
     sums: NormalEquations
+    errors: Tensor
     num_examples: int
     masked: int
     own_masks: bool
 
-    @classmethod
-    def of(cls, rows: Tensor, basis: Tensor, num_examples: int, masked: int = 0, own_masks: bool = False) -> Step:
-        """A step whose equations all have weight 1."""
-        sums = NormalEquations(*rows.shape, device=rows.device)
-        sums.add(rows, basis)
-        return cls(rows - (rows @ basis.T) @ basis, basis, sums, num_examples, masked, own_masks)
-
     def seen_as(self, view: View, tokenizer: Tokenizer) -> Step:
         """The equations of an image of which this step holds a view."""
-        return replace(self, sums=view.moved(self.sums, tokenizer))
+        errors = torch.where(view.source >= 0, self.errors[view.source], 0.0)
+        return replace(self, sums=view.moved(self.sums, tokenizer), errors=errors)
 
     @property
     def equations(self) -> int:
@@ -81,6 +79,8 @@ def read_step(observation: Observation) -> Step:
         raise UsageError(several_steps[0])
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     if tokenizer.positions is not None and position_gradient(observation, tokenizer) is None:
+        if not observation.weights_granted:
+            raise UsageError(f"{missing_positions(observation, tokenizer)}; {WITHOUT_WEIGHTS}")
         return _read_spans(observation, tokenizer)
     update = read_position_rows(observation)
     tokenizer, visible = update.tokenizer, ~update.masked
@@ -98,9 +98,33 @@ def read_step(observation: Observation) -> Step:
     rows = products.new_zeros(patches, tokenizer.patch_dim)
     rows[visible] = solution.rows
     basis = functional.normalize(solution.unknown, dim=1)  # (n, P)
+    sums = NormalEquations(*rows.shape, device=rows.device)
+    sums.add(rows, basis)
     shared = tokenizer.shared_embedding(observation.gradients)
     own_masks = count > 1 and shared is not None and bool(shared.any())
-    return Step.of(rows, basis, count, masked, own_masks)
+    errors = _errors(solution, visible, spanned)
+    return Step(rows - (rows @ basis.T) @ basis, basis, sums, errors, count, masked, own_masks)
+
+
+def _errors(solution: RowSolution, visible: Tensor, spanned: int) -> Tensor:
+    """`Step.errors` of rows that were solved, by three parts.
+
+    Noise of the rows themselves, off the basis. Noise that turns the basis, along which the rows are wrong by what
+    `RowSolution.gains` says of hidden directions. And hidden directions that sink below the noise, at most `EDGE` of
+    its largest singular value each. A row that is zero lies along the basis, with patches of a unit variance a pixel.
+
+    Args:
+        visible: (N,) bool, rows that are not zero.
+        spanned: directions that the rows that were not sent span.
+    """
+    (found, dim), spare = solution.unknown.shape, max(solution.spare, 1)
+    turned = dim * found / spare
+    sunk = max(spanned - found, 0) * (EDGE * (1 + (dim / spare) ** 0.5)) ** 2
+    errors = solution.gains.new_zeros(len(visible))
+    errors[visible] = solution.gains * (dim - found + turned + sunk)
+    if found:
+        errors[~visible] = turned * dim / float(solution.unknown.square().sum())
+    return errors * solution.noise**2
 
 
 def describe(count: int, masked: int, num_patches: int) -> str:
@@ -155,4 +179,5 @@ def _read_spans(observation: Observation, tokenizer: Tokenizer) -> Step:
     targets, squares = (centre * weights) @ vectors.T, centre.square() @ weights
     sums.add_sums((vectors * weights) @ vectors.T, targets, squares, 1.0, int(settled.sum()))
     rows = (centre * settled) @ vectors.T
-    return Step(rows, vectors[:, ~settled].T.contiguous(), sums, count, 0, False)
+    errors = (weights / values.clamp(min=LEAST)).sum().expand(tokenizer.num_patches)
+    return Step(rows, vectors[:, ~settled].T.contiguous(), sums, errors, count, 0, False)

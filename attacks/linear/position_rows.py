@@ -40,6 +40,8 @@ LEAST_SHARE = 1e-3
 # Share of dL/db by which the rows may differ from it before they are taken for something else than token gradients, and
 # the same in units of what the message's precision explains.
 IMBALANCE, ROUNDED = 1e-4, 4.0
+# Why an update without position gradient is not read by the spans of its first attention.
+WITHOUT_WEIGHTS = "what the first attention's gradient gives needs the model's weights, which are not granted"
 
 
 @dataclass(frozen=True)

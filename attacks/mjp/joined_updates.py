@@ -31,7 +31,13 @@ from torch import Tensor
 
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.normal_equations import Estimate, NormalEquations
-from attacks.linear.position_rows import PositionRows, position_gradient, read_position_rows
+from attacks.linear.position_rows import (
+    WITHOUT_WEIGHTS,
+    PositionRows,
+    missing_positions,
+    position_gradient,
+    read_position_rows,
+)
 from attacks.linear.row_space import RowSpace
 from attacks.linear.views import View, all_shifts, mirror, mix_channels
 from attacks.mjp.span_update import SpanUpdate, read_span_update
@@ -149,6 +155,8 @@ def read_update(observation: Observation, *, spans: bool) -> PositionRows | Span
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     if not spans or tokenizer.positions is None or position_gradient(observation, tokenizer) is not None:
         return read_position_rows(observation)
+    if not observation.weights_granted:
+        raise UsageError(f"{missing_positions(observation, tokenizer)}; {WITHOUT_WEIGHTS}")
     try:
         return read_span_update(observation)
     except UsageError as error:

@@ -45,7 +45,8 @@ class MJPRounds(Attack):
     prior: VectorialVariation = field(default_factory=VectorialVariation)
     intervals: bool = True
 
-    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.SEVERAL_ROUNDS})
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.SEVERAL_ROUNDS})
+    needs_one_of: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""

@@ -77,6 +77,7 @@ def observe_update(
         client=client,
         labels=labels if Capability.LABELS in threat_model.grants else None,
         objective=task.objective_name,
+        weights_granted=Capability.MODEL_WEIGHTS in threat_model.grants,
     )
 
 

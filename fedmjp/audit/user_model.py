@@ -71,8 +71,9 @@ def audit_gradient(
     threat_model = threat_model or ThreatModel()
     observation, images, findings = _observe(model, images, gradients, mean, std, labels)
     tokenizer = readable_tokenizer(observation.model, observation.image_shape)
-    if Capability.LABELS not in threat_model.grants:
-        observation = replace(observation, labels=None)
+    granted = {"weights_granted": Capability.MODEL_WEIGHTS in threat_model.grants}
+    granted |= {} if Capability.LABELS in threat_model.grants else {"labels": None}
+    observation = replace(observation, **granted)
     suite = choose_attacks(attacks, [observation], threat_model, budget)
     score_images = scorer(tokenizer.patch_size, load_lpips(lpips_net, lpips_weights, images.device))
     scored, added = _attacked(observation, images, suite, score_images, findings, budget)

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attacks import Attack, Observation, Reconstruction, ThreatModel, UsageError
+from attacks import Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError
 from attacks.classifier import read_step
 from attacks.findings import Finding
 from attacks.fingerprints import repair
 from attacks.memory import remember
+from attacks.momentum import KeptMomentum
 from fedmjp.audit.folder import AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import Scored, answer, explained
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
@@ -67,7 +68,8 @@ class Watcher:
         optimiser: of the clients; anything but "sgd" cannot be turned back into a gradient.
         learning_rate: of the clients' SGD, to turn weights back into a gradient.
         weight_decay: of the clients' SGD; it is subtracted.
-        momentum: of the clients' SGD; matters from the second local step on.
+        momentum: of the clients' SGD; what a client keeps of it from round to round is subtracted where its updates
+            show that it does. Within several local steps it cannot be undone.
         batch_size, local_steps: as the clients train; they decide what the closed forms can promise.
         attacks: "auto", "all", or names and instances (`MJPSubspace(prior=VectorialVariation(strength=20))`).
         threat_model: what the adversary is granted.
@@ -118,6 +120,7 @@ class Watcher:
         self.batch_size, self.local_steps = batch_size or 1, local_steps or 1
         self.attacks, self.budget, self.threat_model = attacks, budget, threat_model or ThreatModel()
         self.out = _free(Path(out))
+        self._momentum = KeptMomentum(momentum)
         self.found: list[tuple[int, str, Reconstruction]] = []
         self.problems: list[str] = []
         self.findings: dict[str, str] = {}
@@ -188,9 +191,7 @@ class Watcher:
         gradients = {n: g.to(before[n].dtype) for n, g in gradients.items()}
         if self.sends == "weights":
             gradients = {n: (before[n] - g) / self.learning_rate for n, g in gradients.items()}
-        if self.weight_decay:
-            gradients = {n: g - self.weight_decay * before[n] for n, g in gradients.items()}
-        observation = Observation(
+        raw = Observation(
             gradients,
             model_as_sent(self.model, before),
             self.batch_size,
@@ -202,10 +203,14 @@ class Watcher:
             learning_rate=self.learning_rate,
             round=number,
             client=node,
+            weights_granted=Capability.MODEL_WEIGHTS in self.threat_model.grants,
         )
+        plain = {n: g - self.weight_decay * before[n] for n, g in gradients.items()} if self.weight_decay else gradients
+        observation, kept = self._momentum(raw, replace(raw, gradients=plain))
         observation, recognised = repair(observation)
         unread = not recognised and read_step(observation) is None
-        return observation, [*recognised, UNCHECKED] if unread else recognised
+        found = [kept, *recognised, UNCHECKED if unread else None]
+        return observation, [finding for finding in found if finding is not None]
 
     def _keep(
         self, observation: Observation, name: str, attack: Attack, found: Reconstruction, findings: Sequence[Finding]

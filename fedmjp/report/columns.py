@@ -99,6 +99,8 @@ COUNTS = {
     "images_seen": "by a training",
     "images": "of a client",
     "pairs": "of updates that were compared",
+    "shared": "pairs of updates that do share an image",
+    "kept": "of them, pairs that an attack took for one image",
     "corruption_count": "corruptions that are averaged",
 }
 QUANTITIES = {

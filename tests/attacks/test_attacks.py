@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -16,7 +17,7 @@ from attacks.registry import Registry
 from fedmjp.metrics import score
 from fedmjp.models import build_model
 from tests.attacks import contract
-from tests.attacks.contract import Traits, psnr
+from tests.attacks.contract import Traits, psnr, small
 from tests.conftest import observe, photographs, shared_file
 
 # Random weights. On the april block the position gradient's condition number is about 1e7, so float32 round-off
@@ -106,6 +107,28 @@ def test_threat_model_refuses_and_names_the_choices() -> None:
     with pytest.raises(UsageError, match="model_weights"):
         ThreatModel.parse(["everything"])
     assert ThreatModel.parse(["labels"]).grants == {Capability.LABELS}
+
+
+OVER_ROUNDS = [name for name, traits in TRAITS.items() if ATTACKS.get(name).needs_one_of]
+
+
+@pytest.mark.parametrize("name", OVER_ROUNDS)
+def test_one_of_two_capabilities_is_enough(name: str) -> None:
+    attack, rounds = ATTACKS.get(name)(), Capability.SEVERAL_ROUNDS
+    for way in attack.needs_one_of:
+        attack.require(ThreatModel(frozenset({rounds, way})), name)
+    with pytest.raises(UsageError, match="needs model_weights or position_gradient, which"):
+        attack.require(ThreatModel(frozenset({rounds})), name)
+    assert attack.needed() == ["several_rounds", "model_weights or position_gradient"]
+
+
+@pytest.mark.parametrize("name", OVER_ROUNDS)
+def test_weights_that_are_not_granted_are_not_used(name: str) -> None:
+    sent, kept = observe(small(), photographs(64, 1)), contract.withheld()
+    blind = [dataclasses.replace(view, weights_granted=False) for view in (sent, kept)]
+    assert quick(name)([blind[0]]).diagnosis == ""
+    assert "needs the model's weights, which are not granted" in quick(name)([blind[1]]).diagnosis
+    assert quick(name)([kept]).images is not None
 
 
 def test_unknown_attack_names_the_choices() -> None:

@@ -84,8 +84,9 @@ def test_different_photographs_are_no_matches(tmp_path) -> None:
     options = ["--images", "photos", "--num-images", "8", "--targets", "5", "--gammas", "0.1"]
     assert run(strangers, tmp_path / "out", *options) == 0
     rows = load_rows(tmp_path / "out" / "rows.jsonl.gz", STRANGERS)
-    assert rows["pairs"].tolist() == [7] * 5 + [3]
+    assert rows["pairs"].tolist() == [7] * 5 + [3] * 4
     assert not rows["joined"].any()
+    assert rows["shared"].tolist()[5:] == rows["kept"].tolist()[5:] == [2, 2, 2, 0]
 
 
 @pytest.mark.parametrize(

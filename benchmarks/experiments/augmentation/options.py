@@ -89,7 +89,9 @@ class StrangerOptions(RowOptions):
 
     A client sends one update for each of many images, in batches of one under MJP and in batches of two without a
     defence. Each of some of these updates is compared with all the others as the attacks over rounds compare them, in
-    every view: no two show the same image, so that every pair that is joined is a false match.
+    every view: no two show the same image, so that every pair that is joined is a false match. Batches of two are also
+    compared with two later ones, of a drifted model, that share one image each with them: those that are not joined are
+    missed.
 
     Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run.
     """
@@ -105,11 +107,13 @@ class StrangerOptions(RowOptions):
     num_images: int = 1000
     """Most images of the client."""
     targets: int = 50
-    """Updates that all others are compared with; of batches of two a fifth of them."""
+    """Updates that all others are compared with."""
     gammas: tuple[float, ...] = (0.1, 0.3)
-    """Masking ratios of MJP."""
+    """Masking ratios of MJP (none: batches alone)."""
+    drift: float = 0.01
+    """How far the weights move before the later batches, relative to their size."""
     seed: int = 0
-    """Fixes masks."""
+    """Fixes masks and drift."""
     out: Path = Path("runs/strangers")
     """Folder of rows and tables (the committed ones stand in results/strangers)."""
 

@@ -21,9 +21,12 @@ STRANGERS = Schema(
         "image_id",
         "pairs",
         "joined",
+        "shared",
+        "kept",
         "seconds",
     ),
     identity=("dataset", "model", "weights", "attack", "gamma", "batch_size", "images", "seed", "image_id"),
+    optional={"shared": None, "kept": None},
 )
 
 
@@ -96,7 +99,9 @@ def stranger_files(folder: Path) -> dict[str, str]:
     """table.csv: pairs of updates of different images that were tested, and those that were joined."""
     rows = read_rows(folder, STRANGERS)
     grouped = rows.groupby(["model", "weights", "attack", "gamma", "batch_size", "images"], sort=False)
-    sums = grouped[["pairs", "joined"]].sum().assign(count=grouped.size(), seconds_median=grouped["seconds"].median())
+    sums = grouped[["pairs", "joined"]].sum()
+    sums[["shared", "kept"]] = grouped[["shared", "kept"]].sum(min_count=1)
+    sums = sums.assign(count=grouped.size(), seconds_median=grouped["seconds"].median())
     return {"table.csv": csv(sums.reset_index(), 4)}
 
 
@@ -109,6 +114,7 @@ def stranger_block(folder: Path) -> str:
         "updates compared with all others",
         "pairs",
         "false matches",
+        "of pairs that share an image, joined",
     ]
     lines = [
         [
@@ -118,6 +124,7 @@ def stranger_block(folder: Path) -> str:
             str(row["count"]),
             f"{row.pairs:,}",
             str(row.joined),
+            "" if pd.isna(row.shared) else f"{row.kept:.0f} of {row.shared:.0f}",
         ]
         for _, row in pd.read_csv(folder / "table.csv").iterrows()
     ]

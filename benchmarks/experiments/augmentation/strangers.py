@@ -1,9 +1,9 @@
-"""How often updates of different images are joined; the protocol stands in `options.StrangerOptions`."""
+"""How often updates of different images are joined, and of one; the protocol stands in `options.StrangerOptions`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -20,13 +20,13 @@ from experiments.augmentation.protocol import MASKED, PAIRS, PLAIN, victim
 from experiments.augmentation.render import FALSE_MATCHES, STRANGERS
 from experiments.session import Session
 from fedmjp.audit.per_image import observe_together
-from fedmjp.audit.victims import Subject, Victims
+from fedmjp.audit.victims import Subject, Victims, drifted
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.records.rows import RowLog
 
 TOGETHER = 50  # images whose updates are computed together
-FEWER = 5  # of batches of two so many times fewer updates are compared with all others
+NOT_COMPARED: Mapping[str, int | None] = {"shared": None, "kept": None}
 
 
 def run(options: StrangerOptions, console: Console) -> None:
@@ -93,20 +93,27 @@ class Run:
         defense = DEFENSES.get("none")()
         subject, victims = self.clients(defense)
         case = self.case(subject, victims, "batch_rounds", 0.0, PAIRS)
-        steps = []
+        steps, later = [], []
+        moved = replace(subject, built=drifted(subject.built, self.options.drift, self.options.seed, 1))
+        again = self.observed(moved, victims, defense)
         for clients, views in self.observed(subject, victims, defense):
             for start in range(0, len(clients) - PAIRS + 1, PAIRS):
                 together = observe_together(views[start : start + PAIRS])
                 steps.append((victims.ids(clients[start])[0], read_step(together)))
+            later += next(again)[1] if len(later) < PAIRS * (self.options.targets + 1) else []
         tokenizer, attack = find_tokenizer(subject.built.module, _shape(subject)), BatchRounds()
-        for image_id, last in steps[: max(self.options.targets // FEWER, 1)]:
+        for number, (image_id, last) in enumerate(steps[: self.options.targets]):
             if rows.done(case, [image_id]):
                 continue
             started, others = time.perf_counter(), [step for name, step in steps if name != image_id]
+            same = [read_step(observe_together(pair)) for pair in _shared(later, number)]
             with torch.no_grad():
-                groups = find_groups(last, others, tokenizer, attack.tolerance, len(others) * PAIRS)
-                joined = sum(len(group) - 1 for group in groups)
-            self.write(rows, case, image_id, len(others), joined, time.perf_counter() - started)
+                joined, kept = (
+                    sum(len(group) - 1 for group in find_groups(last, found, tokenizer, attack.tolerance, most))
+                    for found, most in ((others, len(others) * PAIRS), (same, len(same) * PAIRS))
+                )
+            seconds = time.perf_counter() - started
+            self.write(rows, case, image_id, len(others), joined, seconds, {"shared": len(same), "kept": kept})
         return victims.gallery.provenance
 
     def case(self, subject: Subject, victims: Victims, attack: str, gamma: float, size: int) -> dict:
@@ -121,10 +128,25 @@ class Run:
             "seed": self.options.seed,
         }
 
-    def write(self, rows: RowLog, case: dict, image_id: str, pairs: int, joined: int, seconds: float) -> None:
-        """Append one target's row."""
-        found = {"image_id": image_id, "pairs": pairs, "joined": joined, "seconds": seconds}
+    def write(
+        self,
+        rows: RowLog,
+        case: dict,
+        image_id: str,
+        pairs: int,
+        joined: int,
+        seconds: float,
+        true: Mapping[str, int | None] = NOT_COMPARED,
+    ) -> None:
+        """Append one target's row; `true` counts the updates that do share an image, and those of them joined."""
+        found = {"image_id": image_id, "pairs": pairs, "joined": joined, **true, "seconds": seconds}
         rows.append({**self.session.columns, **case, **found})
+
+
+def _shared(views: Sequence[Observation], number: int) -> list[list[Observation]]:
+    """Later updates that share one image each with the `number`-th, whose other image is one of the next batch."""
+    ours, others = (views[PAIRS * n : PAIRS * (n + 1)] for n in (number, number + 1))
+    return [[one, other] for one, other in zip(ours, others, strict=False)]
 
 
 def _shape(subject: Subject) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attacks import ATTACKS, Observation, find_tokenizer
-from attacks.closed_form.batch_rounds import find_groups, fit, read_step, steps_needed
+from attacks.closed_form.batch_rounds import find_groups, fit, largest_misfit, read_step, steps_needed
 from fedmjp.data import load_data
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import score
@@ -184,6 +184,32 @@ def test_strangers_do_not_fit(views) -> None:
     found = attack(views, (0, 1), (3, 4), (0, 3), (2, 5))
     assert "too few hold an image of the last one" in found.diagnosis
     assert not found.known.any()
+
+
+def test_steps_of_images_that_hardly_differ_are_not_joined() -> None:
+    """What the messages' noise explains decides: a share of 4e-3, the largest allowed, is too wide for these."""
+    trained, images = build_model("vit_mini_64", num_classes=8, weights="auto"), photographs(64, 4)
+    likeness = (images[:1] + 0.05 * (images[3:] - 0.5)).clamp(0, 1)
+    same, other = (observe(trained, torch.cat([one, images[1:2]])) for one in (images[:1], likeness))
+    target = read_step(observe(trained, images[[0, 2]]))
+    right, wrong = (fit([target, read_step(view)], tolerance=4e-3) for view in (same, other))
+    assert right.shares_image(4e-3)
+    assert right.misfit < 0.1 * largest_misfit(right.explained, 4e-3)
+    assert 3 * largest_misfit(wrong.explained, 4e-3) < wrong.misfit < 4e-3
+    found = ATTACKS.get("batch_rounds")()([other, observe(trained, images[[0, 2]])])
+    assert not found.known.any()
+    assert "too few hold an image of the last one" in found.diagnosis
+
+
+def test_noise_widens_the_limit_up_to_the_tolerance(mini) -> None:
+    torch.manual_seed(0)
+    view = observe(mini, photographs(64, 2))
+    noisy = dataclasses.replace(
+        view, gradients={n: g + 1e-5 * g.std() * torch.randn_like(g) for n, g in view.gradients.items()}
+    )
+    clean, rough = (read_step(one).errors.sum() for one in (view, noisy))
+    assert rough > 30 * clean
+    assert largest_misfit(1e-12, 4e-3) == 1e-5 < largest_misfit(1e-7, 4e-3) < largest_misfit(1e-2, 4e-3) == 4e-3
 
 
 def test_a_single_image_needs_no_other_step(exact, images) -> None:
