@@ -4,10 +4,11 @@ The server has the weights that it sent, so it can run the client's step on the 
 with the one received. A reconstruction that agrees to the precision of the message is *certified*: on photographs the
 relative residual is 1e-6 to 1e-5 for exact answers and above 2e-2 for answers with wrong patches, with nothing in
 between (DeiT-S random, vit_mini_64 random and trained, float32, with and without MJP; benchmarks/calibration.py
-measures it). An answer that is only close, or whose update cannot be reproduced (several local steps, batch norms,
-labels unknown), is not certified; that says nothing against it. A message of low precision (read from its values,
-`attacks.linear.intervals`) is reproduced to its own rounding at best: that much is allowed, up to half the residual of
-wrong answers, so that nothing is certified in messages of int8 or top-k.
+measures it). An answer that is only close, or whose update cannot be reproduced (batch norms, labels unknown), is not
+certified; that says nothing against it. Several local steps are repeated on the answer, so that only those on one batch
+can be certified. A message of low precision (read from its values, `attacks.linear.intervals`) is reproduced to its own
+rounding at best: that much is allowed, up to half the residual of wrong answers, so that nothing is certified in
+messages of int8 or top-k.
 
 Masked positions are read from the update. Jigsawing needs no care: masked patches share one embedding and attention
 does not depend on order, so the gradient is the same wherever they stand. Position tables are left out of the
@@ -18,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
-from attacks.linear.intervals import error_bounds
+from attacks.linear.intervals import error_bounds, returns_weights
 from attacks.linear.position_rows import masked_rows, position_gradient
 from attacks.observation import ORDER_GUESSED, SUPERVISED, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -82,7 +85,7 @@ def reproduce(observation: Observation, images: Tensor) -> tuple[float, float]:
         multiplied to come nearest to the one received, applied before the residual is taken; (NaN, NaN) where the step
         cannot be repeated.
     """
-    if not _one_step(observation, len(images)) or (observation.labels is None and len(images) > LARGEST_BATCH):
+    if not _repeatable(observation, len(images)) or (observation.labels is None and len(images) > LARGEST_BATCH):
         return float("nan"), float("nan")
     tokenizer = _tokenizer(observation)
     compared = _compared(observation, tokenizer)
@@ -114,15 +117,15 @@ def _rounding(observation: Observation, compared: Mapping[str, Tensor]) -> float
 
 
 def _reproducible(observation: Observation, count: int) -> bool:
-    """Whether one forward and backward pass on `count` images, in some order, is what the client did."""
-    return count <= LARGEST_BATCH and _one_step(observation, count)
+    """Whether steps on `count` images, in some order, are what the client may have done."""
+    return count <= LARGEST_BATCH and _repeatable(observation, count)
 
 
-def _one_step(observation: Observation, count: int) -> bool:
-    supervised = observation.objective == SUPERVISED
-    one_step = supervised and observation.local_steps == 1 and count == observation.num_examples
+def _repeatable(observation: Observation, count: int) -> bool:
+    known = observation.local_steps == 1 or returns_weights(observation)
+    supervised = observation.objective == SUPERVISED and count == observation.num_examples
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in observation.model.modules())
-    return one_step and not norms
+    return known and supervised and not norms
 
 
 def _tokenizer(observation: Observation) -> Tokenizer | None:
@@ -153,12 +156,17 @@ def _gradients(
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         with torch.enable_grad():
-            logits = logits_of(observation.model(inputs, **_mask(observation, tokenizer, len(images))))
+            extra = _mask(observation, tokenizer, len(images))
+            logits = logits_of(observation.model(inputs, **extra))
             if orders is None:
                 labels = observation.labels if observation.labels is not None else inferred
                 labels = _labels(compared, logits) if labels is None else labels
                 orders = set(permutations(labels.tolist())) if labels is not None else ()
             for order in orders:
+                if observation.local_steps > 1:
+                    summed = _local_steps(observation, inputs, torch.tensor(order, device=logits.device), extra)
+                    yield {name: summed[name] for name in parameters}
+                    continue
                 loss = functional.cross_entropy(logits, torch.tensor(order, device=logits.device))
                 found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
                 pairs = zip(parameters.items(), found, strict=True)
@@ -166,6 +174,26 @@ def _gradients(
     finally:
         for name, parameter in parameters.items():
             parameter.requires_grad_(required[name])
+
+
+def _local_steps(
+    observation: Observation, inputs: Tensor, labels: Tensor, extra: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Sum of the gradients of all local steps of SGD on one batch, by parameter.
+
+    Args:
+        inputs, labels: (B, C, H, W) normalised and (B,).
+        extra: keyword arguments of the forward pass.
+    """
+    weights = {name: parameter.detach() for name, parameter in observation.model.named_parameters()}
+    total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for _ in range(observation.local_steps):
+        moved = {n: (w - observation.learning_rate * total[n]).requires_grad_() for n, w in weights.items()}
+        logits = logits_of(functional_call(observation.model, moved, (inputs,), dict(extra)))
+        loss = functional.cross_entropy(logits, labels)
+        found = torch.autograd.grad(loss, list(moved.values()), allow_unused=True)
+        total = {n: t if g is None else t + g for (n, t), g in zip(total.items(), found, strict=True)}
+    return total
 
 
 def _mask(observation: Observation, tokenizer: Tokenizer | None, count: int) -> dict[str, Tensor]:

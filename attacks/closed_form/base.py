@@ -44,6 +44,7 @@ class Equation:
         patches: rows X, (R, P) float64 -> normalised patches, (N, P) float64.
         rcond: cut-off of small singular values; None weighs them by the update's own noise.
         caveats: why the equation does not hold on this model, in words; empty where it does.
+        adds_up: the equation holds for the sum of several steps on one image, however the weights move in between.
     """
 
     first: int
@@ -51,6 +52,7 @@ class Equation:
     patches: Callable[[Tensor], Tensor]
     rcond: float | None = None
     caveats: tuple[str, ...] = ()
+    adds_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class ClosedForm(Attack):
         sent, masked = rows.dtype, rows[tokenizer.prefix :].abs().amax(dim=1) == 0  # (N,)
         if masked.any() and not tokenizer.hides_positions and coarseness(observation, (tokenizer.positions,)) > COARSE:
             masked = torch.zeros_like(masked)  # rows too small for the message's precision
-        reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
+        equation = equation_of(observation.model, tokenizer)
+        reasons = unmet_assumptions(observation.num_examples, 1 if equation.adds_up else observation.local_steps)
         if masked.any():
             reasons.append(
                 f"{int(masked.sum())} of {len(masked)} position rows are exactly zero: those patches hide behind a "
@@ -156,7 +159,6 @@ class ClosedForm(Attack):
             clean, _, _, imbalance = remove_localisation(observation, tokenizer, rows[tokenizer.prefix :])
             rows = torch.cat([rows[: tokenizer.prefix].to(clean), clean])
             reasons += unbalanced(imbalance, rounding_of_balance(observation, tokenizer))
-        equation = equation_of(observation.model, tokenizer)
         factors, products = rows[equation.first :].double(), equation.products(observation)
         return System(tokenizer, equation, factors, products, sent, masked, (*reasons, *equation.caveats))
 

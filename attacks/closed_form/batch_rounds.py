@@ -9,8 +9,9 @@ With images a, b in one step the position rows are S = G_a + G_b, and the projec
 
 Outside span(S), dL/dE has row space span(X_b - X_a) =: span(B), so that lstsq(S^T, dL/dE) (I - B^T B) = X_a (I - B^T B)
 = X_b (I - B^T B): every image of the batch fulfils the equations of `attacks.linear.normal_equations`, and with k
-images B has N (k - 1) rows. Both D - N and P must exceed that; then steps in which an image meets different partners
-intersect in that image alone.
+images B has N (k - 1) rows. Several local steps of SGD on different images are such a batch, however the weights move
+in between: in dL/dE the products of rows and patches add up. Both D - N and P must exceed N (k - 1); then steps in
+which an image meets different partners intersect in that image alone.
 
 *Without the position gradient* the conditions of the first attention's and the projection's gradients take the place of
 these equations (`attacks.closed_form.batch_step`), and the weights that were sent are used.
@@ -45,7 +46,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack
-from attacks.closed_form.batch_step import Step, describe, read_step
+from attacks.closed_form.batch_step import Step, describe, images_in, read_step
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.normal_equations import Estimate, NormalEquations, Part
 from attacks.linear.views import View, all_shifts, places
@@ -57,7 +58,7 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 # ranks pairs of steps that have too few equations to decide.
 DECIDING_RIDGE, RANKING_RIDGE = 1e-9, 1e-6
 # Largest misfit of steps that share an image, in units of what the noise of the messages explains, and the least such
-# limit. Measured in float32 (trained vit_mini_64 and random ViT-B, batches of two and three): at most 7e2 units, because
+# limit. Measured in float32 on trained vit_mini_64 and random ViT-B, batches of two and three: at most 7e2 units, as
 # the noise is not the same in all channels; steps of different images have 9e4 units and more.
 NOISE_UNITS, LEAST_MISFIT = 3e3, 1e-5
 # A row whose squared misfit exceeds the median row's by this factor is taken for masked in some step.
@@ -255,7 +256,7 @@ class BatchRounds(Attack):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`: batches are separated by steps that share an image."""
-        if observations[-1].num_examples == 1:
+        if images_in(observations[-1]) == 1:
             return "the batch holds one image, which needs no separation from others"
         return "only one update of this client was seen" if len(observations) == 1 else ""
 
@@ -288,7 +289,7 @@ class BatchRounds(Attack):
             "possible_error": max(errors, default=float("inf")),
             "masked": last.masked,
         }
-        diagnosis = _unidentified(last, others, len(images)) if missing else ""
+        diagnosis = _unidentified(target, last, others, len(images)) if missing else ""
         return Reconstruction(pixels, known, diagnosis=diagnosis, details=details)
 
     def _readable(self, earlier: Sequence[Observation], target: Observation) -> list[Step]:
@@ -303,10 +304,10 @@ class BatchRounds(Attack):
         return steps
 
 
-def _unidentified(last: Step, others: Sequence[Step], identified: int) -> str:
+def _unidentified(target: Observation, last: Step, others: Sequence[Step], identified: int) -> str:
     """Why some images of the batch are not identified, in words."""
     needed = steps_needed(last, others)
-    reason = f"{describe(last.num_examples, last.masked, len(last.rows))}; {identified} could be identified"
+    reason = f"{describe(target, last.masked, len(last.rows))}; {identified} could be identified"
     if needed > len(others) + 1:
         return (
             f"{reason}: {len(others) + 1} readable steps hold too few equations ({last.equations} a patch in the "

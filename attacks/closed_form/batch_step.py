@@ -44,7 +44,7 @@ class Step:
         sums: the equations, each of weight 1 or less.
         errors: (N,) what the noise of the message leaves of each patch's equations, weighted and squared, by
             expectation.
-        num_examples: k.
+        num_examples: k, those of all local steps.
         masked: rows of the position gradient that are exactly zero.
         own_masks: the batch hides positions, and not the same ones in all images (or so it may be).
     """
@@ -74,19 +74,19 @@ def read_step(observation: Observation) -> Step:
     Raises:
         UsageError: the update does not hold such equations; the message names the condition that fails.
     """
-    several_steps = unmet_assumptions(1, observation.local_steps)
-    if several_steps:
-        raise UsageError(several_steps[0])
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     if tokenizer.positions is not None and position_gradient(observation, tokenizer) is None:
         if not observation.weights_granted:
             raise UsageError(f"{missing_positions(observation, tokenizer)}; {WITHOUT_WEIGHTS}")
+        if observation.local_steps > 1:
+            reason = unmet_assumptions(1, observation.local_steps)[0]
+            raise UsageError(f"{missing_positions(observation, tokenizer)}; and {reason}")
         return _read_spans(observation, tokenizer)
     update = read_position_rows(observation)
     tokenizer, visible = update.tokenizer, ~update.masked
-    count, masked, patches = update.num_examples, int(update.masked.sum()), len(update.masked)
+    count, masked, patches = images_in(observation), int(update.masked.sum()), len(update.masked)
     spanned = patches * (count - 1) + masked
-    facts = describe(count, masked, patches)
+    facts = describe(observation, masked, patches)
     _check_dimensions(tokenizer, facts, int(visible.sum()), spanned)
     products = update.products[:, : tokenizer.patch_dim]  # (D, P)
     solution = solve_rows(update.rows[visible][None], products[None], hidden=spanned, sent=update.dtype)[0]
@@ -127,9 +127,16 @@ def _errors(solution: RowSolution, visible: Tensor, spanned: int) -> Tensor:
     return errors * solution.noise**2
 
 
-def describe(count: int, masked: int, num_patches: int) -> str:
+def images_in(observation: Observation) -> int:
+    """k, images in the update, those of all local steps together."""
+    return observation.num_examples * observation.local_steps
+
+
+def describe(observation: Observation, masked: int, num_patches: int) -> str:
     """Size of the batch and mask, in words."""
+    count, steps = observation.num_examples, observation.local_steps
     words = f"the batch holds {count} image{'s' * (count > 1)}"
+    words += f" and the update sums {steps} local steps" if steps > 1 else ""
     if masked:
         words += (
             f", and {masked} of {num_patches} position rows are exactly zero (patches behind MJP's shared position "

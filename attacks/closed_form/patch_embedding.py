@@ -6,6 +6,10 @@ labels and no change to the architecture are needed. Where N > D, or the network
 few combinations of rows stay free; where G is badly conditioned or the gradient noisy, more are known badly. An image
 prior settles them.
 
+Nor does the number of steps matter, as long as all are on one image: with the weights moving between k local steps of
+SGD, sum_t dL/dE_t = sum_t G_t^T X = (sum_t G_t)^T X exactly, at any rate. On different images the sum is that of a
+batch of k (`attacks.closed_form.batch_step`), and the solution leaves a part of it unexplained, which is how one tells.
+
 The use of position gradients is APRIL's (Lu et al. 2021); inverting the projection instead of the attention is a step
 further: it holds on pre-norm blocks, where APRIL's equation does not.
 """
@@ -31,6 +35,9 @@ from attacks.tokenizer import Tokenizer
 LEAST_KNOWN = 0.5
 # Share of dL/dE that the solution may leave unexplained: float32 leaves 1e-6, half precision 1e-3.
 LARGEST_RESIDUAL = 0.05
+# The same where an update sums local steps. On one image they leave 1e-6 to 7e-4 (two photographs, trained vit_mini_64,
+# weights returned in float32 after 2 and 8 steps at rates of 1e-3 to 1e-1), on different photographs 3e-2 and more.
+LARGEST_RESIDUAL_OF_STEPS = 5e-3
 # Weight of the prior against noisy combinations: of 10, 20, 40 and 80 the best two on six ImageNet photographs (april
 # block, float32). Where combinations are free and nothing is noisy it makes no difference.
 STRENGTH = 40.0
@@ -58,12 +65,14 @@ class PatchEmbedding(ClosedForm):
             first=tokenizer.prefix,
             products=lambda observation: projection_gradient(observation, tokenizer),  # (D, P)
             patches=lambda rows: rows,
+            adds_up=True,
         )
 
     def settle(
         self, solution: RowSolution, system: System, observation: Observation, reasons: list[str]
     ) -> tuple[Tensor, Tensor | None]:
         """Rows (N, P), the weak combinations settled where the system holds, and the patches to vouch for."""
+        reasons += _different_images(solution, observation.local_steps)
         if reasons:
             return solution.rows, None
         tokenizer = system.tokenizer
@@ -110,3 +119,18 @@ class PatchEmbedding(ClosedForm):
                 "it is not the gradient of one image (noise, or a defence)"
             )
         return found.patches, expected < VOUCHED_DEVIATION
+
+
+def _different_images(solution: RowSolution, local_steps: int) -> list[str]:
+    """Why the steps that an update sums are not on one image, or not known to be, in words."""
+    summed = f"the update sums {local_steps} local steps"
+    if local_steps == 1:
+        return []
+    if not solution.spare:
+        return [f"{summed}, and with no more channels than patches it does not show whether all are of one image"]
+    if solution.residual > LARGEST_RESIDUAL_OF_STEPS:
+        return [
+            f"{summed}: several batches and changing weights are mixed in it (one image would explain the projection's "
+            f"gradient, and leaves {solution.residual:.0%} of it)"
+        ]
+    return []

@@ -57,7 +57,9 @@ def error_bounds(observation: Observation, name: str) -> Tensor:
         return bounds_of(observation.gradient_of(name).detach())
     returned, kind = _numbers_sent(observation, name), sent_format(observation, name)
     least = LEAST_FLOAT16 / 2 if kind == torch.float16 else 0.0
-    return _half_spacing(returned.double(), kind).clamp(min=least) / observation.learning_rate
+    # Every local step rounds anew.
+    steps = observation.local_steps**0.5
+    return steps * _half_spacing(returned.double(), kind).clamp(min=least) / observation.learning_rate
 
 
 def returns_weights(observation: Observation) -> bool:
@@ -80,7 +82,8 @@ def _numbers_sent(observation: Observation, name: str) -> Tensor:
     if not returns_weights(observation):
         return gradient
     weight = dict(observation.model.named_parameters())[name].detach()
-    return (weight.double() - observation.learning_rate * gradient.double()).to(torch.float32)
+    returned = weight.double() - observation.learning_rate * gradient.double()
+    return returned.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 def bounds_of(gradient: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ STANDARD, APRIL = ("standard", torch.float32, 60.0), ("april", torch.float64, 10
 SPAN = ("standard", torch.float32, 20.0)
 QUICK = {"token_span": {"steps": 0}, "patch_set": {"search": TokenSearch(rounds=1, steps=8), "restarts": 1}}
 TRAITS = {
-    "patch_embedding": Traits(exact_on=(STANDARD, APRIL)),
+    "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "april": Traits(exact_on=(APRIL,)),
     "batch_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
     "token_span": Traits(exact_on=(("standard", torch.float64, 110.0), SPAN), needs_positions=False),
