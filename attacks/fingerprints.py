@@ -139,7 +139,7 @@ def _adaptive_steps(values: Mapping[str, Tensor]) -> Finding | None:
         return Finding(
             "adaptive_steps",
             f"{equal:.0%} of the entries have the same magnitude: this is the first step of Adam, AdamW or a sign "
-            f"optimiser, which keeps the signs of the gradient only ({ADVICE})",
+            f"optimiser, which keeps little but the signs of the gradient ({ADVICE})",
             hinders=True,
         )
     rms = torch.stack([g.float().square().mean().sqrt() for g in values.values() if g.numel() >= 64] or [sizes.mean()])

@@ -78,6 +78,7 @@ class Observation:
         objective: what the client minimised; attacks that simulate a client know the supervised one.
         weights_granted: whether the threat model grants the weights of `model`; attacks that have a way without them
             take it where it does not.
+        bounds: largest error of each entry, by parameter name, where it is not read from the entries themselves.
     """
 
     gradients: Mapping[str, Tensor]
@@ -94,6 +95,7 @@ class Observation:
     labels: Tensor | None = None
     objective: str = SUPERVISED
     weights_granted: bool = True
+    bounds: Mapping[str, Tensor] = field(default_factory=dict)
     _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:

@@ -53,6 +53,8 @@ def error_bounds(observation: Observation, name: str) -> Tensor:
     Raises:
         UsageError: the update lacks the gradient.
     """
+    if name in observation.bounds:
+        return observation.bounds[name]
     if not returns_weights(observation):
         return bounds_of(observation.gradient_of(name).detach())
     returned, kind = _numbers_sent(observation, name), sent_format(observation, name)

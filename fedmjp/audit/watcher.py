@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError
+from attacks.adaptive_steps import undo_first_step
 from attacks.classifier import read_step
 from attacks.findings import Finding
 from attacks.fingerprints import repair
@@ -41,13 +42,19 @@ from fedmjp.records.rows import load_rows
 from fedmjp.records.run_folder import save_image
 
 SENDS = ("weights", "gradient")
-SGD = "sgd"
+SGD, FIRST_STEPS = "sgd", ("adam", "adamw")
 MOST_PANELS = 8  # updates in the page's figure
 UNCHECKED = Finding(
     "unchecked_step",
     "that the update is one gradient step as stated is assumed: it holds no classifier's gradient of three classes or "
     "more, by whose rank that could be checked",
     fixed=True,
+)
+UNDONE = Finding(
+    "adaptive_steps",
+    "the first step of Adam was undone: of entries far above its epsilon the digits of the weights show the sign and a "
+    "lower bound only, so that pictures show outlines and nothing is vouched for",
+    hinders=True,
 )
 LOG = logging.getLogger(__name__)
 
@@ -65,7 +72,9 @@ class Watcher:
         image_shape: (C, H, W) of an input.
         mean, std: the clients' normalisation.
         sends: "weights" or "gradient".
-        optimiser: of the clients; anything but "sgd" cannot be turned back into a gradient.
+        optimiser: of the clients: "sgd"; or "adam" or "adamw" that start anew in every round, whose first step is
+            undone as far as the digits of the weights show it. Others cannot be turned back into a gradient.
+        epsilon: of Adam.
         learning_rate: of the clients' SGD, to turn weights back into a gradient.
         weight_decay: of the clients' SGD; it is subtracted.
         momentum: of the clients' SGD; what a client keeps of it from round to round is subtracted where its updates
@@ -95,6 +104,7 @@ class Watcher:
         std: Sequence[float],
         sends: str = "weights",
         optimiser: str | None = None,
+        epsilon: float = 1e-8,
         learning_rate: float | None = None,
         weight_decay: float | None = None,
         momentum: float | None = None,
@@ -121,6 +131,8 @@ class Watcher:
         self.attacks, self.budget, self.threat_model = attacks, budget, threat_model or ThreatModel()
         self.out = _free(Path(out))
         self._momentum = KeptMomentum(momentum)
+        self._adam = (optimiser or "").lower() if _is_undone(sends, optimiser, learning_rate, local_steps) else ""
+        self._epsilon = epsilon
         self.found: list[tuple[int, str, Reconstruction]] = []
         self.problems: list[str] = []
         self.findings: dict[str, str] = {}
@@ -205,12 +217,24 @@ class Watcher:
             client=node,
             weights_granted=Capability.MODEL_WEIGHTS in self.threat_model.grants,
         )
-        plain = {n: g - self.weight_decay * before[n] for n, g in gradients.items()} if self.weight_decay else gradients
-        observation, kept = self._momentum(raw, replace(raw, gradients=plain))
+        decay = {n: self.weight_decay * before[n] for n in gradients} if self.weight_decay else {}
+        if self._adam:
+            return self._undone(raw, decay)
+        observation, kept = self._momentum(raw, _minus(raw, decay))
         observation, recognised = repair(observation)
         unread = not recognised and read_step(observation) is None
         found = [kept, *recognised, UNCHECKED if unread else None]
         return observation, [finding for finding in found if finding is not None]
+
+    def _undone(self, raw: Observation, decay: Mapping[str, Tensor]) -> tuple[Observation, list[Finding]]:
+        """The update before the first step of Adam, whose weight decay is part of the gradient, or of AdamW."""
+        within = self._adam == "adam"
+        try:
+            observation = undo_first_step(raw if within else _minus(raw, decay), self._epsilon)
+        except UsageError as error:  # later steps of a client that keeps its moments
+            observation, recognised = repair(_minus(raw, decay))
+            return observation, [Finding(UNDONE.name, str(error), hinders=True), *recognised]
+        return _minus(observation, decay) if within else observation, [UNDONE]
 
     def _keep(
         self, observation: Observation, name: str, attack: Attack, found: Reconstruction, findings: Sequence[Finding]
@@ -305,6 +329,18 @@ class Watcher:
         self.finish()
 
 
+def _minus(observation: Observation, decay: Mapping[str, Tensor]) -> Observation:
+    """The update without weight decay."""
+    gradients = {n: g - decay[n] if n in decay else g for n, g in observation.gradients.items()}
+    return replace(observation, gradients=gradients)
+
+
+def _is_undone(sends: str, optimiser: str | None, learning_rate: float | None, local_steps: int | None) -> bool:
+    """Whether the clients' optimiser takes one step that `undo_first_step` turns back."""
+    one_step = sends == "weights" and (local_steps or 1) == 1 and learning_rate is not None
+    return one_step and optimiser is not None and optimiser.lower() in FIRST_STEPS
+
+
 def _assumed(
     sends: str,
     optimiser: str | None,
@@ -320,7 +356,9 @@ def _assumed(
         found.append("batch_size was not given: batches of one image are assumed")
     if local_steps is None:
         found.append("local_steps was not given: one local step is assumed")
-    if optimiser is not None and optimiser.lower() != SGD:
+    if _is_undone(sends, optimiser, learning_rate, local_steps):
+        found.append(f"the clients' {optimiser} is taken to start anew in every round: its first step is undone")
+    elif optimiser is not None and optimiser.lower() != SGD:
         found.append(f"the clients' optimiser {optimiser} cannot be undone: its steps are taken for those of SGD")
     if sends == "gradient":
         return found

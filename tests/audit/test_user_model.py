@@ -148,15 +148,16 @@ def test_own_model_that_is_no_vit() -> None:
 
 def own_app(
     rate: float = 1.0,
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
     decay: float = 0.0,
     spoil=lambda state, partition: state,
     batches=(0,),
     make=timm_vit,
     momentum: float = 0.0,
 ) -> ClientApp:
-    """Clients that take an SGD step on each of some photographs, by number, and return weights.
+    """Clients that take a step on each of some photographs, by number, and return weights.
 
-    Of their momentum each keeps what it has until its next round.
+    Of its optimiser's state each keeps what it has until its next round, where `momentum` is not 0.
     """
     app, kept = ClientApp(), {}
 
@@ -164,8 +165,10 @@ def own_app(
     def train(message: Message, context: Context) -> Message:
         mine = make()
         mine.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        optimiser = torch.optim.SGD(mine.parameters(), lr=rate, weight_decay=decay, momentum=momentum)
-        optimiser.load_state_dict(kept.get(context.node_config["partition-id"], optimiser.state_dict()))
+        options = {"momentum": momentum} if momentum else {}
+        optimiser = kind(mine.parameters(), lr=rate, weight_decay=decay, **options)
+        if momentum and context.node_config["partition-id"] in kept:
+            optimiser.load_state_dict(kept[context.node_config["partition-id"]])
         for number in batches:
             optimiser.zero_grad()
             image = photographs(32, 2)[number : number + 1]
@@ -224,6 +227,17 @@ def test_momentum_that_clients_keep_between_rounds(given: float | None, tmp_path
         assert all("pass momentum=0.9" in found.diagnosis for found in second)
         assert max(values) < 40
         assert not any(found.known.any() for found in second)
+
+
+@pytest.mark.parametrize("stated", [0.01, 0.0])
+def test_the_first_step_of_adamw_is_undone(stated: float, tmp_path) -> None:
+    app = own_app(rate=1e-3, decay=0.01, kind=torch.optim.AdamW)
+    given = {"optimiser": "AdamW", "learning_rate": 1e-3, "weight_decay": stated, "batch_size": 1, "local_steps": 1}
+    watcher, _ = watch(app, tmp_path, **given)
+    assert watcher.assumptions == ["the clients' AdamW is taken to start anew in every round: its first step is undone"]
+    words = "sign and a lower bound" if stated else "at that rate and weight decay"
+    assert all(words in found.diagnosis for _, _, found in watcher.found)
+    assert not any(found.known.any() for _, _, found in watcher.found)
 
 
 class _Next:
