@@ -20,7 +20,8 @@ these equations (`attacks.closed_form.batch_step`), and the weights that were se
 `attacks.linear.masked_update`. Where p is visible in some images, S_p is theirs; with masked patches counted, B has N
 (k - 1) + Z rows, however the masks of the images differ. But an image that is masked at p while another is not has x_p
 in span(B) and not l_p: if the client uses the shared embedding, rows that do not fit are tried as masked in one step,
-in two, and so on, and the last few of them as masked in all.
+in two, and so on, and the last few of them as masked in all. Patches that a step hides are not vouched for: they lie in
+a span whose weakest directions may be below the noise.
 
 The server does not know which steps share an image. Any m steps with more equations than unknowns, sum_t (P - rank B_t)
 > P, do not fit one image by chance: their relative misfit is that of the message's noise for steps that share one
@@ -63,8 +64,8 @@ DECIDING_RIDGE, RANKING_RIDGE = 1e-9, 1e-6
 NOISE_UNITS, LEAST_MISFIT = 3e3, 1e-5
 # A row whose squared misfit exceeds the median row's by this factor is taken for masked in some step.
 OUTLIER = 100
-# Share of the rows, by squared size, that may be taken for masked in every step.
-MOST_UNSEEN = 0.25
+# Share of the rows that may be taken for masked in every step, which explains anything.
+MOST_UNSEEN = 0.1
 # Patches by which an image may be shifted between steps, in each direction; the least share of the two steps' rows, by
 # squared size, that a shift must leave inside; and of the unshifted misfit, what it must bring it down to.
 FARTHEST, LEAST_COMPARED, SHIFTED = 4, 0.1, 1e-2
@@ -78,11 +79,13 @@ class Fit:
         sums: the equations, with rows of zeros where the image is taken to be masked.
         misfit: sum_t |P_t (x - l_t)|^2 + ridge T |x|^2 at its minimum over x, relative to sum_t |P_t l_t|^2.
         explained: what the noise of the messages leaves of it, by expectation.
+        shown: (N,) bool, rows that no step hides.
     """
 
     sums: NormalEquations
     misfit: float
     explained: float
+    shown: Tensor
 
     def shares_image(self, tolerance: float) -> bool:
         """Whether the steps share the image; see `largest_misfit`."""
@@ -127,7 +130,7 @@ def fit(steps: Sequence[Step], ridge: float = DECIDING_RIDGE, tolerance: float =
         for count in range(1, len(steps) + 1):
             for hidden in combinations(range(len(steps)), count):
                 bad = (miss > limit).nonzero()[:, 0]
-                if count == len(steps) and squares[:, bad].sum() > MOST_UNSEEN * total:
+                if count == len(steps) and len(bad) > MOST_UNSEEN * len(miss):
                     continue
                 trial = targets[:, bad], squares[:, bad]
                 for sent in trial:
@@ -137,7 +140,7 @@ def fit(steps: Sequence[Step], ridge: float = DECIDING_RIDGE, tolerance: float =
                 targets[:, bad[fits]], squares[:, bad[fits]] = (sent[:, fits] for sent in trial)
                 miss[bad[fits]] = trial_miss[fits]
         sums.targets, sums.squares = targets.sum(dim=0), squares.sum(dim=0)
-    return Fit(sums, float(miss.sum() / total), explained)
+    return Fit(sums, float(miss.sum() / total), explained, (squares > 0).all(dim=0))
 
 
 def _factor(part: Part, ridge: float) -> Tensor:
@@ -224,13 +227,18 @@ def find_groups(
         yield tuple(group)
 
 
-def possible_error(estimate: Estimate) -> float:
-    """Root mean square error that the equations leave possible, in normalised pixels (at most 1 along a direction)."""
+def possible_error(estimate: Estimate, patches: Tensor) -> float:
+    """Root mean square error that the equations leave possible, in normalised pixels.
+
+    Along an open direction it is at most the size that the completed patches (N, P) have there, or 1.
+    """
+    sizes = (patches @ estimate.open.T).square().mean(dim=0).clamp(min=1.0)  # (k,)
     if estimate.precision.dim() == 3:
-        precision = torch.linalg.eigvalsh(estimate.precision)  # (N, k)
+        variances = 1 / torch.linalg.eigvalsh(estimate.precision).clamp(min=1e-300)  # (N, k)
+        variances = variances.clamp(max=float(sizes.max()) if len(sizes) else 1.0)
     else:
-        precision = estimate.precision.expand_as(estimate.centre)
-    return float((1 / precision.clamp(min=1.0)).sum(dim=1).mean() / estimate.rows.shape[1]) ** 0.5
+        variances = torch.minimum(1 / estimate.precision.clamp(min=1e-300), sizes).expand_as(estimate.centre)
+    return float(variances.sum(dim=1).mean() / estimate.rows.shape[1]) ** 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,12 +274,15 @@ class BatchRounds(Attack):
         tokenizer = find_tokenizer(target.model, target.image_shape)
         last = read_step(target)
         others = self._readable(observations[:-1], target)
-        images, errors, used = [], [], []
+        images, shown, errors, used = [], [], [], []
         for group in find_groups(last, others, tokenizer, self.tolerance, self.max_trials):
-            estimate = fit(group, tolerance=self.tolerance).sums.solve()
-            error = possible_error(estimate)
+            fitted = fit(group, tolerance=self.tolerance)
+            estimate = fitted.sums.solve()
+            patches = self.prior.settle(estimate, tokenizer, target.std).patches
+            error = possible_error(estimate, patches)
             if error <= self.max_error:
-                images.append(tokenizer.unpatchify(self.prior.settle(estimate, tokenizer, target.std).patches[None]))
+                images.append(tokenizer.unpatchify(patches[None]))
+                shown.append(fitted.shown)
                 errors.append(error)
                 used.append(len(group))
             if len(images) == last.num_examples:
@@ -280,7 +291,8 @@ class BatchRounds(Attack):
         found = torch.cat([*images, *[tokenizer.unpatchify(last.rows[None])] * missing])  # (B, C, H, W)
         pixels = target.to_pixels(found).float()
         known = torch.zeros_like(pixels[:, :1], dtype=torch.bool)
-        known[: len(images)] = True
+        for pixel_known, rows in zip(known, shown, strict=False):
+            pixel_known[0] = _by_pixel(rows, tokenizer)
         details = {
             "steps_read": len(others) + 1,
             "steps_needed": steps_needed(last, others),
@@ -302,6 +314,12 @@ class BatchRounds(Attack):
                 except UsageError:
                     continue
         return steps
+
+
+def _by_pixel(patches: Tensor, tokenizer: Tokenizer) -> Tensor:
+    """(H, W) bool from (N,) bool."""
+    grid = patches.reshape(tokenizer.grid)
+    return grid.repeat_interleave(tokenizer.patch_size, 0).repeat_interleave(tokenizer.patch_size, 1)
 
 
 def _unidentified(target: Observation, last: Step, others: Sequence[Step], identified: int) -> str:

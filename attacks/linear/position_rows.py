@@ -290,7 +290,7 @@ def _excess(observation: Observation, tokenizer: Tokenizer, rows: Tensor, masked
     bias = _bias_gradient(observation, tokenizer)
     if bias is None:
         return None
-    if not masked.any():
-        return rows.sum(dim=0) - bias
     shared = tokenizer.shared_embedding(observation.gradients)
-    return None if shared is None else rows.sum(dim=0) + shared.double() - bias
+    if shared is None:
+        return None if masked.any() else rows.sum(dim=0) - bias
+    return rows.sum(dim=0) + shared.double() - bias
