@@ -21,7 +21,7 @@ from attacks.findings import Finding
 from attacks.fingerprints import repair
 from fedmjp.audit.harness import Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
-from fedmjp.audit.observe import SentModels, observe_update
+from fedmjp.audit.observe import SentModels, observe_update, undo_adam
 from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
@@ -171,7 +171,8 @@ class FederationAudit:
             received=view.received,
             labels=batch.labels,
         )
-        observation, findings = repair(observation)
+        first_step = self.config.local.optimizer == "adamw" and observation.local_steps == 1
+        observation, findings = undo_adam(observation) if first_step else repair(observation)
         observations = [*(self.memory.before(observation) if self.memory else []), observation]
         if audited:
             audit = self.config.audit

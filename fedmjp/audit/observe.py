@@ -8,7 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from attacks import Capability, Observation, ThreatModel
+from attacks import Capability, Observation, ThreatModel, UsageError
+from attacks.adaptive_steps import undo_first_step
+from attacks.findings import Finding
+from attacks.fingerprints import repair
 from fedmjp.client import ClientTask
 from fedmjp.federation_options import LocalConfig
 from fedmjp.models import POSITION_TABLES
@@ -26,6 +29,31 @@ class SentModels:
         if self._last is None or not _equal(self._last[0], sent):
             self._last = sent, model_as_sent(self.module, sent)
         return self._last[1]
+
+
+UNDONE = Finding(
+    "adaptive_steps",
+    "the first step of Adam was undone: of entries far above its epsilon the digits of the weights show the sign and a "
+    "lower bound only, so that pictures show outlines and nothing is vouched for",
+    hinders=True,
+)
+
+
+def undo_adam(observation: Observation, epsilon: float = 1e-8) -> tuple[Observation, list[Finding]]:
+    """The gradient behind the first step of Adam or AdamW (kind "gradient"), and what was noticed.
+
+    Args:
+        observation: returned weights after one step; decay that is not part of the gradient is subtracted.
+        epsilon: of the optimiser (torch's default).
+
+    Returns:
+        the update as `attacks.fingerprints.repair` leaves it, and the reason, where it is no first step.
+    """
+    try:
+        return undo_first_step(observation, epsilon), [UNDONE]
+    except UsageError as error:  # later steps of a client that keeps its moments
+        repaired, recognised = repair(observation)
+        return repaired, [Finding(UNDONE.name, str(error), hinders=True), *recognised]
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError
-from attacks.adaptive_steps import undo_first_step
 from attacks.classifier import read_step
 from attacks.findings import Finding
 from attacks.fingerprints import repair
@@ -33,7 +32,7 @@ from attacks.momentum import KeptMomentum
 from fedmjp.audit.folder import AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import Scored, answer, explained
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
-from fedmjp.audit.observe import model_as_sent
+from fedmjp.audit.observe import model_as_sent, undo_adam
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
@@ -49,12 +48,6 @@ UNCHECKED = Finding(
     "that the update is one gradient step as stated is assumed: it holds no classifier's gradient of three classes or "
     "more, by whose rank that could be checked",
     fixed=True,
-)
-UNDONE = Finding(
-    "adaptive_steps",
-    "the first step of Adam was undone: of entries far above its epsilon the digits of the weights show the sign and a "
-    "lower bound only, so that pictures show outlines and nothing is vouched for",
-    hinders=True,
 )
 LOG = logging.getLogger(__name__)
 
@@ -229,12 +222,9 @@ class Watcher:
     def _undone(self, raw: Observation, decay: Mapping[str, Tensor]) -> tuple[Observation, list[Finding]]:
         """The update before the first step of Adam, whose weight decay is part of the gradient, or of AdamW."""
         within = self._adam == "adam"
-        try:
-            observation = undo_first_step(raw if within else _minus(raw, decay), self._epsilon)
-        except UsageError as error:  # later steps of a client that keeps its moments
-            observation, recognised = repair(_minus(raw, decay))
-            return observation, [Finding(UNDONE.name, str(error), hinders=True), *recognised]
-        return _minus(observation, decay) if within else observation, [UNDONE]
+        observation, found = undo_adam(raw if within else _minus(raw, decay), self._epsilon)
+        undone = observation.kind == "gradient"
+        return _minus(observation, decay) if within and undone else observation, found
 
     def _keep(
         self, observation: Observation, name: str, attack: Attack, found: Reconstruction, findings: Sequence[Finding]
