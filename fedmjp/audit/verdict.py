@@ -20,9 +20,8 @@ the adversary is left with that guess, so its gain there is 0.
 Where the originals are not known (a running app of somebody else), nothing can be scored: then *leaks* means that an
 answer is certified (it reproduces the update, `attacks.certificate`), *partly* that an attack vouches for pixels.
 
-Which attack is the strongest: `ranked`. It is chosen on one half of the updates and reported on the other, so that its
-figure is not the maximum of several noisy ones (with fewer than `LEAST_TO_SPLIT` updates one half does both, and the
-verdict says so). Intervals are 95 % bootstrap intervals over images; over one image there is none.
+Which attack is the strongest: `fedmjp.audit.strongest`. Intervals are 95 % bootstrap intervals over images; over one
+image there is none.
 """
 
 from __future__ import annotations
@@ -32,18 +31,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from fedmjp.audit.strongest import IMAGE, by_image, gains_over_guesses, strongest
+from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.metrics import Interval, bootstrap_mean
 from fedmjp.records.reasons import grouped, in_one_sentence, pattern
 from fedmjp.records.rows import BASELINES
 
 RECOGNISABLE = 25.0  # dB
-EXACT_GAIN = 40.0  # dB over the best guess; an attack that gains more is not stronger for it
-LEAST_TO_SPLIT = 8  # updates
 NEGLIGIBLE_SHARE = 0.05  # of patches; an interval that reaches further cannot support "no leak shown"
-IMAGE = ["seed", "round", "client", "image", "image_id"]  # what tells the images of one line of a table apart
 NONE = Interval(float("nan"), float("nan"), float("nan"), 0)
 
 
@@ -77,6 +74,8 @@ class Verdict:
         failed: attacks that ran and whose assumptions failed on every update -> their most common diagnosis.
         not_run: registered attacks that did not run -> reason.
         grants: what the adversary was granted.
+        defense: name of the defence, "" where there is none or it is not registered here.
+        knowing: registered attacks that take the defence into account (`Defense.known_by`).
     """
 
     answer: Answer
@@ -95,6 +94,13 @@ class Verdict:
     failed: Mapping[str, str] = field(default_factory=dict)
     not_run: Mapping[str, str] = field(default_factory=dict)
     grants: tuple[str, ...] = ()
+    defense: str = ""
+    knowing: tuple[str, ...] = ()
+
+    @property
+    def unaware(self) -> bool:
+        """Whether a defence is under test and no attack that knows it held on any update."""
+        return bool(self.defense) and not set(self.knowing) & set(self.held)
 
     def headline(self) -> str:
         """The answer with its figures, one line."""
@@ -119,7 +125,8 @@ class Verdict:
             return self._partly(bar)
         if self.answer is Answer.NOT_SHOWN:
             of = f"{self.tested} of " if self.tested < self.images else ""
-            return f"by {_count(self.held, 'attack')} ({', '.join(self.held)}) on {of}{_images(self.images)}"
+            known = f", none of which knows {self.defense}" if self.unaware else ""
+            return f"by {_count(self.held, 'attack')} ({', '.join(self.held)}){known} on {of}{_images(self.images)}"
         if not self.failed:
             return "no attack was run"
         return f"the assumptions of {_count(self.failed, 'attack')} ({', '.join(self.failed)}) failed on every update"
@@ -167,11 +174,18 @@ class Verdict:
         return lines
 
     def gaps(self) -> list[str]:
-        """What was not tested: attacks whose assumptions failed and attacks that did not run, one sentence a reason."""
-        failed = [
+        """What was not tested, a sentence a reason: attacks that know the defence, those whose assumptions failed, and
+        those that did not run."""
+        knowing = [self._knowing()] if self.unaware else []
+        failed = knowing + [
             f"Assumptions failed: {', '.join(names)}: {reason}." for reason, names in grouped(self.failed).items()
         ]
         return failed + [f"Not run: {', '.join(names)}: {reason}." for reason, names in grouped(self.not_run).items()]
+
+    def _knowing(self) -> str:
+        if not self.knowing:
+            return f"No registered attack knows the defence {self.defense}: an adaptive attack may do better."
+        return f"No attack that knows {self.defense} was tested; those that do: {', '.join(self.knowing)}."
 
     def _figures(self) -> str:
         text = f"{self.attack}, " + (f"median {self.psnr:.1f} dB" if self.psnr == self.psnr else "no image")
@@ -199,11 +213,12 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         "failed": {name: _diagnosis(attacked[attacked["attack"] == name]) for name in ran if name not in names},
         "not_run": dict(not_run or {}),
         "grants": tuple(dict.fromkeys(grant for granted in attacked["threat_model"] for grant in granted)),
+        **_defense_of(attacked),
     }
     nothing = Answer.NOT_SHOWN if names else Answer.NOT_TESTED
     if len(attacked) == len(rows) and rows["psnr"].isna().all() and rows["known"].notna().any():
         return _without_originals(attacked, shared, nothing)
-    gains, psnr = gains_over_guesses(rows), _by_image(rows, "psnr")
+    gains, psnr = gains_over_guesses(rows), by_image(rows, "psnr")
     if gains.empty:
         return Verdict(nothing, **shared)
     above = (psnr.loc[gains.index, gains.columns] > RECOGNISABLE) & (gains > 0)
@@ -224,91 +239,13 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     return Verdict(answer, **shared, **figures)
 
 
-def gains_over_guesses(rows: pd.DataFrame, metric: str = "psnr", index: list[str] = IMAGE) -> pd.DataFrame:
-    """How much better attacks are than the best guess without a gradient, image by image.
-
-    Args:
-        rows: as `load_rows` gives them, attacks and guesses.
-        metric: of which higher is nearer to the original.
-        index: columns that tell images apart.
-
-    Returns:
-        images x attacks that returned an image at least once, in the metric's unit (dB for psnr); 0 where one returned
-        none, NaN where it was not run. Where no guess was scored, the values themselves.
-    """
-    values = _by_image(rows, metric, index).dropna(axis=1, how="all")
-    guesses = [name for name in BASELINES if name in values]
-    attacks = [name for name in values if name not in BASELINES]
-    floor = values[guesses].max(axis=1) if guesses else pd.Series(0.0, index=values.index)
-    gains = values[attacks].sub(floor.fillna(floor.mean()), axis=0)
-    for name in attacks:
-        ran = pd.MultiIndex.from_frame(rows.loc[rows["attack"] == name, index])
-        gains.loc[gains.index.isin(ran) & gains[name].isna(), name] = 0.0
-    return gains[gains.notna().any(axis=1)]
-
-
-def ranked(gains: pd.DataFrame) -> list[str]:
-    """Attacks, the strongest first; any two are compared on the images that both were run on.
-
-    An attack is better than another if its mean gain, of which `EXACT_GAIN` dB count at most, is higher there by an
-    interval that excludes 0 (on one image, if it is higher). The strongest is better than most others; of equals the
-    one that was run on more images comes first, then the one with the higher mean.
-
-    Args:
-        gains: images x attacks, as `gains_over_guesses` gives them.
-    """
-    counted = gains.dropna(axis=1, how="all").clip(upper=EXACT_GAIN)
-    wins = {name: sum(_better(counted[name], counted[other]) for other in counted) for name in counted}
-    key = {name: (wins[name], int(counted[name].count()), float(counted[name].mean())) for name in counted}
-    return sorted(counted, key=key.__getitem__, reverse=True)
-
-
-def strongest(gains: pd.DataFrame) -> tuple[str, list, bool]:
-    """The strongest attack, the images to report it on, and whether it was chosen on other updates than those.
-
-    Args:
-        gains: images x attacks, as `gains_over_guesses` gives them; the index has the levels `IMAGE`.
-    """
-    compared = gains.dropna(axis=1, how="all")
-    if compared.empty:
-        return "", [], False
-    updates = _update_of(compared.index)
-    chosen_on = _first_half(compared, updates)
-    if len(set(updates)) >= LEAST_TO_SPLIT and compared.shape[1] > 1:
-        best = ranked(compared[chosen_on])[0]
-        own = compared[best].notna().to_numpy()
-        if len(set(updates[own])) >= LEAST_TO_SPLIT:
-            return best, list(compared.index[own & ~chosen_on]), True
-    best = ranked(compared)[0]
-    return best, list(compared.index[compared[best].notna()]), False
-
-
-def _first_half(gains: pd.DataFrame, updates: np.ndarray) -> np.ndarray:
-    """(images,) bool: half of the updates of every attack, as nearly as it can be; attacks with few updates first."""
-    half: dict[Any, bool] = {}
-    for name in gains.count().sort_values(kind="stable").index:
-        own = dict.fromkeys(updates[gains[name].notna().to_numpy()])
-        for update in own:
-            if update not in half:
-                sides = [half[u] for u in own if u in half]
-                half[update] = 2 * sum(sides) <= len(sides)
-    return np.array([half[update] for update in updates])
-
-
-def _update_of(images: pd.MultiIndex) -> np.ndarray:
-    """The update of each image, as text. Campaigns tell clients apart by their image alone."""
-    frame = images.to_frame(index=False)
-    batches = frame.groupby(["seed", "round", "client"])["image"].transform("max") > 0
-    alone = frame["image_id"].mask(batches, "")
-    return frame[["seed", "round", "client"]].assign(alone=alone).astype(str).agg("\x1f".join, axis=1).to_numpy()
-
-
-def _better(one: pd.Series, other: pd.Series) -> bool:
-    both = (one - other).dropna()
-    if both.empty:
-        return bool(one.mean() > other.mean())
-    interval = bootstrap_mean(both.to_numpy())
-    return interval.low > 0 if interval.count > 1 else interval.mean > 0
+def _defense_of(rows: pd.DataFrame) -> dict[str, Any]:
+    """`defense` and `knowing` of a verdict on rows of one defence."""
+    names = {str(label).partition(":")[0] for label in rows["defense"]}
+    kind = DEFENSES.available().get(min(names, default=""))
+    if len(names) > 1 or kind in (None, Defense):
+        return {}
+    return {"defense": min(names), "knowing": kind.known_by}
 
 
 def _most_patches(rows: pd.DataFrame, psnr: pd.DataFrame) -> str:
@@ -348,13 +285,6 @@ def _without_originals(attacked: pd.DataFrame, shared: Mapping[str, Any], nothin
     best = (attacked[attacked["certified"].eq(True)] if shared["certified"] else vouched)["attack"]
     name = best.mode().iloc[0] if len(best) else ""
     return Verdict(answer, **shared, scored=False, attack=name, recovered=len(_images_of(vouched)))
-
-
-def _by_image(rows: pd.DataFrame, metric: str, index: list[str] = IMAGE) -> pd.DataFrame:
-    """images x attacks and guesses: the metric, NaN where there is no image."""
-    values = rows.pivot_table(index=index, columns="attack", values=metric, aggfunc="max", dropna=False, sort=False)
-    images = pd.MultiIndex.from_frame(rows[index].drop_duplicates())
-    return values.reindex(index=images, columns=list(dict.fromkeys(rows["attack"]))).astype(float)
 
 
 def _images_of(rows: pd.DataFrame) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedmjp.audit.verdict import gains_over_guesses, ranked
+from fedmjp.audit.strongest import gains_over_guesses, ranked
 from fedmjp.metrics.intervals import bootstrap_mean, wilson
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.styles import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from fedmjp.audit.verdict import gains_over_guesses
+from fedmjp.audit.strongest import gains_over_guesses
 from fedmjp.defenses import DEFENSES
 from fedmjp.records.rows import BASELINES, CASE
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from fedmjp.audit.verdict import gains_over_guesses, ranked
+from fedmjp.audit.strongest import gains_over_guesses, ranked
 from fedmjp.records.rows import BASELINES
 from fedmjp.records.run_folder import image_path
 from fedmjp.report.pictures import Panel, Reconstructed

@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedmjp.audit.verdict import Answer, gains_over_guesses, judge, ranked, strongest
+from fedmjp.audit.strongest import gains_over_guesses, ranked, strongest
+from fedmjp.audit.verdict import Answer, judge
 from fedmjp.records.reasons import grouped, in_one_sentence
 from fedmjp.records.rows import METRICS, OPTIONAL
 from tests.records.sample_rows import make_row
@@ -234,3 +235,22 @@ def test_few_images_with_patches_are_not_reassuring(shares: tuple[float, ...], a
     verdict = judge(rows)
     assert verdict.patches.low == 0
     assert verdict.headline().startswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("defense", "attack", "known"),
+    [
+        ("mjp", "patch_embedding", ", none of which knows mjp,"),
+        ("mjp:gamma=0.1", "dlg", ", none of which knows mjp,"),
+        ("mjp", "mjp_subspace", ""),
+        ("none", "dlg", ""),
+        ("of another package", "dlg", ""),
+    ],
+)
+def test_a_defence_that_no_attack_knew_is_said_so(defense: str, attack: str, known: str) -> None:
+    values = {attack: [8.0, 9.0, 10.0, 9.0], **GUESSES}
+    verdict = judge(frame(values, **dict.fromkeys(values, {"defense": defense})))
+    assert verdict.answer is Answer.NOT_SHOWN
+    assert verdict.headline() == f"no leak shown by 1 attack ({attack}){known.rstrip(',')} on 4 images"
+    gaps = [line for line in verdict.gaps() if "No attack that knows mjp was tested; those that do: mjp_sub" in line]
+    assert len(gaps) == bool(known)

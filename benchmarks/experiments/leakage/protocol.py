@@ -22,7 +22,7 @@ from experiments.rendering import read_rows
 from experiments.session import AttackSession
 from fedmjp.audit.campaign import Campaign, run_attacks
 from fedmjp.audit.harness import scorer
-from fedmjp.audit.verdict import gains_over_guesses, ranked
+from fedmjp.audit.strongest import gains_over_guesses, ranked
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input, grant_token_gradient, lacks_positions
 from fedmjp.budgets import ALL, AUTO, build_attack
 from fedmjp.data import load_gallery

@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attacks.registry import UsageError
-from fedmjp.audit.verdict import gains_over_guesses, judge
+from fedmjp.audit.strongest import gains_over_guesses
+from fedmjp.audit.verdict import judge
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.figures import legend_below

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.rendering import MEAN, interval, markdown_table
-from fedmjp.audit.verdict import gains_over_guesses, strongest
+from fedmjp.audit.strongest import gains_over_guesses, strongest
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.metrics.intervals import wilson
