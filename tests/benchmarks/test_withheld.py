@@ -61,6 +61,16 @@ def test_resuming_a_finished_run_adds_nothing(finished) -> None:
     assert run(finished) == 2
 
 
+def test_one_group_alone_and_others_later(tmp_path) -> None:
+    out = tmp_path / "out"
+    assert run(out, "--groups", "position embedding") == 0
+    table = pd.read_csv(out / "table.csv").set_index("withheld")
+    assert list(table.index) == ["position embedding"]
+    assert run(out, "--groups", "all but the classifier", "--resume") == 0
+    table = pd.read_csv(out / "table.csv").set_index("withheld")
+    assert dict(table["answer"]) == {"position embedding": "leaks", "all but the classifier": "not tested"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -68,6 +78,7 @@ def test_resuming_a_finished_run_adds_nothing(finished) -> None:
         (["--models", "vit_mini_33=auto"], "unknown model"),
         (["--models", "vit_mini_32=auto@31"], "do not divide"),
         (["--budget", "0"], "--budget must be positive"),
+        (["--groups", "positions"], "--groups 'positions': choose from: 'nothing', 'position embedding'"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, options: list[str], words: str) -> None:

@@ -19,13 +19,15 @@ class Options(AttackOptions):
     position embedding, the patch projection, both, query, key and value of the first block, the whole first block, and
     everything but the classifier.
 
-    Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models and
-    images to a finished one.
+    Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models,
+    groups and images to a finished one.
     """
 
     models: tuple[str, ...] = ("vit_mini_32=auto", "vit_mini_64=auto", "vit_mini_64=random")
     """MODEL=SOURCE, or MODEL=SOURCE@PIXELS for another size of the images (positions are resampled); a source is
     random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    groups: tuple[str, ...] = ()
+    """What is withheld, as the rows of the table call it ("position embedding"); none given: each group in turn."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None
@@ -57,6 +59,19 @@ class Options(AttackOptions):
             found.append((model, source, int(pixels) if pixels else None))
         return found
 
+    def withheld(self) -> tuple[str, ...]:
+        """The groups that are withheld in turn.
+
+        Raises:
+            UsageError: there is no such group.
+        """
+        from experiments.withheld.groups import GROUPS
+
+        for group in self.groups:
+            if group not in GROUPS:
+                raise UsageError(f"--groups {group!r}: choose from: {', '.join(map(repr, GROUPS))}")
+        return self.groups or tuple(GROUPS)
+
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         check_positive(self, "num_images")
@@ -64,4 +79,5 @@ class Options(AttackOptions):
             raise UsageError("--budget must be positive")
         if not self.lines():
             raise UsageError("--models needs at least one entry")
+        self.withheld()
         super().validate()

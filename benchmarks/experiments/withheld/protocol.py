@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attacks import ThreatModel
 from experiments.session import AttackSession
-from experiments.withheld.groups import GROUPS, without
+from experiments.withheld.groups import without
 from experiments.withheld.options import Options
 from experiments.withheld.render import WITHHELD
 from fedmjp.audit.harness import Scored, run_attack
@@ -58,14 +58,14 @@ class Run:
         built.module.to(self.session.device).eval()
         subject = Subject(built, self.granted)
         gallery = load_gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
-        victims = self.session.victims(gallery, DEFENSES.get("none")(), o.seed)
+        victims, groups = self.session.victims(gallery, DEFENSES.get("none")(), o.seed), o.withheld()
         with self.session.bar() as bar:
-            task = bar.add_task(f"{built.name}, {built.provenance}", total=len(victims) * len(GROUPS))
+            task = bar.add_task(f"{built.name}, {built.provenance}", total=len(victims) * len(groups))
             mean = victims.mean_image(1)
             for client in range(len(victims)):
                 for case, one, norm in self.scored(subject, victims, client, mean, rows):
                     rows.append({**self.session.columns, **one.row(case, victims.ids(client)[0], norm, 0)})
-                bar.advance(task, len(GROUPS))
+                bar.advance(task, len(groups))
         return gallery.provenance
 
     def scored(
@@ -79,12 +79,15 @@ class Run:
         score = self.session.scorer(subject.built.patch_size)
         seen = victims.seen(subject.built, PLAIN, clients, originals)
         view = observe_groups(subject.built, seen, victims.labels(subject.built, clients), 1)[0]
-        for group in GROUPS:
-            guesses = zip(BASELINES, (mean.expand_as(originals), victims.others(clients, originals)), strict=True)
-            for name, guess in guesses:
+        guesses = dict(zip(BASELINES, (mean.expand_as(originals), victims.others(clients, originals)), strict=True))
+        records: dict[str, list[dict[str, float]]] = {}  # of the baselines, which are the same whatever is withheld
+        for group in self.options.withheld():
+            for name, guess in guesses.items():
                 case = self.case(subject, victims, group, name, {})
                 if not rows.done(case, ids):
-                    yield case, Scored(name, {}, None, score(guess, originals), 0.0, ""), float("nan")
+                    if name not in records:
+                        records[name] = score(guess, originals)
+                    yield case, Scored(name, {}, None, records[name], 0.0, ""), float("nan")
             left = without(view, group)
             suite = select_attacks([AUTO], [left], self.granted, budget=self.options.budget)
             for name, attack in suite.chosen.items():
