@@ -167,10 +167,11 @@ class Refinement:
             for inputs, span in zip(self.front.inputs(patches), self.spans, strict=True)
         ]
 
-    def _conditions(self, patches: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """w_lj V_l [input_lj, 1] of all layers side by side, (N', conditions)."""
-        parts = zip(weights, self._extended(patches), self.spans, strict=True)
-        return torch.cat([w * (inputs @ span.conditions.T) for w, inputs, span in parts], dim=1)
+    def _misfit(self, patches: Tensor, weights: Sequence[Tensor]) -> float:
+        """What the steps minimise, but for a constant."""
+        (h, r), parts = self.linear, zip(weights, self._extended(patches), self.spans, strict=True)
+        outside = sum((w * span.outside(inputs)).square().sum() for w, inputs, span in parts)
+        return float(outside + ((patches @ h - 2 * r) * patches).sum())
 
     def _weights(self, patches: Tensor, moved: Tensor | None = None) -> list[Tensor]:
         """w_lj, (N', 1) for each layer; with the difference that `moved` patches make added to the error."""
@@ -178,8 +179,8 @@ class Refinement:
         others = inputs if moved is None else self._extended(moved)
         for here, there, span in zip(inputs, others, self.spans, strict=True):
             error = span.error((here @ span.directions.T).square())
-            left = (here @ span.conditions.T).square().mean(dim=1)
-            error = error + (left + left.mean()) / 2 + ((there - here) @ span.conditions.T).square().mean(dim=1)
+            left, moved_by = (span.outside(x).square().sum(dim=1) / len(span.conditions) for x in (here, there - here))
+            error = error + (left + left.mean()) / 2 + moved_by
             found.append(error.clamp(min=LEAST_ERROR).rsqrt()[:, None])
         return found
 
@@ -193,26 +194,25 @@ class Refinement:
     def _step(self, patches: Tensor, weights: Sequence[Tensor], iterations: int) -> Tensor | None:
         """One step that lowers the misfit; None where none does."""
         h, r = self.linear
+        widths = [span.directions.shape[1] for span in self.spans]
         with torch.enable_grad():
             x = patches.clone().requires_grad_()
-            values = self._conditions(x, weights)
-            dual = torch.zeros_like(values).requires_grad_()
-            (pulled,) = torch.autograd.grad(values, x, dual, create_graph=True)  # J^T dual, linear in dual
-
-        def pull(u: Tensor) -> Tensor:
-            """J^T u."""
-            return torch.autograd.grad(values, x, u, retain_graph=True)[0]
+            inputs = torch.cat(self._extended(x), dim=1)  # (N', sum of the widths)
+            dual = torch.zeros_like(inputs).requires_grad_()
+            (pulled,) = torch.autograd.grad(inputs, x, dual, create_graph=True)  # J^T dual, linear in dual
 
         def push(v: Tensor) -> Tensor:
             """J v, the derivative of J^T dual with respect to dual."""
             return torch.autograd.grad(pulled, dual, v, retain_graph=True)[0]
 
-        def misfit(at: Tensor) -> float:
-            """What the step minimises."""
-            return float(self._conditions(at, weights).square().sum() + ((at @ h - 2 * r) * at).sum())
+        def pull(u: Tensor) -> Tensor:
+            """J^T W u, with W the layers' conditions in their weights, (w V)^T w V."""
+            parts = zip(weights, u.split(widths, dim=1), self.spans, strict=True)
+            weighed = torch.cat([w.square() * span.outside(part) for w, part, span in parts], dim=1)
+            return torch.autograd.grad(inputs, x, weighed, retain_graph=True)[0]
 
         inverse = torch.linalg.inv(self._own_hessian(weights))
-        target = r - patches @ h - pull(values.detach())
+        target = r - patches @ h - pull(inputs.detach())
         step = conjugate_gradients(
             lambda v: pull(push(v)) + v @ h,
             target,
@@ -221,9 +221,9 @@ class Refinement:
             iterations,
             TOLERANCE,
         )
-        before = misfit(patches)
+        before = self._misfit(patches, weights)
         for trial in range(TRIALS):
             shorter = step * SHORTER**trial
-            if misfit(patches + shorter) < before:
+            if self._misfit(patches + shorter, weights) < before:
                 return shorter.detach()
         return None

@@ -66,6 +66,11 @@ class InputSpan:
         """The directions that no input has, (c - rank, c)."""
         return self.directions[self.rank :]
 
+    def outside(self, inputs: Tensor) -> Tensor:
+        """The part of inputs (..., c) along the conditions, (..., c), from the span's directions, which are fewer."""
+        within = self.directions[: self.rank]
+        return inputs - (inputs @ within.T) @ within
+
 
 def span_of_inputs(gradient: Tensor, num_inputs: int, sent: torch.dtype) -> InputSpan:
     """Decompose a layer's gradient.
