@@ -125,6 +125,15 @@ def test_conditions_err_by_what_the_span_says() -> None:
         assert float((said / true).log().abs().median().exp()) < 1.3
 
 
+def test_outside_is_what_the_conditions_see() -> None:
+    generator = torch.Generator().manual_seed(0)
+    s, inputs = (torch.randn(n, 12, generator=generator, dtype=torch.float64) for n in (30, 5))
+    span = span_of_inputs(s, 4, torch.float64)
+    outside = span.outside(inputs)
+    torch.testing.assert_close(outside, inputs @ span.conditions.T @ span.conditions)
+    torch.testing.assert_close(outside @ span.directions[:4].T, torch.zeros(5, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("make", [timm_vit, torchvision_vit, hugging_face_vit])
 def test_other_libraries_models(make) -> None:
     torch.manual_seed(0)
