@@ -93,9 +93,12 @@ class FirstBlock:
         constant = self.constant if self.unknown is None else torch.where(masked[:, None], self.unknown, self.constant)
         return torch.cat([self.prefix, patches @ self.projection.T + constant])
 
-    def attend(self, tokens: Tensor) -> Tensor:
-        """The block's attention branch at `tokens` (N', D)."""
-        return _optional(self.module, "ls1")(self.module.attn(self.module.norm1(tokens)[None])[0])
+    def attend(self, tokens: Tensor, context: Tensor | None = None) -> Tensor:
+        """The block's attention branch at `tokens` (S, D), with keys and values of `context` (N', D) or their own."""
+        query = self.heads(tokens)[0]
+        _, key, value = self.heads(tokens if context is None else context)
+        mixed = ((query @ key.transpose(1, 2)).softmax(dim=-1) @ value).transpose(0, 1).flatten(1)  # (S, D)
+        return _optional(self.module, "ls1")(self.module.attn.proj(mixed))
 
     def heads(self, tokens: Tensor) -> Tensor:
         """Scaled queries, keys and values of tokens (S, D), (3, heads, S, D / heads)."""

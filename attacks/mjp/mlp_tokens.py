@@ -22,7 +22,7 @@ errors do not enter the answers).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -123,30 +123,43 @@ class TokenFamily:
 
     def errors(self, optima: Optima) -> Tensor:
         """Mean squared error of an entry of y, (S,), if what is left of the residuals is independent noise."""
+        moved = self.directions - self.directions.mean(dim=1, keepdim=True)
+        return self.expected(optima, moved @ moved.T / moved.shape[1], torch.linalg.pinv(self.directions))
+
+    def expected(self, optima: Optima, form: Tensor, inverse: Tensor | None = None) -> Tensor:
+        """Expected quadratic form (S,) of the error of u, if what is left of the residuals is independent noise.
+
+        Args:
+            form: (m, m).
+            inverse: of Y, (D, m), where the length of y lies in the family: the norm takes it away; it is no error.
+        """
         equations = sum(span.directions.shape[1] - self.block.count for span in self.block.spans)
         variance = torch.maximum(optima.losses, optima.explained) / (equations - len(self.directions))
-        moved = self.directions - self.directions.mean(dim=1, keepdim=True)
-        gram, found = moved @ moved.T / moved.shape[1], []
+        found = []
         for part in optima.y.split(self._chunk()):
-            matrix, along = self.normal_equations(part)[0], part @ torch.linalg.pinv(self.directions)  # (S, m)
-            # The norm takes the length of y away; it is not an error.
-            weight = (
-                matrix.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None] / along.square().sum(dim=1)[:, None, None]
-            )
-            matrix = matrix + weight * along[:, :, None] * along[:, None]
-            matrix.diagonal(dim1=1, dim2=2).add_(1e-12 * matrix.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True))
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-            found.append((inverse * gram).sum(dim=(1, 2)))
+            matrix = self.normal_equations(part)[0]  # (S, m, m)
+            mean = matrix.diagonal(dim1=1, dim2=2).mean(dim=1)
+            if inverse is not None:
+                along = part @ inverse  # (S, m)
+                weight = mean / along.square().sum(dim=1)
+                matrix = matrix + weight[:, None, None] * along[:, :, None] * along[:, None]
+            matrix.diagonal(dim1=1, dim2=2).add_(1e-12 * mean[:, None])
+            found.append((torch.cholesky_inverse(torch.linalg.cholesky(matrix)) * form).sum(dim=(1, 2)))
         return torch.cat(found) * variance
 
     def _chunk(self) -> int:
         """Starts whose Jacobians are held in memory together."""
         return max(CHUNK_ENTRIES // self._before.numel(), 8)
 
-    def refine(self, y: Tensor, steps: int) -> Optima:
-        """Levenberg-Marquardt from each of the starts y (S, D) along Y, at most so many steps."""
+    def refine(self, y: Tensor, steps: int, *, keep_scale: bool = False) -> Optima:
+        """Levenberg-Marquardt from each of the starts y (S, D) along Y, at most so many steps.
+
+        Args:
+            keep_scale: return y plus the steps taken instead of its normalised form.
+        """
         parts = [self._refine_chunk(part, steps) for part in y.split(self._chunk())]
-        return Optima(*(torch.cat([getattr(part, n) for part in parts]) for n in Optima.__dataclass_fields__))
+        optima = Optima(*(torch.cat([getattr(part, n) for part in parts]) for n in Optima.__dataclass_fields__))
+        return optima if keep_scale else replace(optima, y=normalised(optima.y))
 
     def _refine_chunk(self, y: Tensor, steps: int) -> Optima:
         y, size = y.clone(), len(self.directions)
@@ -177,7 +190,7 @@ class TokenFamily:
             active = active[~there & (idle[active] < PATIENCE)]
             if not len(active):
                 break
-        return Optima(normalised(y), losses, explained)
+        return Optima(y, losses, explained)
 
 
 class _Linearised:
@@ -202,7 +215,8 @@ class Optima:
     """Local optima.
 
     Attributes:
-        y: (S, D) tokens at the second norm, up to a factor and a constant: mean 0, length D^1/2.
+        y: (S, D) tokens at the second norm, up to a factor and a constant: mean 0, length D^1/2 (unless the scale of
+            the starts is kept).
         losses: (S,) squared residuals. explained: (S,) of them, what the noise of the message explains.
     """
 
@@ -327,15 +341,30 @@ def distinct(family: TokenFamily, tokens: Optima, optima: Optima) -> Optima:
     if not len(optima):
         return optima
     optima = optima[optima.losses.argsort()]
-    y = torch.cat([tokens.y, optima.y])
-    losses, kept = torch.cat([tokens.losses, optima.losses]), list(range(len(tokens)))
-    matrices, _ = family.normal_equations(optima.y)
-    inverse = torch.linalg.pinv(family.directions)  # (D, m)
-    for i in range(len(tokens), len(y)):
-        apart = y[kept] - y[i]  # (n, D)
-        along = apart @ inverse
-        rise = ((along @ matrices[i - len(tokens)]) * along).sum(dim=1)
-        same = (rise < SAME * (losses[i] + losses[kept])) | (apart.norm(dim=1) < NEAR * y.shape[1] ** 0.5)
+    joined, before = tokens.joined(optima), len(tokens)
+    points = joined.y @ torch.linalg.pinv(family.directions)
+    matrices = family.normal_equations(optima.y)[0]
+    apart = torch.cdist(joined.y, joined.y) >= NEAR * joined.y.shape[1] ** 0.5
+    return optima[repeated(points, joined.losses, matrices, before, apart)]
+
+
+def repeated(
+    points: Tensor, losses: Tensor, matrices: Tensor, before: int = 0, apart: Tensor | None = None
+) -> list[int]:
+    """Indices among the points (S, m) after the first `before` ones of those that repeat none before them.
+
+    Args:
+        points: coordinates, the later ones by rising losses (S,), squared residuals.
+        matrices: (S - before, m, m), Gauss-Newton matrices of the later ones.
+        apart: (S, S) bool, pairs that may differ; by default all.
+    """
+    kept = list(range(before))
+    for i in range(before, len(points)):
+        along = points[kept] - points[i]  # (n, m)
+        rise = ((along @ matrices[i - before]) * along).sum(dim=1)
+        same = rise < SAME * (losses[i] + losses[kept])
+        if apart is not None:
+            same = same | ~apart[i, kept]
         if not same.any():
             kept.append(i)
-    return optima[[i - len(tokens) for i in kept[len(tokens) :]]]
+    return [i - before for i in kept[before:]]

@@ -21,6 +21,7 @@ from attacks.base import Attack
 from attacks.linear.input_spans import span_of_inputs
 from attacks.linear.position_rows import projection_products, unmet_assumptions
 from attacks.mjp.jigsaw_solver import RESTARTS
+from attacks.mjp.known_attention import SweepSearch
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.token_patches import KnownPatches
@@ -41,10 +42,12 @@ class PatchSet(Attack):
 
     Attributes:
         search: for the tokens.
+        sweep: for the patches, with known attention.
         restarts: of the placement.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
+    sweep: SweepSearch = field(default_factory=SweepSearch)
     restarts: int = RESTARTS
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
@@ -78,7 +81,7 @@ class PatchSet(Attack):
         tokenizer = _tokenizer_without_positions(observation)
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
         scales = pixel_scales(tokenizer, observation.std)
-        placed, numbers = unmixed(self.search, block, known, known.rows[:0], scales)
+        placed, numbers = unmixed(self.search, self.sweep, block, known, known.rows[:0], scales)
         details = {"order_unknown": 1.0} | numbers
         return finished(
             observation, tokenizer, known, placed, known.rows, "no position embedding", details, self.restarts, ORDER

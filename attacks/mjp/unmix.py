@@ -1,10 +1,11 @@
 """The whole image from one update with masked positions: every token from the first MLP, then its patch and its place.
 
-`attacks.mjp.mlp_tokens` finds what each token brings to the first MLP, one token at a time, from the gradients of that
-MLP; `attacks.mjp.token_patches` solves linear equations for the patches and says which place a token has;
-`attacks.linear.masked_update` says beforehand what it can: which positions are masked, and the visible patches up to a
-subspace. The masked patches share one embedding, so nothing in the update says in which order they are:
-`attacks.mjp.jigsaw_solver` places them by their borders.
+`attacks.linear.masked_update` says beforehand which positions are masked, and what the visible patches are up to a
+subspace. `attacks.mjp.mlp_tokens` finds what each token brings to the first MLP, one token at a time, from that MLP's
+gradients; `attacks.mjp.token_patches` solves linear equations for the patches and says which place a token has;
+`attacks.mjp.known_attention` refines the patches with the attention that they have, and where few are masked it finds
+all of them without the tokens. The masked patches share one embedding, so nothing in the update says in which order
+they are: `attacks.mjp.jigsaw_solver` places them by their borders.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.jigsaw_solver import RESTARTS, place
 from attacks.mjp.joined_updates import JoinedUpdates, join_updates, updates_of_last_image
+from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
 from attacks.mjp.mlp_spans import LAYERS, FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
 from attacks.mjp.subspace import nothing_masked
@@ -32,6 +34,8 @@ from attacks.tokenizer import Tokenizer
 # Seconds of one CPU core: of the search, by tokens squared and entries of the hidden layer; of the placement, by pieces
 # squared.
 SECONDS_OF_A_PAIR, SECONDS_OF_A_PLACE = 7e-7, 8e-4
+# Sweeps come before the search of tokens where at most one patch in so many is unseen.
+MOST_SEEN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +44,13 @@ class Unmix(Attack):
 
     Attributes:
         search: for the tokens.
+        sweep: for the patches, with known attention.
         prior: gives the start of the search.
         restarts: of the placement.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
+    sweep: SweepSearch = field(default_factory=SweepSearch)
     prior: VectorialVariation = field(default_factory=VectorialVariation)
     restarts: int = RESTARTS
 
@@ -83,7 +89,9 @@ class Unmix(Attack):
         if not len(known.basis):
             return render(observation, tokenizer, guess, torch.ones_like(known.unseen), "", details)
         block = read_first_block(observation, tokenizer)
-        placed, numbers = unmixed(self.search, block, known, guess, pixel_scales(tokenizer, observation.std))
+        placed, numbers = unmixed(
+            self.search, self.sweep, block, known, guess, pixel_scales(tokenizer, observation.std)
+        )
         words = mask_in_words(joined)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.restarts)
 
@@ -127,9 +135,9 @@ def seconds_of_search(observation: Observation, tokenizer: Tokenizer, unseen: in
 
 
 def unmixed(
-    search: TokenSearch, block: FirstBlock, known: KnownPatches, guess: Tensor, scales: Tensor
+    search: TokenSearch, sweep: SweepSearch, block: FirstBlock, known: KnownPatches, guess: Tensor, scales: Tensor
 ) -> tuple[PlacedPatches, dict[str, float]]:
-    """Find the tokens and solve for their patches.
+    """Sweeps from the guess where most patches are seen; unless they find all, tokens, their patches, and sweeps.
 
     Args:
         guess: (N, P) patches to start from, or none.
@@ -137,23 +145,55 @@ def unmixed(
 
     Returns:
         The patches, and for the details: tokens found, the median of their squared residuals over what the noise of
-        the message explains, the median squared misfit of the equations of patch and attention.
+        the message explains, and, where tokens were searched, the median squared misfit of the equations of patch and
+        attention.
     """
-    system = TokenPatches(block, known, scales)
-    starts = guess[:0] @ block.projection.T
+    sweeps, swept, starts = PatchSweeps(block, known), None, guess[:0] @ block.projection.T
     if len(guess):
-        tokens = block.tokens(guess, known.masked)
-        starts = tokens + block.attend(tokens)
+        c = sweeps.coefficients(guess)
+        if MOST_SEEN * int(known.unseen.sum()) <= len(guess):
+            swept = sweep(sweeps, c)
+            if swept.found.all():
+                return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios)
+            c = swept.c
+        starts = sweeps.attended(c)
     tokens = search(block, starts)
     if not len(tokens):
-        raise UsageError("no token was found whose inputs of the first MLP lie in the spans of its gradients")
-    placed = system.solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
-    numbers = {
-        "tokens": len(tokens),
-        "residual": float((tokens.losses / tokens.explained).median()),
-        "misfit": float(placed.misfit[placed.found].median()) if placed.found.any() else float("nan"),
-    }
-    return placed, numbers
+        if swept is None or not swept.found.any():
+            raise UsageError("no token was found whose inputs of the first MLP lie in the spans of its gradients")
+        return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios[swept.found])
+    placed = TokenPatches(block, known, scales).solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
+    numbers = _numbers(tokens.losses / tokens.explained)
+    if placed.found.any():
+        numbers["misfit"] = float(placed.misfit[placed.found].median())
+    missing = placed.patches.isnan().any(dim=1)
+    start = torch.where(missing[:, None], guess if len(guess) else known.rows, placed.patches)
+    polished = sweep.converged(sweeps, sweeps.coefficients(start), ~placed.found)
+    if swept is not None and swept.level < polished.level:
+        return _from_sweeps(sweeps, swept, scales), numbers
+    return _from_sweeps(sweeps, polished, scales, placed), numbers
+
+
+def _numbers(ratios: Tensor) -> dict[str, float]:
+    """What `unmixed` says of tokens with squared residuals of these ratios (S,) to the noise."""
+    return {"tokens": len(ratios), "residual": float(ratios.median())}
+
+
+def _from_sweeps(
+    sweeps: PatchSweeps, swept: Swept, scales: Tensor, placed: PlacedPatches | None = None
+) -> PlacedPatches:
+    """The patches of the sweeps; those of tokens that were `placed` where only these are certified."""
+    patches, deviation = sweeps.patches(swept.c), sweeps.deviation(swept.c, scales)
+    deviation[~swept.found] = torch.inf
+    if placed is None:
+        return PlacedPatches(patches, deviation, swept.found, swept.ratios)
+    token = placed.found & ~swept.found
+    return PlacedPatches(
+        torch.where(token[:, None], placed.patches, patches),
+        torch.where(token, placed.deviation, deviation),
+        placed.found | swept.found,
+        torch.where(token, placed.misfit, swept.ratios),
+    )
 
 
 def finished(

@@ -14,6 +14,7 @@ from attacks import ATTACKS, Observation, UsageError, find_tokenizer
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.jigsaw_solver import _Board, border_costs, place
+from attacks.mjp.known_attention import PatchSweeps, SweepSearch, most_spanning
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, coordinates, dual_vectors, normalised
 from attacks.mjp.token_patches import KnownPatches, TokenPatches
@@ -79,6 +80,7 @@ def test_block_sees_what_the_client_saw(exact, exact_update, inputs, block) -> N
     tokenizer = find_tokenizer(view.model, view.image_shape)
     tokens = block.tokens(tokenizer.patchify(exact.normalise(moved))[0], mask)
     torch.testing.assert_close(block.module.norm2(tokens + block.attend(tokens)), inputs["fc1"])
+    torch.testing.assert_close(block.attend(tokens[7:9], tokens), block.attend(tokens)[7:9])
     for seen, span in zip(inputs.values(), block.spans, strict=True):
         assert float(span.outside(seen, 1.0).abs().max()) < 1e-6
         # A stranger's inputs lie outside both spans.
@@ -122,8 +124,7 @@ def test_random_starts_lead_to_the_tokens(block, truth) -> None:
 def test_patches_and_places_of_known_tokens(exact, exact_update, block, truth) -> None:
     view, mask, moved = exact_update
     tokenizer = find_tokenizer(view.model, view.image_shape)
-    update = solve_masked(read_position_rows(view))
-    known = KnownPatches(update.rows, update.basis, update.masked, update.masked)
+    known = known_patches(view)
     patches = tokenizer.patchify(exact.normalise(moved))[0]
     order = torch.randperm(len(truth), generator=torch.Generator().manual_seed(0))
     system = TokenPatches(block, known, torch.ones(patches.shape[1], dtype=torch.float64))
@@ -133,6 +134,48 @@ def test_patches_and_places_of_known_tokens(exact, exact_update, block, truth) -
     apart = torch.cdist(patches[mask], placed.patches[mask])
     assert float(apart.min(dim=1).values.max()) < 1e-2
     assert sorted(apart.argmin(dim=1).tolist()) == list(range(int(mask.sum())))
+
+
+def known_patches(view: Observation) -> KnownPatches:
+    """What the linear equations of one masked update give."""
+    update = solve_masked(read_position_rows(view))
+    return KnownPatches(update.rows, update.basis, update.masked, update.masked)
+
+
+def test_sweeps_return_to_the_patches(exact, exact_update, block) -> None:
+    """From patches that are off by a tenth of a deviation, to less than the error that is expected."""
+    view, _, moved = exact_update
+    tokenizer, known = find_tokenizer(view.model, view.image_shape), known_patches(view)
+    sweeps = PatchSweeps(block, known)
+    truth = sweeps.coefficients(tokenizer.patchify(exact.normalise(moved))[0])
+    draw = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = sweeps.swept(truth + truth.std(dim=0) * draw / 10)
+    found = SweepSearch().converged(sweeps, start.c, torch.zeros_like(known.masked))
+    assert not start.found.any()
+    assert found.found.all()
+    expected = sweeps.deviation(found.c, torch.ones(known.rows.shape[1], dtype=torch.float64))  # (N,)
+    error = (sweeps.patches(found.c) - sweeps.patches(truth)).square().mean(dim=1).sqrt()
+    assert float(expected.max()) < 1e-3
+    assert (error < expected).all()
+
+
+def test_unseen_patches_are_found_among_the_others_and_frozen_places_stay(exact, exact_update, block) -> None:
+    view, mask, moved = exact_update
+    known, tokenizer = known_patches(view), find_tokenizer(view.model, view.image_shape)
+    sweeps = PatchSweeps(block, known)
+    truth = sweeps.coefficients(tokenizer.patchify(exact.normalise(moved))[0])
+    start = truth[mask] + 0.05 * truth[mask].flip(1)
+    found, _ = sweeps.unseen(truth, start, 25)
+    assert ((found - truth[mask]).norm(dim=1) < 0.5 * (start - truth[mask]).norm(dim=1)).all()
+    swept = sweeps.sweep(truth + 0.1, 1, mask)
+    assert torch.equal(swept[~mask], (truth + 0.1)[~mask])
+    assert not torch.isclose(swept[mask], (truth + 0.1)[mask]).all(dim=1).any()
+
+
+def test_points_within_the_span_of_others_are_taken_last() -> None:
+    points = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 1.0], [0.5, 0.0, 1.01], [0.0, 1.0, 1.0]])
+    assert torch.equal(most_spanning(points, 3), points[[0, 1, 3]])
+    assert torch.equal(most_spanning(points, 9)[-1], points[2])
 
 
 @pytest.mark.slow
@@ -158,7 +201,7 @@ def test_float32_beats_the_image_prior() -> None:
 def test_does_not_vouch_for_a_fit_that_failed() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
     view, _, _ = masked_update(model, photographs(64, 1), gamma=0.5)
-    found = ATTACKS.get("unmix")(search=TokenSearch(rounds=1, steps=2))([view])
+    found = ATTACKS.get("unmix")(search=TokenSearch(rounds=1, steps=2), sweep=SweepSearch(rounds=0))([view])
     assert "in the spans of its gradients" in found.diagnosis or "the first MLP's gradients admit" in found.diagnosis
     assert found.images is None or not found.known.any()
 

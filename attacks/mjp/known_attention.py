@@ -1,0 +1,218 @@
+"""Patches once most of them are about right: their attention is then known, and few numbers are left for each.
+
+`attacks.mjp.mlp_tokens` finds a token without its attention, as one point of a span of N' dimensions, and
+`attacks.mjp.token_patches` solves for the patch with attention unknown. Both leave more open than there is: patches are
+known up to k directions, x_p = rows_p + c_p B (`KnownPatches`), and the attention of all tokens follows from the
+patches. So, with the attention branch t_p computed from the present patches and held fixed,
+
+    minimise over c_p (k,):   |outside_1([a, 1])|^2 + |outside_2([GELU(W_1 a + b_1), 1])|^2,
+    a = norm2(z_p(c_p) + t_p),
+
+for every place alone, and attention computed anew, in turn: a sweep. An error of one patch enters the others' attention
+with its weight there, so that a few sweeps suffice. A patch is certified as a token is, by a residual at the noise of
+the message, here with the attention of all present patches: where one of them is wrong, hardly any is certified.
+
+*Search.* Places that some update shows converge from the image prior's guess. Unseen patches share one embedding and
+one row, so that each of them solves the same equations: random starts around the coefficients of seen patches lead to
+most of them. The local optima of least residual that span most are taken for the unseen patches of the next round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attacks.mjp.mlp_spans import FirstBlock
+from attacks.mjp.mlp_tokens import FOUND, Optima, TokenFamily, repeated
+from attacks.mjp.token_patches import KnownPatches
+
+# A start has not converged where its squared residual exceeds the median one by this factor.
+NOT_CONVERGED = 20.0
+# A local optimum is a patch of its own where this share of it lies outside the affine span of those of less residual.
+OUTSIDE_SPAN = 0.1
+# A round gains where the geometric mean of the residuals falls by more than this factor.
+GAIN = 0.95
+FEWEST_STARTS = 3  # missing patches for which starts are drawn at least
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Patches after some sweeps.
+
+    Attributes:
+        c: (N, k) coefficients.
+        ratios: (N,) squared residuals over what the noise of the message explains, with the attention of these patches.
+    """
+
+    c: Tensor
+    ratios: Tensor
+
+    @property
+    def found(self) -> Tensor:
+        """(N,) bool, those that the spans certify."""
+        return self.ratios <= FOUND
+
+    @property
+    def level(self) -> float:
+        """Geometric mean of the ratios."""
+        return float(self.ratios.log().mean().exp())
+
+
+class PatchSweeps:
+    """The patches of one update along the directions that are left, with attention from all of them.
+
+    Args:
+        block: the first block.
+        known: of the patches.
+    """
+
+    def __init__(self, block: FirstBlock, known: KnownPatches) -> None:
+        self.block, self.known, self.prefix = block, known, len(block.prefix)
+        self.base = block.tokens(known.rows, known.masked)  # (N', D)
+        self.family = TokenFamily(block, known.basis @ block.projection.T)
+        self.solved = torch.linalg.pinv(self.family.directions)  # (D, k)
+
+    def coefficients(self, patches: Tensor) -> Tensor:
+        """c (N, k) of patches (N, P)."""
+        return (patches - self.known.rows) @ self.known.basis.T
+
+    def patches(self, c: Tensor) -> Tensor:
+        """(N, P) of c (N, k)."""
+        return self.known.rows + c @ self.known.basis
+
+    def attended(self, c: Tensor) -> Tensor:
+        """What the second norm receives of all tokens, (N', D), at c (N, k)."""
+        tokens = self._tokens(c)
+        return tokens + self.block.attend(tokens)
+
+    def swept(self, c: Tensor) -> Swept:
+        """c (N, k) with the residuals there."""
+        losses, explained = self.family.losses(self.attended(c)[self.prefix :])
+        return Swept(c, losses / explained)
+
+    def sweep(self, c: Tensor, steps: int, places: Tensor | None = None) -> Tensor:
+        """c (N, k) after so many Levenberg-Marquardt steps of every place, or of `places` (N,) bool, alone."""
+        places = torch.ones_like(self.known.unseen) if places is None else places
+        moved = c.clone()
+        moved[places] = self._refined(c[places], self.attended(c)[self.prefix :][places], steps)[0]
+        return moved
+
+    def unseen(self, c: Tensor, x: Tensor, steps: int) -> tuple[Tensor, Optima]:
+        """Patches of unseen places from x (S, k) on, at the attention that each has among the patches at c (N, k)."""
+        own = self.base[self.prefix :][self.known.unseen][:1] + x @ self.family.directions
+        return self._refined(x, own + self.block.attend(own, self._tokens(c)), steps)
+
+    def deviation(self, c: Tensor, scales: Tensor) -> Tensor:
+        """Expected rms error (N,) of a patch's pixels at c (N, k), if what is left of the residuals is noise.
+
+        Args:
+            scales: (P,) what a normalised pixel is in units of [0, 1].
+        """
+        y, pixels = self.attended(c)[self.prefix :], self.known.basis * scales
+        form = pixels @ pixels.T / len(scales)
+        return self.family.expected(Optima(y, *self.family.losses(y)), form).sqrt()
+
+    def _tokens(self, c: Tensor) -> Tensor:
+        tokens = self.base.clone()
+        tokens[self.prefix :] += c @ self.family.directions
+        return tokens
+
+    def _refined(self, c: Tensor, attended: Tensor, steps: int) -> tuple[Tensor, Optima]:
+        optima = self.family.refine(attended, steps, keep_scale=True)
+        return c + (optima.y - attended) @ self.solved, optima
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSearch:
+    """Sweeps, and random starts for the patches that no update shows.
+
+    Attributes:
+        rounds: at most.
+        patience: rounds without a gain before giving up.
+        sweeps, steps: sweeps of a round, and their Levenberg-Marquardt steps.
+        starts, start_steps: random starts of a round for each unseen patch that is missing, and their steps.
+        seed: of the random starts.
+    """
+
+    rounds: int = 6
+    patience: int = 2
+    sweeps: int = 2
+    steps: int = 4
+    starts: int = 6
+    start_steps: int = 25
+    seed: int = 0
+
+    def __call__(self, sweeps: PatchSweeps, c: Tensor) -> Swept:
+        """The best round's patches, from c (N, k) on."""
+        generator, unseen = torch.Generator().manual_seed(self.seed), sweeps.known.unseen
+        best, pool, idle = sweeps.swept(c), c[:0], 0
+        for number in range(self.rounds):
+            reached = self.polished(sweeps, c)
+            idle = 0 if reached.level < GAIN * best.level else idle + 1
+            best = min(best, reached, key=lambda one: one.level)
+            missing = int((~best.found[unseen]).sum())
+            last = idle == self.patience or number == self.rounds - 1
+            if last or bool(best.found.all()) or not unseen.any():
+                break
+            pool = self._optima(sweeps, best.c, pool, missing, generator)
+            chosen = most_spanning(pool, int(unseen.sum()))
+            c = best.c.clone()
+            c[unseen] = torch.cat([chosen, best.c[unseen]])[: len(c[unseen])]
+        return best
+
+    def polished(self, sweeps: PatchSweeps, c: Tensor, places: Tensor | None = None) -> Swept:
+        """c (N, k) after the sweeps of a round, of `places` (N,) bool only where given."""
+        for _ in range(self.sweeps):
+            c = sweeps.sweep(c, self.steps, places)
+        return sweeps.swept(c)
+
+    def converged(self, sweeps: PatchSweeps, c: Tensor, places: Tensor) -> Swept:
+        """The best of c (N, k), of rounds of sweeps of `places` (N,) bool from there, and of all places from there."""
+        best = sweeps.swept(c)
+        for some in (places, None):
+            for _ in range(self.rounds if some is None or some.any() else 0):
+                reached = self.polished(sweeps, best.c, some)
+                gained, best = reached.level < GAIN * best.level, min(best, reached, key=lambda one: one.level)
+                if not gained:
+                    break
+        return best
+
+    def _optima(self, sweeps: PatchSweeps, c: Tensor, pool: Tensor, missing: int, generator: torch.Generator) -> Tensor:
+        """Distinct local optima (S, k) of unseen patches among the patches at c (N, k), by rising residual."""
+        seen, unseen = c[~sweeps.known.unseen], c[sweeps.known.unseen]
+        fresh = self._fresh(seen, self.starts * max(missing, FEWEST_STARTS), generator)
+        x, found = sweeps.unseen(c, torch.cat([fresh, pool, unseen]), self.start_steps)
+        ratios = found.losses / found.explained
+        order = ratios.argsort()
+        order = order[ratios[order] < NOT_CONVERGED * ratios.median()]
+        matrices = sweeps.family.normal_equations(found.y[order])[0]
+        return x[order][repeated(x[order], found.losses[order], matrices)]
+
+    def _fresh(self, seen: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Random coefficients (count, k) around those of seen patches (S, k)."""
+        one = seen[torch.randint(len(seen), (count,), generator=generator).to(seen.device)]
+        draw = torch.randn(one.shape, generator=generator, dtype=torch.float64)
+        return one + draw.to(one) * seen.std(dim=0)
+
+
+def most_spanning(points: Tensor, count: int) -> Tensor:
+    """At most `count` of the points (S, k), in their order, that span most, affinely.
+
+    Points are taken in their order as long as they stick out of the affine span of those taken; if these are too few,
+    those farthest outside are added.
+    """
+    centred = points - points.mean(dim=0)
+    size = centred.square().mean(dim=0).sum().sqrt().expand(len(points), 1)
+    left = torch.cat([centred, size], dim=1)  # what the span of those taken leaves of each
+    whole, taken = left.norm(dim=1), []
+    while len(taken) < min(count, len(points)):
+        share = left.norm(dim=1) / whole
+        share[taken] = -1.0
+        outside = (share > OUTSIDE_SPAN).nonzero()
+        chosen = int(outside[0]) if len(outside) else int(share.argmax())
+        taken.append(chosen)
+        unit = left[chosen] / left[chosen].norm().clamp(min=torch.finfo(left.dtype).tiny)
+        left = left - (left @ unit)[:, None] * unit
+    return points[taken]
