@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -137,4 +138,5 @@ def command(program: str) -> str:
     Of an absolute path only its last part stays (`.../cifar10`), because results are published and the folders of one
     machine mean nothing on another.
     """
-    return " ".join([program, *(FOLDERS.sub(r"\1.../", argument) for argument in sys.argv[1:])])
+    arguments = (shlex.quote(FOLDERS.sub(r"\1.../", argument)) for argument in sys.argv[1:])
+    return " ".join([program, *arguments])

@@ -30,7 +30,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 # Here the rows' `setting` is the schedule of the updates; elsewhere it is what a reconstruction is compared with.
-SCHEDULED = ("mjp_adaptive", "mjp_adaptive_trained")
+SCHEDULED = ("mjp_adaptive", "mjp_adaptive_trained", "withheld")
 
 COMMAND = re.compile(r"(?<!``)python (-m )?([\w./]+)((?: [^\s#`|]+)*)")
 BLOCK = re.compile(r"<!-- (\w+) -->.*?<!-- /\1 -->", re.DOTALL)
@@ -204,13 +204,13 @@ def recorded_minutes(folder: Path) -> float:
     packed = folder / "rows.jsonl.gz"
     runs: dict[str, float] = {}
     keys = "image_id model weights block defense defense_parameters precision batch_size seed attack attack_parameters"
-    keys += " round client threat_model" + (" setting" if folder.name in SCHEDULED else "")
+    keys += " round client threat_model gamma" + (" setting" if folder.name in SCHEDULED else "")
     lines = gzip.decompress(packed.read_bytes()) if packed.exists() else (folder / "rows.jsonl").read_bytes()
     for row in map(json.loads, lines.splitlines()):
         if "train_seconds" in row:
             runs[row["training"]] = row["train_seconds"]
-        elif row["image"] == 0 and row["seconds"]:  # a batch is one run; its images share the seconds
-            key = json.dumps([row[k] for k in keys.split()], sort_keys=True)
+        elif row.get("image", 0) == 0 and row["seconds"]:  # a batch is one run; its images share the seconds
+            key = json.dumps([row.get(k) for k in keys.split()], sort_keys=True)
             runs[key] = max(runs.get(key, 0.0), row["seconds"])
     return sum(runs.values()) / 60
 

@@ -41,6 +41,7 @@ def test_another_commit_is_refused() -> None:
         ("folder:/home/me/pictures/", "folder:.../pictures/"),
         ("runs/cifar10", "runs/cifar10"),
         ("mjp:gamma=0.1,dal=none", "mjp:gamma=0.1,dal=none"),
+        ("position embedding", "'position embedding'"),
     ],
 )
 def test_a_recorded_command_does_not_say_where_a_machine_keeps_its_files(argument, recorded, monkeypatch) -> None:

@@ -255,4 +255,4 @@ def test_deit_s_at_224_from_one_update() -> None:
     model = build_model("deit_s_mjp", num_classes=8, weights="random")
     view, _, _ = masked_update(model, image, gamma=0.1)
     ours, prior = (psnr(ATTACKS.get(name)()([view]).images, image) for name in ("unmix", "mjp_subspace"))
-    assert ours > prior + 1, (ours, prior)  # 34.3 and 31.6 dB when this was written
+    assert ours > prior + 10, (ours, prior)
