@@ -225,11 +225,11 @@ def test_tables_pair_seeds_and_judge_signs() -> None:
     assert pd.isna(table.loc["mp3_none", "difference_mean"])  # its line from scratch was not run
     assert table.loc[DEFAULT, "place_accuracy"] == 25
     claims = claim_table(rows).set_index("claim")
-    told = claims["verdict"].to_dict()
-    assert told["MP3 without positions beats absolute ones from scratch"] == "cannot tell"
-    assert told["after MP3, no positions are worse than absolute"] == "cannot tell"
-    assert told["trained at η = 0, fewer places are found at 0.9 than at 0"] == "agrees"
-    assert "η = 0.9 is worse than 0.5" not in told
+    verdicts = claims["verdict"].to_dict()
+    assert verdicts["MP3 without positions beats absolute ones from scratch"] == "cannot tell"
+    assert verdicts["after MP3, no positions are worse than absolute"] == "cannot tell"
+    assert verdicts["trained at η = 0, fewer places are found at 0.9 than at 0"] == "agrees"
+    assert "η = 0.9 is worse than 0.5" not in verdicts
     assert place_table(rows)["line"].unique().tolist() == [DEFAULT, "eta_0"]
 
 

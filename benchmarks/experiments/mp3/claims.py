@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -92,11 +93,46 @@ def _accuracies(place: str, words: str, line: str, other: str, paper: float, pri
     return Claim(place, words, (line, other), lambda s: s.accuracy(line) - s.accuracy(other), paper, printed)
 
 
-def _heads(extreme: Callable[..., np.ndarray]) -> Callable[[Seed], float]:
-    """Mean over blocks of the difference of their most local, or most global, head: MP3 minus from scratch."""
-    return lambda s: float(
-        np.mean(extreme(s.distances(s.encoder(DEFAULT)), axis=1) - extreme(s.distances(s.of_line(SCRATCH)), axis=1))
-    )
+def _neighbours(words: str, difference: Callable[[Seed], float], *needs: str) -> Claim:
+    """Of the accuracy of the nearest neighbours by block."""
+    return Claim("Figure 9", words, needs, difference, 1)
+
+
+def _correlations(words: str, name: str) -> Claim:
+    """That one kind of pairs of places is more alike than other places of two images."""
+    return Claim("Figure 10", words, (DEFAULT,), partial(_more_alike, name=name), 1, unit=CORRELATION)
+
+
+def _heads(words: str, extreme: Callable[..., np.ndarray], paper: float) -> Claim:
+    """Of the distance that each block's most local, or most global, head attends to."""
+    return Claim("Figure 8", words, (DEFAULT, SCRATCH), partial(_farther, extreme=extreme), paper, unit=SIDE)
+
+
+def _more_alike(seed: Seed, name: str) -> float:
+    return seed.correlation(DEFAULT, name) - seed.correlation(DEFAULT, OTHER_PLACE)
+
+
+def _farther(seed: Seed, extreme: Callable[..., np.ndarray]) -> float:
+    """Mean over blocks: MP3 minus from scratch."""
+    pretrained, scratch = seed.distances(seed.encoder(DEFAULT)), seed.distances(seed.of_line(SCRATCH))
+    return float(np.mean(extreme(pretrained, axis=1) - extreme(scratch, axis=1)))
+
+
+def _fewer_places(seed: Seed) -> float:
+    return seed.places("eta_0", 0.9) - seed.places("eta_0", 0.0)
+
+
+def _least_gain(seed: Seed) -> float:
+    return float(np.min(seed.neighbours(DEFAULT) - seed.neighbours(DEFAULT, START)))
+
+
+def _before_the_last(seed: Seed) -> float:
+    found = seed.neighbours(DEFAULT)
+    return float(np.max(found[:-1]) - found[-1])
+
+
+def _best_by_ratio(seed: Seed) -> float:
+    return float(np.max(seed.neighbours("eta_0.75")) - np.max(seed.neighbours("eta_0")))
 
 
 def _changed_last(seed: Seed) -> float:
@@ -110,13 +146,7 @@ CLAIMS = (
     _accuracies("Table 3", "from scratch, no positions are worse than absolute", "scratch_none", SCRATCH, -8.8, True),
     _accuracies("Table 3", "after MP3, no positions are worse than absolute", "mp3_none", DEFAULT, -1.4, True),
     _accuracies("Table 3", "after MP3, relative positions beat absolute", "mp3_relative", DEFAULT, 0.2, True),
-    Claim(
-        "Figure 3",
-        "trained at η = 0, fewer places are found at 0.9 than at 0",
-        ("eta_0",),
-        lambda s: s.places("eta_0", 0.9) - s.places("eta_0", 0.0),
-        -1,
-    ),
+    Claim("Figure 3", "trained at η = 0, fewer places are found at 0.9 than at 0", ("eta_0",), _fewer_places, -1),
     _accuracies("Figure 4", "a longer pre-training beats one of a fifth", DEFAULT, BRIEF, 1),
     _accuracies("Figure 4", "three times as long a pre-training is better still", "pretrained_longer", DEFAULT, 1),
     _accuracies("Figure 5", "MP3 with 0.3 of the epochs beats all of them from scratch", "mp3_shorter", SCRATCH, 1),
@@ -124,59 +154,13 @@ CLAIMS = (
     _accuracies("Figure 6", "η = 0.9 is worse than 0.5", "eta_0.9", BRIEF, -1),
     _accuracies("Figure 7", "MP3 beats from scratch, patches of 16", "mp3_patch_16", "scratch_patch_16", 1),
     _accuracies("Figure 7", "MP3 beats from scratch, patches of 4", "mp3_patch_4", "scratch_patch_4", 1),
-    Claim(
-        "Figure 9",
-        "every block's neighbours beat those of random weights (the least gain)",
-        (DEFAULT,),
-        lambda s: float(np.min(s.neighbours(DEFAULT) - s.neighbours(DEFAULT, START))),
-        1,
-    ),
-    Claim(
-        "Figure 9",
-        "the best block is not the last",
-        (DEFAULT,),
-        lambda s: float(np.max(s.neighbours(DEFAULT)[:-1]) - s.neighbours(DEFAULT)[-1]),
-        1,
-    ),
-    Claim(
-        "Figure 9",
-        "the best block is better at η = 0.75 than at 0",
-        ("eta_0", "eta_0.75"),
-        lambda s: float(np.max(s.neighbours("eta_0.75")) - np.max(s.neighbours("eta_0"))),
-        1,
-    ),
-    Claim(
-        "Figure 10",
-        "places of one image are more alike than places of two",
-        (DEFAULT,),
-        lambda s: s.correlation(DEFAULT, SAME_IMAGE) - s.correlation(DEFAULT, OTHER_PLACE),
-        1,
-        unit=CORRELATION,
-    ),
-    Claim(
-        "Figure 10",
-        "of two images, the same places are more alike than others",
-        (DEFAULT,),
-        lambda s: s.correlation(DEFAULT, SAME_PLACE) - s.correlation(DEFAULT, OTHER_PLACE),
-        1,
-        unit=CORRELATION,
-    ),
-    Claim(
-        "Figure 8",
-        "a block's most local head is more local after MP3 than from scratch",
-        (DEFAULT, SCRATCH),
-        _heads(np.min),
-        -1,
-        unit=SIDE,
-    ),
-    Claim(
-        "Figure 8",
-        "a block's most global head is more global after MP3 than from scratch",
-        (DEFAULT, SCRATCH),
-        _heads(np.max),
-        1,
-        unit=SIDE,
-    ),
+    _neighbours("every block's neighbours beat those of random weights (the least gain)", _least_gain, DEFAULT),
+    _neighbours("the best block is not the last", _before_the_last, DEFAULT),
+    _neighbours("the best block is better at η = 0.75 than at 0", _best_by_ratio, "eta_0", "eta_0.75"),
+    _correlations("places of one image are more alike than places of two", SAME_IMAGE),
+    _correlations("of two images, the same places are more alike than others", SAME_PLACE),
+    _heads("a block's most local head is more local after MP3 than from scratch", np.min, -1),
+    _heads("a block's most global head is more global after MP3 than from scratch", np.max, 1),
     Claim(
         "Figure 11",
         "fine-tuning changes the heads of the last block more than those of the first",
