@@ -132,8 +132,8 @@ def difference(row: Mapping[str, Any] | pd.Series, digits: int = 1) -> str:
     if pd.isna(row["difference_mean"]):
         return ""
     value, low, high = (float(row[f"difference{part}"]) for part in MEAN)
-    bounds = f" [{low:+.{digits}f}, {high:+.{digits}f}]" if np.isfinite([low, high]).all() else ""
-    return f"{value:+.{digits}f}{bounds}"
+    bounds = f" [{low:+z.{digits}f}, {high:+z.{digits}f}]" if np.isfinite([low, high]).all() else ""
+    return f"{value:+z.{digits}f}{bounds}"
 
 
 MEAN = ("_mean", "_low", "_high")

@@ -9,6 +9,7 @@ import pytest
 from experiments.pretraining.start_options import STARTS, StartOptions
 from experiments.pretraining.start_render import ROWS, answers, comparison, files
 from experiments.rendering import read_rows
+from scipy import stats
 
 from attacks import UsageError
 
@@ -64,7 +65,24 @@ def test_differences_are_taken_image_by_image() -> None:
     found = comparison(rows).set_index("start").loc["mp3"]
     assert found["accuracy_mean"] == 52.5
     assert found["difference_mean"] == 2.5
-    assert 0.9 < found["difference_low"] < found["difference_high"] < 4.3
+    assert 1.2 < found["difference_margin"] < 1.9
+    assert found["one_seed_margin"] > 4
+    assert not np.isfinite(
+        [found["difference_low"], found["difference_high"]]
+    ).any()  # over seeds, of which there is one
+
+
+def test_intervals_are_over_seeds_and_not_over_the_images_of_all_seeds() -> None:
+    shares = {"scratch": [0.30, 0.33, 0.35], "mp3": [0.34, 0.36, 0.41]}
+    rows = pd.DataFrame(
+        {"start": start, "defense": "none", "seed": seed, "images": 1000, "right": np.packbits(right).tobytes().hex()}
+        for start, values in shares.items()
+        for seed, right in enumerate(np.arange(1000) < 1000 * share for share in values)
+    )
+    found = comparison(rows).set_index("start").loc["mp3"]
+    expected = stats.ttest_rel(*(100 * np.array(shares[name]) for name in ("mp3", "scratch"))).confidence_interval()
+    assert (found["difference_low"], found["difference_high"]) == pytest.approx(tuple(expected))
+    assert found["seeds"] == 3
 
 
 def test_rows_of_two_recipes_are_refused(tmp_path) -> None:

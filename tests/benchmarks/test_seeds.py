@@ -7,7 +7,19 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from experiments.trainings.seeds import difference_points, markdown, ratio_curves, seeds_table, verdict
+from experiments.trainings.seeds import (
+    change_cell,
+    difference_cell,
+    difference_points,
+    markdown,
+    mean_cell,
+    mean_over_seeds,
+    paired_difference,
+    ratio_curves,
+    seed_count,
+    seeds_table,
+    verdict,
+)
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -105,3 +117,18 @@ def test_markdown_and_figures() -> None:
     difference_points(panels[1], table, "accuracy", {"E": "A + JP"})
     assert panels[0].get_legend_handles_labels()[1] == ["plain", "jigsawed"]
     assert panels[1].get_legend_handles_labels()[1] == ["paper (ImageNet-1k)", "ours"]
+
+
+def test_cells_are_over_seeds_or_say_that_there_is_one() -> None:
+    several, other = pd.Series([40.0, 41.0, 42.0]), pd.Series([38.0, 38.5, 40.0])
+    row = pd.Series(mean_over_seeds("accuracy", several) | paired_difference(several, other, 1.8))
+    assert mean_cell(row, "accuracy") == "41.0 [38.5, 43.5]"
+    assert change_cell(row) == "+2.2 [+1.4, +2.9]"
+    assert difference_cell(row) == "+2.2 [+1.4, +2.9] (paper +1.8: agrees)"
+    margins = {"one_seed_margin": 2.0, "difference_margin": 2.8}
+    single = pd.Series(mean_over_seeds("accuracy", several[:1]) | paired_difference(several[:1], other) | margins)
+    assert mean_cell(single, "accuracy") == "40.0 ± 2.0 (one seed)"
+    assert difference_cell(single) == change_cell(single) == "+2.0 ± 2.8"
+    alone = pd.Series(mean_over_seeds("accuracy", several))
+    assert change_cell(alone) == difference_cell(alone) == ""
+    assert [seed_count(seeds) for seeds in ([1], [3, 3], [1, 3])] == ["1 seed", "3 seeds", "1 to 3 seeds"]

@@ -20,8 +20,7 @@ from experiments.mp3.rows import ROWS, TRAINED
 from experiments.mp3.steps import FILE
 from experiments.rendering import Rendering, csv, difference, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER, RESULTS
-from experiments.trainings.seeds import verdict
-from fedmjp.metrics import t_interval
+from experiments.trainings.seeds import change_cell, mean_cell, mean_over_seeds, paired_difference
 
 PAPERS_IMAGES = 2000 * 50_000  # 2,000 epochs of CIFAR-100
 TABLE_3 = tuple(f"{start}_{positions}" for positions in VARIANTS for start in ("scratch", "mp3"))
@@ -57,22 +56,18 @@ def line_table(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for name in (one for one in LINES if one in by_seed.index):
         group, own, against = labelled[labelled["line"] == name], by_seed.loc[name], LINES[name].against
-        first, mean = group.iloc[0], t_interval(own.to_numpy())
+        first = group.iloc[0]
         starts = encoders.reindex([one for one in group["encoder"] if one])
         theirs = paper.get(name, math.nan)
         line = {"line": name, "model": first["model"], "eta": first["eta"]}
         line |= {"pretraining_epochs": first["pretraining_epochs"], "epochs": first["recipe"]["epochs"]}
-        line |= {"images_seen": starts["images_seen"].max() if len(starts) else 0, "seeds": mean.count}
-        line |= {"accuracy_mean": mean.mean, "accuracy_low": mean.low, "accuracy_high": mean.high}
+        line |= {"images_seen": starts["images_seen"].max() if len(starts) else 0} | mean_over_seeds("accuracy", own)
         line |= {"one_seed_margin": _margin(group)}
         line |= {"place_accuracy": starts["value"].mean() if len(starts) else math.nan, "against": against}
         if against in by_seed.index:
-            change = t_interval((own - by_seed.loc[against]).to_numpy())
             margins = [_margin(group), _margin(labelled[labelled["line"] == against])]
-            change_paper = round(theirs - paper.get(against, math.nan), 6)
-            line |= {"difference_mean": change.mean, "difference_low": change.low, "difference_high": change.high}
+            line |= paired_difference(own, by_seed.loc[against], theirs - paper.get(against, math.nan))
             line["difference_margin"] = math.hypot(*margins)
-            line |= {"paper_difference": change_paper, "verdict": verdict(change_paper, change)}
         lines.append(line | {"paper_accuracy": theirs})
     columns = ["difference_mean", "difference_low", "difference_high", "difference_margin"]
     columns += ["paper_accuracy", "paper_difference", "verdict"]
@@ -91,10 +86,10 @@ def place_table(rows: pd.DataFrame) -> pd.DataFrame:
     for name, start in _encoders(rows):
         own = rows[(rows["measure"] == "places") & rows["training"].isin(start)]
         for eta, group in own.groupby("eta_test"):
-            mean, first = t_interval(group["value"].to_numpy(float)), group.iloc[0]
-            line = {"line": name, "model": first["model"], "eta": first["eta"], "eta_test": eta, "seeds": mean.count}
+            first = group.iloc[0]
+            line = {"line": name, "model": first["model"], "eta": first["eta"], "eta_test": eta}
             line |= {"pretraining_epochs": first["pretraining_epochs"], "patches": first["patches"]}
-            lines.append(line | {"places_mean": mean.mean, "places_low": mean.low, "places_high": mean.high})
+            lines.append(line | mean_over_seeds("places", group["value"]))
     return pd.DataFrame(lines)
 
 
@@ -106,9 +101,8 @@ def structure_table(rows: pd.DataFrame) -> pd.DataFrame:
     for after, name, trainings in parts:
         own = rows[rows["training"].isin(trainings) & ~rows["measure"].isin(["accuracy", "places"])]
         for key, group in own.groupby(keys, sort=False, dropna=False):
-            mean = t_interval(group["value"].to_numpy(float))
-            line = {"after": after, "line": name} | dict(zip(keys, key, strict=True)) | {"seeds": mean.count}
-            lines.append(line | {"value_mean": mean.mean, "value_low": mean.low, "value_high": mean.high})
+            line = {"after": after, "line": name} | dict(zip(keys, key, strict=True))
+            lines.append(line | mean_over_seeds("value", group["value"]))
     return pd.DataFrame(lines)
 
 
@@ -135,7 +129,7 @@ def table3_block(folder: Path) -> str:
     lines = []
     for name in (one for one in TABLE_3 if one in table.index):
         row, pretrained, positions = table.loc[name], LINES[name].pretrained, LINES[name].positions
-        cells = ["MP3" if pretrained else "from scratch", positions, _accuracy(row), _difference(row)]
+        cells = ["MP3" if pretrained else "from scratch", positions, mean_cell(row, "accuracy"), change_cell(row)]
         papers = "" if pd.isna(row["paper_difference"]) else f"{row['paper_difference']:+g}"
         lines.append([*cells, " / ".join(f"{value:g}" for value in paper.loc[name]), papers, _words(row["verdict"])])
     heads = ["start", "positions", "top-1 (%)", "MP3 - scratch", "paper (%)", "paper's difference", "sign"]
@@ -152,10 +146,9 @@ def settings_block(folder: Path) -> str:
             start = "from scratch" if not LINES[name].pretrained else f"MP3, η = {row['eta']:g}"
             epochs = [f"{row['pretraining_epochs']:g}" if LINES[name].pretrained else "", f"{row['epochs']:g}"]
             places = "" if pd.isna(row["place_accuracy"]) else f"{row['place_accuracy']:.1f}"
-            against = f" from `{row['against']}`" if _difference(row) else ""
-            lines.append(
-                [title, f"`{row['model']}`", start, *epochs, places, _accuracy(row), _difference(row) + against]
-            )
+            change = change_cell(row)
+            change += f" from `{row['against']}`" if change else ""
+            lines.append([title, f"`{row['model']}`", start, *epochs, places, mean_cell(row, "accuracy"), change])
     heads = ["what varies", "model", "start", "epochs of MP3", "epochs with labels", "places (%)", "top-1 (%)"]
     return markdown_table([*heads, "difference"], lines) + _missing(table.index)
 
@@ -168,8 +161,9 @@ def places_block(folder: Path) -> str:
         own, first = group.set_index("eta_test"), group.iloc[0]
         cells = [interval(own.loc[eta], "places", 1) for eta in TEST_ETAS]
         chance = f"{100 / first['patches']:.1f}"
-        lines.append([f"{first['eta']:g}", f"`{first['model']}`", f"{first['pretraining_epochs']}", *cells, chance])
-    heads = ["η of training", "model", "epochs", *(f"test η = {eta:g}" for eta in TEST_ETAS), "chance"]
+        about = [f"{first['eta']:g}", f"`{first['model']}`", f"{first['pretraining_epochs']}", f"{first['seeds']}"]
+        lines.append([*about, *cells, chance])
+    heads = ["η of training", "model", "epochs", "seeds", *(f"test η = {eta:g}" for eta in TEST_ETAS), "chance"]
     return markdown_table(heads, lines)
 
 
@@ -212,15 +206,6 @@ def limits(folder: Path, table: pd.DataFrame) -> str:
         "several; ±: of a difference of one seed, over test images alone. A sign is judged from three seeds. The "
         "paper's accuracies are on CIFAR-100 and Tiny-ImageNet, its differences on CIFAR-100."
     )
-
-
-def _accuracy(row: pd.Series) -> str:
-    return f"{interval(row, 'accuracy', 1)}{'' if row['seeds'] > 1 else ' (one seed)'}"
-
-
-def _difference(row: pd.Series) -> str:
-    cell = difference(row)
-    return f"{cell} ± {row['difference_margin']:.1f}" if cell and row["seeds"] == 1 else cell
 
 
 def _words(value: object) -> str:

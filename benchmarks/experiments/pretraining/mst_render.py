@@ -1,7 +1,9 @@
 """What is rendered from the rows of MST's pre-trainings: its tables beside the paper's figures, and the pretext task.
 
-Intervals are bootstrap intervals over the test images of one training, averaged over seeds where there are several:
-what other test images would give of the same weights. What another seed would give, one seed cannot tell.
+Two uncertainties are given, as in `experiments.trainings.seeds`: intervals are Student's over seeds; `one_seed_margin`
+is half the bootstrap interval over the test images of one training, and `difference_margin` that of a difference of two
+trainings, taken as independent although both answer the same images, so that it is rather too wide. A sign is judged
+from three seeds.
 """
 
 from __future__ import annotations
@@ -13,9 +15,15 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.pretraining.mst_options import DEFAULT, KS
-from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from experiments.scaffold import PAPER
-from experiments.trainings.seeds import AGREES, CONTRADICTS, UNDECIDED
+from experiments.trainings.seeds import (
+    difference_cell,
+    mean_cell,
+    mean_over_seeds,
+    paired_difference,
+    seed_count,
+)
 from fedmjp.records.rows import Schema
 
 PRETEXT = (
@@ -46,14 +54,43 @@ WORDS = {
 }
 STRATEGIES = (DEFAULT, "none", "random", "attended", "mlm", "mlm_dino", "bert")
 LAMBDAS = ("lambda_0.2", "lambda_0.4", DEFAULT, "lambda_0.8")
+COLUMNS = (
+    *("line", "network", "measure", "accuracy_mean", "accuracy_low", "accuracy_high", "seeds", "one_seed_margin"),
+    *("difference_mean", "difference_low", "difference_high", "difference_margin"),
+    *("paper_accuracy", "paper_difference", "verdict"),
+)
 
 
 def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line a pre-training, network and measure: accuracy and its interval (per cent), means over seeds."""
-    numbers = ["accuracy", "accuracy_low", "accuracy_high"]
-    grouped = rows.groupby(["line", "network", "measure"], sort=False)
-    table = grouped[numbers].mean().assign(seeds=grouped["seed"].nunique()).reset_index()
-    return table.rename(columns={"accuracy": "accuracy_mean"})
+    """One line a pre-training, network and measure, of the student also the difference from the default line.
+
+    Returns:
+        columns line, network, measure, accuracy_mean, _low, _high (per cent, over seeds), seeds, one_seed_margin,
+        difference_mean, _low, _high (paired by seed), difference_margin, paper_accuracy, paper_difference, verdict.
+    """
+    by_case = {
+        case: group.set_index("seed") for case, group in rows.groupby(["line", "network", "measure"], sort=False)
+    }
+    paper = _paper("mst_table4") | _paper("mst_lambda")
+    lines = []
+    for (name, network, measure), group in by_case.items():
+        line = {"line": name, "network": network, "measure": measure} | mean_over_seeds("accuracy", group["accuracy"])
+        line["one_seed_margin"] = _margin(group)
+        other = by_case.get((DEFAULT, network, measure))
+        if network == "student" and name != DEFAULT and other is not None:
+            printed = paper if measure == "linear" else {}
+            theirs = printed.get(name, math.nan) - printed.get(DEFAULT, math.nan)
+            line |= paired_difference(group["accuracy"], other["accuracy"], theirs)
+            line["difference_margin"] = math.hypot(_margin(group), _margin(other))
+        if network == "student" and measure == "linear":
+            line["paper_accuracy"] = paper.get(name, math.nan)
+        lines.append(line)
+    return pd.DataFrame(lines).reindex(columns=COLUMNS)
+
+
+def _margin(group: pd.DataFrame) -> float:
+    """Half the interval over the test images of one training, averaged over seeds."""
+    return (group["accuracy_high"] - group["accuracy_low"]).mean() / 2
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -64,8 +101,8 @@ def files(folder: Path) -> dict[str, str]:
     return {
         "table.csv": csv(table, 5),
         "table1.md": neighbours_text(own, rows) + "\n",
-        "table4.md": lines_text(own, rows, STRATEGIES, "what is hidden and restored", _paper("mst_table4")) + "\n",
-        "table_lambda.md": lines_text(own, rows, LAMBDAS, "lambda_2", _paper("mst_lambda"), {DEFAULT: "0.6"}) + "\n",
+        "table4.md": lines_text(own, STRATEGIES, "what is hidden and restored") + "\n",
+        "table_lambda.md": lines_text(own, LAMBDAS, "lambda_2", {DEFAULT: "0.6"}) + "\n",
         "table_pretext.md": pretext_text(rows) + "\n",
     }
 
@@ -81,26 +118,23 @@ def neighbours_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
     return f"{markdown_table(heads, lines)}\n\n{limits(rows)}"
 
 
-def lines_text(
-    own: pd.DataFrame,
-    rows: pd.DataFrame,
-    wanted: Sequence[str],
-    title: str,
-    paper: Mapping[str, float],
-    words: Mapping[str, str] = WORDS,
-) -> str:
-    """A table of lines: linear probe and k-NN of the student, the paper's linear probe, and whether the difference from
-    the default has the paper's sign.
+def lines_text(own: pd.DataFrame, wanted: Sequence[str], title: str, words: Mapping[str, str] = WORDS) -> str:
+    """A table of lines: linear probe and k-NN of the student, the paper's linear probe, and the difference from the
+    default line with what it says of the paper's.
+
+    Args:
+        own: `accuracies` by line, network and measure.
     """
     ran = [name for name in wanted if (name, "student", "linear") in own.index]
     measures = ("linear", "knn_20")
     # All lines of a seed start from the same encoder.
     lines = [["", "before training", *(_cell(own, (name, "start", m)) for m in measures), "", ""] for name in ran[:1]]
     for name in ran:
-        figure = f"{paper[name]:.1f}" if name in paper else ""
+        row = own.loc[(name, "student", "linear")]
+        figure = "" if pd.isna(row["paper_accuracy"]) else f"{row['paper_accuracy']:.1f}"
         cells = [_cell(own, (name, "student", measure)) for measure in measures]
-        lines.append([f"`{name}`", {**WORDS, **words}[name], *cells, figure, _from_default(own, name, paper)])
-    heads = ["line", title, "linear probe (%)", "20-NN (%)", "paper, linear (%)", "linear, from default (paper)"]
+        lines.append([f"`{name}`", {**WORDS, **words}[name], *cells, figure, difference_cell(row)])
+    heads = ["line", title, "linear probe (%)", "20-NN (%)", "paper, linear (%)", "linear, from default"]
     missing = [f"`{name}`" for name in wanted if name not in ran]
     text = markdown_table(heads, lines)
     return f"{text}\n\nNot run: {', '.join(missing)}." if missing else text
@@ -124,12 +158,13 @@ def pretext_text(rows: pd.DataFrame) -> str:
 
 def limits(rows: pd.DataFrame) -> str:
     """What these trainings were, and what they cannot show."""
-    seen, seeds = sorted(set(rows["images_seen"])), rows["seed"].nunique()
+    seen = sorted(set(rows["images_seen"]))
     tests, data = rows["images"].iloc[0], "; ".join(sorted(set(rows["provenance"])))
     return (
         f"{rows['model'].iloc[0]} on {rows['dataset'].iloc[0]} ({data}); every training saw "
         f"{' or '.join(f'{n:,}' for n in seen)} images, the paper's DeiT-S {PAPERS_IMAGES:,} and more. "
-        f"{seeds} seed{'s' if seeds > 1 else ''}; brackets are 95 % intervals over {tests:,} test images."
+        f"{seed_count(rows.groupby('line')['seed'].nunique())}; brackets: Student's 95 % interval over seeds; ±: of "
+        f"one seed, over {tests:,} test images alone. A sign is judged from three seeds."
     )
 
 
@@ -137,26 +172,8 @@ def _paper(name: str) -> Mapping[str, float]:
     return pd.read_csv(PAPER / f"{name}.csv").set_index("line")["accuracy"].to_dict()
 
 
-def _from_default(own: pd.DataFrame, name: str, paper: Mapping[str, float]) -> str:
-    """The linear probe's difference from the default's, with its interval over test images, and the paper's sign.
-
-    The interval treats the two accuracies as independent; both are of the same images, so that it is rather too wide.
-    """
-    if name == DEFAULT or (DEFAULT, "student", "linear") not in own.index:
-        return ""
-    line, reference = (own.loc[(one, "student", "linear")] for one in (name, DEFAULT))
-    change = line["accuracy_mean"] - reference["accuracy_mean"]
-    margin = math.hypot(*((one["accuracy_high"] - one["accuracy_low"]) / 2 for one in (line, reference)))
-    cell = f"{change:+z.1f} [{change - margin:+.1f}, {change + margin:+.1f}]"
-    if name not in paper:
-        return cell
-    theirs = round(paper[name] - paper[DEFAULT], 6)
-    found = UNDECIDED if abs(change) <= margin else AGREES if change * theirs > 0 else CONTRADICTS
-    return f"{cell} ({theirs:+.1f}: {found})"
-
-
 def _cell(own: pd.DataFrame, key: tuple[str, str, str]) -> str:
-    return interval(own.loc[key], "accuracy", 1, MEAN) if key in own.index else ""
+    return mean_cell(own.loc[key], "accuracy") if key in own.index else ""
 
 
 def _number(value: float) -> str:

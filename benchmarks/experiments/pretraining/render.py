@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from experiments.pretraining.rows import ROWS
 from experiments.pretraining.start_render import STARTS_TABLE
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from experiments.scaffold import PAPER, RESULTS
-from experiments.trainings.seeds import verdict
-from fedmjp.metrics import Interval, t_interval
+from experiments.trainings.seeds import difference_cell, mean_cell, mean_over_seeds, paired_difference, seed_count
 
 PAPERS_IMAGES = 200 * 1_281_167  # 200 epochs of ImageNet-1k
 
@@ -25,9 +23,8 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     paper = pd.read_csv(PAPER / "droppos_tables.csv").set_index(["line", "gamma", "gamma_pos"])["places"]
     lines = []
     for key, group in rows.groupby(["line", "gamma", "gamma_pos"], sort=False):
-        found = t_interval(group["accuracy"].to_numpy())
         case = dict(zip(("line", "gamma", "gamma_pos"), key, strict=True))
-        lines.append({**case, **_numbers(found), "paper_places": paper[key]})
+        lines.append(case | mean_over_seeds("places", group["accuracy"]) | {"paper_places": paper[key]})
     return pd.DataFrame(lines)
 
 
@@ -44,34 +41,22 @@ def averages(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for name in rows["line"].unique():
         own = by_seed[name]
-        line = {"line": name, **_numbers(t_interval(own.to_numpy()))}
+        line = {"line": name} | mean_over_seeds("places", own)
         line |= {"paper_places": paper[name], "paper_printed_places": printed[name]}
         if name != REFERENCE and REFERENCE in by_seed:
-            shared = own.index.intersection(by_seed[REFERENCE].index)
-            found = t_interval((own[shared] - by_seed[REFERENCE][shared]).to_numpy())
-            theirs = round(paper[name] - paper[REFERENCE if name in TAUS else PAPERS_REFERENCE], 6)
-            line |= {"difference_mean": found.mean, "difference_low": found.low, "difference_high": found.high}
-            line |= {"paper_difference": theirs, "verdict": verdict(theirs, found)}
+            theirs = paper[name] - paper[REFERENCE if name in TAUS else PAPERS_REFERENCE]
+            line |= paired_difference(own, by_seed[REFERENCE], theirs)
         lines.append(line)
     return pd.DataFrame(lines)
-
-
-def _numbers(found: Interval) -> dict[str, float]:
-    return {"places_mean": found.mean, "places_low": found.low, "places_high": found.high, "seeds": found.count}
 
 
 def table_text(rows: pd.DataFrame) -> str:
     """table.md: the averages, and what such trainings cannot show."""
     lines = []
     for _, row in averages(rows).iterrows():
-        cell = f"{row.places_mean:.1f}"
-        if row.seeds > 1:
-            cell += f" [{row.places_low:.1f}, {row.places_high:.1f}]"
-        change, differs, sign = row.get("difference_mean", math.nan), "", ""
-        if not math.isnan(change):
-            differs, sign = f"{change:+z.1f} ({row.paper_difference:+.1f})", row.verdict
-        lines.append([f"`{row.line}`", cell, f"{row.paper_places:.1f}", differs, sign])
-    heads = ["pre-training", "places (%)", "paper (mean of its cells)", f"from `{REFERENCE}` (paper)", "sign"]
+        cells = [mean_cell(row, "places"), f"{row['paper_places']:.1f}", difference_cell(row)]
+        lines.append([f"`{row['line']}`", *cells])
+    heads = ["pre-training", "places (%)", "paper (mean of its cells)", f"from `{REFERENCE}`"]
     return f"{markdown_table(heads, lines)}\n\n{limits(rows)}\n"
 
 
@@ -93,9 +78,9 @@ def limits(rows: pd.DataFrame) -> str:
     seen, patches = (sorted(set(rows[name])) for name in ("images_seen", "patches"))
     least = rows[rows["gamma_pos"] == 0.95]
     anchors = int((least["seen"] - least["hidden"]).min())
-    tests, seeds = rows["images"].iloc[0], rows["seed"].nunique()
+    tests, seeds = rows["images"].iloc[0], seed_count(rows.groupby("line")["seed"].nunique())
     return (
-        f"Means of 16 cases, {tests:,} test images, {seeds} seed(s); each training saw "
+        f"Means of 16 cases, {tests:,} test images, {seeds} (brackets: Student's 95 % interval); each training saw "
         f"{' or '.join(f'{n:,}' for n in seen)} images ({'; '.join(sorted(set(rows['provenance'])))}), the paper's see "
         f"{PAPERS_IMAGES:,} at 196 patches an image. Chance is {100 / patches[0]:.1f} %. Where the paper hides most "
         f"(gamma 0.75, gamma_pos 0.95) it leaves 2 anchors, these leave {anchors}. All but `default` (tau 0.1) and "

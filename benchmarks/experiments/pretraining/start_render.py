@@ -1,8 +1,8 @@
 """What is rendered from the rows of the table that compares what a fine-tuning starts from.
 
-Intervals are bootstrap intervals over the test images of the trainings at hand, those of differences over what both
-answer on the same image: what other test images would give of the same weights. What another seed would give, one seed
-cannot tell.
+Two uncertainties are given, as in `experiments.trainings.seeds`: intervals are Student's over seeds; `one_seed_margin`
+and `difference_margin` are half the bootstrap interval over the test images of one training, of differences over what
+both answer on the same image.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import pandas as pd
 
 from attacks.registry import UsageError
 from experiments.pretraining.start_options import DEFENCES, SCRATCH
-from experiments.rendering import MEAN, Rendering, csv, difference, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, Rendering, csv, markdown_table, read_rows
+from experiments.trainings.seeds import change_cell, mean_cell, mean_over_seeds, paired_difference, seed_count
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import Schema
 
@@ -59,20 +60,23 @@ def comparison(rows: pd.DataFrame) -> pd.DataFrame:
             own, other = answers(rows, start, defense), (SCRATCH, "none") if defense == "none" else (start, "none")
             if own.empty:
                 continue
-            found = bootstrap_mean(own.to_numpy().ravel())
-            line = {"start": start, "defense": defense, "accuracy_mean": found.mean, "accuracy_low": found.low}
-            line |= {"accuracy_high": found.high, "seeds": own.shape[1], "against": ""}
+            line = {"start": start, "defense": defense} | mean_over_seeds("accuracy", own.mean())
+            line |= {"one_seed_margin": _margin(own), "against": ""}
             reference = answers(rows, *other)
             shared = own.columns.intersection(reference.columns)
             if other != (start, defense) and len(shared):
-                apart = bootstrap_mean((own[shared] - reference[shared]).to_numpy().ravel())
-                line |= {"against": ", ".join(other), "difference_mean": apart.mean}
-                line |= {"difference_low": apart.low, "difference_high": apart.high}
+                line |= {"against": ", ".join(other)} | paired_difference(own.mean(), reference.mean())
+                line["difference_margin"] = _margin(own[shared] - reference[shared])
             lines.append(line)
-    return pd.DataFrame(lines).reindex(
-        columns=["start", "defense", *(f"accuracy{part}" for part in MEAN), "seeds", "against"]
-        + [f"difference{part}" for part in MEAN]
-    )
+    columns = ["start", "defense", *(f"accuracy{part}" for part in MEAN), "seeds", "one_seed_margin", "against"]
+    columns += [*(f"difference{part}" for part in MEAN), "difference_margin"]
+    return pd.DataFrame(lines).reindex(columns=columns)
+
+
+def _margin(values: pd.DataFrame) -> float:
+    """Half the bootstrap interval over the test images (rows) of each seed (columns), averaged over seeds."""
+    found = [bootstrap_mean(values[seed].to_numpy()) for seed in values]
+    return float(np.mean([(one.high - one.low) / 2 for one in found]))
 
 
 def table_text(rows: pd.DataFrame) -> str:
@@ -84,9 +88,8 @@ def table_text(rows: pd.DataFrame) -> str:
         cells = [WORDS[start], learned]
         for defense in DEFENCES:
             known = (start, defense) in table.index
-            cells += (
-                [interval(row := table.loc[(start, defense)], "accuracy", 1), difference(row)] if known else ["", ""]
-            )
+            row = table.loc[(start, defense)] if known else None
+            cells += [mean_cell(row, "accuracy"), change_cell(row)] if known else ["", ""]
         lines.append(cells)
     heads = ["start", "what the pre-training found", "accuracy (%)", "from random weights"]
     text = markdown_table([*heads, "under MJP (%)", "from without MJP"], lines)
@@ -99,8 +102,9 @@ def table_text(rows: pd.DataFrame) -> str:
     return (
         f"{text}\n\n{first['model']} on {first['dataset']} ({first['provenance']}): {seen}{first['images_seen']:,} in "
         f"fine-tuning ({first['train_limit']:,} of the same ones), MJP with gamma {gamma:g} in fine-tuning alone. "
-        f"{rows['seed'].nunique()} seed(s); brackets are 95 % intervals over {first['images']:,} test images, of "
-        "differences over what both answer on the same image.\n"
+        f"{seed_count(table['seeds'])}; brackets: Student's 95 % interval over seeds, differences paired by seed; ±: "
+        f"of one seed, over {first['images']:,} test images alone, of differences over what both answer on the same "
+        "image.\n"
     )
 
 

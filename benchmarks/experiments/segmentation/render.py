@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import Rendering, csv, difference, interval, markdown_table, read_rows
+from experiments.rendering import Rendering, csv, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER
 from experiments.segmentation.options import lines_of
-from experiments.trainings.seeds import verdict
-from fedmjp.metrics import t_interval
+from experiments.trainings.seeds import difference_cell, mean_over_seeds, paired_difference
 from fedmjp.records.rows import Schema
 
 COLOUR = "colour alone"
@@ -45,17 +44,13 @@ def segmentation_table(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for name, group in by_line.items():
         for metric in METRICS:
-            own = t_interval(group[metric].to_numpy())
-            line = {"line": name, "metric": metric}
-            line |= {"value_mean": own.mean, "value_low": own.low, "value_high": own.high}
-            line |= {"seeds": own.count, "against": against.get(name, "")}
+            line = {"line": name, "metric": metric} | mean_over_seeds("value", group[metric])
+            line["against"] = against.get(name, "")
             if line["against"] in by_line:
-                found = t_interval((group[metric] - by_line[line["against"]][metric]).dropna().to_numpy())
                 theirs = math.nan
                 if name.endswith("pre-trained with MJP") and name.startswith("swin"):
-                    theirs = round(paper.loc["Swin-Tiny + MJP", metric] - paper.loc["Swin-Tiny", metric], 2)
-                line |= {"difference_mean": found.mean, "difference_low": found.low, "difference_high": found.high}
-                line |= {"paper_difference": theirs, "verdict": verdict(theirs, found)}
+                    theirs = paper.loc["Swin-Tiny + MJP", metric] - paper.loc["Swin-Tiny", metric]
+                line |= paired_difference(group[metric], by_line[line["against"]][metric], theirs)
             lines.append(line)
     return pd.DataFrame(lines)
 
@@ -76,14 +71,9 @@ def segmentation_block(folder: Path) -> str:
         cells = [str(name), str(group["seeds"].iloc[0])]
         for metric in METRICS:
             row = own.loc[metric]
-            cells += [interval(row, "value", 1), _difference(row)]
+            cells += [interval(row, "value", 1), difference_cell(row)]
         lines.append(cells)
     return markdown_table(heads, lines)
-
-
-def _difference(row: pd.Series) -> str:
-    cell = difference(row)
-    return cell if pd.isna(row["verdict"]) else f"{cell} (paper {row['paper_difference']:+g}: {row['verdict']})"
 
 
 SEGMENTATION = Rendering("segmentation", segmentation_files, {"segmentation": segmentation_block})

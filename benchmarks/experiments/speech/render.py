@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import Rendering, csv, difference, interval, markdown_table, read_rows
+from experiments.rendering import Rendering, csv, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER
 from experiments.speech.options import SUPERVISED
-from fedmjp.metrics import bootstrap_mean, t_interval
+from experiments.trainings.seeds import difference_cell, mean_over_seeds, paired_difference
+from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import Schema
 
 _SHARED = ("model", "weights", "seed", "provenance", "run_id", "commit", "version", "torch_version", "device")
@@ -30,17 +31,17 @@ LEAKS = Schema(
 
 
 def speech_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line a training: accuracy with Student's 95 % interval over seeds, paired difference from the supervised."""
+    """One line a training: accuracy with Student's 95 % interval over seeds, and the difference from the supervised
+    one, paired by seed, beside the paper's on Speech Commands.
+    """
     by_line = {name: group.set_index("seed") for name, group in rows.groupby("line", sort=False)}
-    lines = []
+    paper = pd.read_csv(PAPER / "mp3_speech.csv").set_index("line")["accuracy"]
+    theirs, lines = paper["Transformer + MP3"] - paper["Transformer"], []
     for name, group in by_line.items():
-        own = t_interval(group["accuracy"].to_numpy())
-        line = {"line": name, "seeds": own.count}
-        line |= {"accuracy_mean": own.mean, "accuracy_low": own.low, "accuracy_high": own.high}
+        line = {"line": name} | mean_over_seeds("accuracy", group["accuracy"])
         line["place_accuracy"] = group["place_accuracy"].astype(float).mean()
         if name != SUPERVISED and SUPERVISED in by_line:
-            found = t_interval((group["accuracy"] - by_line[SUPERVISED]["accuracy"]).dropna().to_numpy())
-            line |= {"difference_mean": found.mean, "difference_low": found.low, "difference_high": found.high}
+            line |= paired_difference(group["accuracy"], by_line[SUPERVISED]["accuracy"], theirs)
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -50,7 +51,7 @@ def speech_block(folder: Path) -> str:
     lines = []
     for _, row in pd.read_csv(folder / "table.csv").iterrows():
         places = "" if pd.isna(row["place_accuracy"]) else f"{row['place_accuracy']:.1f}"
-        lines.append([row["line"], str(row["seeds"]), interval(row, "accuracy", 1), difference(row), places])
+        lines.append([row["line"], str(row["seeds"]), interval(row, "accuracy", 1), difference_cell(row), places])
     heads = ["trained", "seeds", "accuracy (%)", "difference", "places after MP3 (%)"]
     paper = pd.read_csv(PAPER / "mp3_speech.csv").itertuples(index=False)
     return markdown_table(heads, lines) + (

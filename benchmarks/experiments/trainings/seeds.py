@@ -23,7 +23,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.rendering import interval, markdown_table
+from experiments.rendering import difference, interval, markdown_table
 from fedmjp.metrics import Interval, t_interval
 from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
 
@@ -67,7 +67,6 @@ def seeds_table(
     for name, group in rows.groupby("line", sort=False):
         for metric, (_, _, gamma) in METRICS.items():
             own = _by_seed(group, metric, gamma)
-            mean = t_interval(own.to_numpy())
             at = group[group["gamma"] == gamma]
             figure = paper.get(name, {}).get(metric, math.nan)
             line = {
@@ -75,10 +74,7 @@ def seeds_table(
                 "model": group["model"].iloc[0],
                 "defense": group["defense"].iloc[0],
                 "metric": metric,
-                "value_mean": mean.mean,
-                "value_low": mean.low,
-                "value_high": mean.high,
-                "seeds": mean.count,
+                **mean_over_seeds("value", own),
                 "one_seed_margin": float((at[f"{metric}_high"] - at[f"{metric}_low"]).mean() / 2),
                 "paper_value": figure,
                 "against": against.get(name, ""),
@@ -86,7 +82,7 @@ def seeds_table(
             if against.get(name):
                 other = _by_seed(rows[rows["line"] == against[name]], metric, gamma)
                 theirs = figure - paper.get(against[name], {}).get(metric, math.nan)
-                line |= _difference(own, other, theirs)
+                line |= paired_difference(own, other, theirs)
             lines.append(line)
     return pd.DataFrame(lines)
 
@@ -95,10 +91,22 @@ def _by_seed(group: pd.DataFrame, metric: str, gamma: float) -> pd.Series:
     return group[group["gamma"] == gamma].set_index("seed")[metric]
 
 
-def _difference(own: pd.Series, other: pd.Series, paper: float) -> dict[str, object]:
-    """Paired difference over the seeds that both variants have."""
+def mean_over_seeds(name: str, values: pd.Series) -> dict[str, float]:
+    """Columns NAME_mean, NAME_low, NAME_high (Student's 95 % interval over seeds) and seeds, of one value a seed."""
+    found = t_interval(values.to_numpy(float))
+    return {f"{name}_mean": found.mean, f"{name}_low": found.low, f"{name}_high": found.high, "seeds": found.count}
+
+
+def paired_difference(own: pd.Series, other: pd.Series, paper: float = math.nan) -> dict[str, object]:
+    """Columns difference_mean, difference_low, difference_high (Student's 95 % interval over the seeds that both
+    lines have), paper_difference and verdict.
+
+    Args:
+        own, other: one value a seed, with the seeds as index.
+        paper: the paper's difference, NaN where it gives none.
+    """
     seeds = own.index.intersection(other.index)
-    found = t_interval((own[seeds] - other[seeds]).to_numpy())
+    found = t_interval((own[seeds] - other[seeds]).to_numpy(float))
     return {
         "difference_mean": found.mean,
         "difference_low": found.low,
@@ -135,28 +143,57 @@ def markdown(
             mean = interval(row, "value", digits)
             cells += [
                 mean if pd.isna(row["paper_value"]) else f"{mean} ({row['paper_value']:g})",
-                _difference_cell(row, digits),
+                difference_cell(row, digits) if row["against"] else "",
             ]
         lines.append([*cells, *(column.get(name, "") for column in more.values())])
-    seeds = sorted(set(table["seeds"]))
-    count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     margin = table[table["metric"] == "accuracy"]["one_seed_margin"].mean()
     return markdown_table(heads, lines) + (
-        f"\n\nMeans over {count} seeds with Student's 95 % interval over seeds"
+        f"\n\nMeans over {seed_count(table['seeds'])} with Student's 95 % interval over seeds"
         + (", the paper's figures in parentheses" if table["paper_value"].notna().any() else "")
         + "; differences are paired by seed. The test images of one training alone leave its accuracy uncertain by "
         f"± {margin:.1f} points."
     )
 
 
-def _difference_cell(row: pd.Series, digits: int) -> str:
-    if not row["against"]:
+def seed_count(seeds: Sequence[int] | pd.Series) -> str:
+    """How many seeds lie behind the lines of a table, in words: "3 seeds", "1 to 3 seeds"."""
+    least, most = min(seeds), max(seeds)
+    words = f"{least}" if least == most else f"{least} to {most}"
+    return f"{words} seed{'' if most == 1 else 's'}"
+
+
+def mean_cell(row: pd.Series, name: str, digits: int = 1) -> str:
+    """The cell "mean [low, high]" over seeds; of one seed "mean ± margin (one seed)", over test images alone.
+
+    Args:
+        row: with the columns of `mean_over_seeds`, and one_seed_margin where it is known.
+    """
+    cell = interval(row, name, digits)
+    if row["seeds"] > 1:
+        return cell
+    margin = row.get("one_seed_margin", math.nan)
+    return f"{cell} (one seed)" if pd.isna(margin) else f"{cell} ± {margin:.{digits}f} (one seed)"
+
+
+def change_cell(row: pd.Series, digits: int = 1) -> str:
+    """The cell "+mean [low, high]" over seeds, of one seed "+mean ± margin" over test images alone; "" without one.
+
+    Args:
+        row: with the columns of `paired_difference`, and difference_margin where it is known.
+    """
+    if pd.isna(row.get("difference_mean", math.nan)):
         return ""
-    middle, low, high = (f"{row[key]:+.{digits}f}" for key in ("difference_mean", "difference_low", "difference_high"))
-    cell = f"{middle} [{low}, {high}]"
-    if row["verdict"]:
-        cell += f" (paper {row['paper_difference']:+g}: {row['verdict']})"
-    return cell
+    cell, margin = difference(row, digits), row.get("difference_margin", math.nan)
+    single = not np.isfinite(row["difference_low"]) and not pd.isna(margin)
+    return f"{cell} ± {margin:.{digits}f}" if single else cell
+
+
+def difference_cell(row: pd.Series, digits: int = 1) -> str:
+    """`change_cell`, then the paper's difference and the verdict, where the paper gives one."""
+    cell = change_cell(row, digits)
+    if not cell or pd.isna(row["verdict"]) or not row["verdict"]:
+        return cell
+    return f"{cell} (paper {row['paper_difference']:+.3g}: {row['verdict']})"
 
 
 def ratio_curves(panel: Axes, rows: pd.DataFrame, metric: str, labels: Mapping[str, str]) -> None:
