@@ -323,14 +323,16 @@ def _subtracted(observation: Observation, decay: float, tables: bool, vectors: b
     for name, gradient in observation.gradients.items():
         weight = weights[name].detach()
         decayed = tables if name in tokens else vectors if weight.dim() < 2 else True
-        changed[name] = _minus_weights(gradient, weight, decay, moved) if decayed else gradient
+        changed[name] = minus_weights(gradient, weight, decay, moved) if decayed else gradient
     return replace(observation, gradients=changed)
 
 
-def _minus_weights(gradient: Tensor, weight: Tensor, decay: float, moved: float) -> Tensor:
-    """gradient - decay * weight, exactly zero in rows that hold nothing else.
+def minus_weights(gradient: Tensor, weight: Tensor, decay: float, moved: float) -> Tensor:
+    """gradient - decay * weight, exactly zero in rows that hold nothing else, as those of masked positions do.
 
     Args:
+        gradient, weight: of one parameter.
+        decay: above 0.
         moved: the learning rate with which weights were turned into a gradient, whose round-off it divides; 0 for none.
     """
     rows, own = gradient.reshape(-1, gradient.shape[-1]).double(), weight.reshape(-1, weight.shape[-1]).double()

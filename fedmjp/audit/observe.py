@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from attacks import Capability, Observation, ThreatModel, UsageError
 from attacks.adaptive_steps import undo_first_step
 from attacks.findings import Finding
-from attacks.fingerprints import repair
+from attacks.fingerprints import minus_weights, repair
 from fedmjp.client import ClientTask
-from fedmjp.federation_options import LocalConfig
+from fedmjp.config import RunConfig
 from fedmjp.models import POSITION_TABLES
 
 
@@ -88,7 +88,7 @@ def observe_update(
     steps = task.steps(client)
     if f.update == "weights":
         gradients = {n: (sent[n].to(t) - t) / f.learning_rate for n, t in gradients.items()}
-        gradients = without_decay(gradients, sent, task.config.local, steps)
+        gradients = without_decay(gradients, sent, task.config, steps)
     if Capability.POSITION_GRADIENT not in threat_model.grants:
         gradients = {n: g for n, g in gradients.items() if n not in POSITION_TABLES}
     return Observation(
@@ -110,7 +110,7 @@ def observe_update(
 
 
 def without_decay(
-    gradients: Mapping[str, Tensor], sent: Mapping[str, Tensor], local: LocalConfig, steps: int
+    gradients: Mapping[str, Tensor], sent: Mapping[str, Tensor], config: RunConfig, steps: int
 ) -> dict[str, Tensor]:
     """An update less the share of the clients' weight decay, which the server knows because it orders the recipe.
 
@@ -121,14 +121,15 @@ def without_decay(
     Args:
         gradients: (sent - returned) / rate by name.
         sent: weights by name.
-        local: the clients' recipe.
+        config: holds the clients' recipe.
         steps: local steps.
     """
+    local, rate = config.local, config.federation.learning_rate
     if not local.weight_decay:
         return dict(gradients)
     carried = [(1 - local.momentum**left) / (1 - local.momentum) for left in range(1, steps + 1)]
     factor = local.weight_decay * sum(carried)
-    return {name: gradient - factor * sent[name].to(gradient) for name, gradient in gradients.items()}
+    return {name: minus_weights(g, sent[name].to(g), factor, rate) for name, g in gradients.items()}
 
 
 def model_as_sent(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from attacks import Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError
 from attacks.classifier import read_step
 from attacks.findings import Finding
-from attacks.fingerprints import repair
+from attacks.fingerprints import minus_weights, repair
 from attacks.memory import remember
 from attacks.momentum import KeptMomentum
 from fedmjp.audit.folder import AuditFolder, Subject, holds_results
@@ -210,21 +210,30 @@ class Watcher:
             client=node,
             weights_granted=Capability.MODEL_WEIGHTS in self.threat_model.grants,
         )
-        decay = {n: self.weight_decay * before[n] for n in gradients} if self.weight_decay else {}
+        decayed = before if self.weight_decay else {}
         if self._adam:
-            return self._undone(raw, decay)
-        observation, kept = self._momentum(raw, _minus(raw, decay))
+            return self._undone(raw, decayed)
+        observation, kept = self._momentum(raw, self._minus_decay(raw, decayed))
         observation, recognised = repair(observation)
         unread = not recognised and read_step(observation) is None
         found = [kept, *recognised, UNCHECKED if unread else None]
         return observation, [finding for finding in found if finding is not None]
 
-    def _undone(self, raw: Observation, decay: Mapping[str, Tensor]) -> tuple[Observation, list[Finding]]:
+    def _undone(self, raw: Observation, decayed: Mapping[str, Tensor]) -> tuple[Observation, list[Finding]]:
         """The update before the first step of Adam, whose weight decay is part of the gradient, or of AdamW."""
         within = self._adam == "adam"
-        observation, found = undo_adam(raw if within else _minus(raw, decay), self._epsilon)
+        observation, found = undo_adam(raw if within else self._minus_decay(raw, decayed), self._epsilon)
         undone = observation.kind == "gradient"
-        return _minus(observation, decay) if within and undone else observation, found
+        return self._minus_decay(observation, decayed) if within and undone else observation, found
+
+    def _minus_decay(self, observation: Observation, decayed: Mapping[str, Tensor]) -> Observation:
+        """The update without the weight decay of the parameters in `decayed`, as they were sent."""
+        rate = observation.learning_rate if observation.kind == "weights" else 0.0
+        gradients = {
+            n: minus_weights(g, decayed[n].to(g), self.weight_decay, rate) if n in decayed else g
+            for n, g in observation.gradients.items()
+        }
+        return replace(observation, gradients=gradients)
 
     def _keep(
         self, observation: Observation, name: str, attack: Attack, found: Reconstruction, findings: Sequence[Finding]
@@ -317,12 +326,6 @@ class Watcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish()
-
-
-def _minus(observation: Observation, decay: Mapping[str, Tensor]) -> Observation:
-    """The update without weight decay."""
-    gradients = {n: g - decay[n] if n in decay else g for n, g in observation.gradients.items()}
-    return replace(observation, gradients=gradients)
 
 
 def _is_undone(sends: str, optimiser: str | None, learning_rate: float | None, local_steps: int | None) -> bool:

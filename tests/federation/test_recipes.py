@@ -247,3 +247,14 @@ def test_what_cannot_be_is_one_line(small: RunConfig, options: dict, words: str)
         changed(small, **options).validate()
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_masked_positions_are_seen_through_weight_decay(small) -> None:
+    """Their rows hold nothing but decay, which leaves round-off when it is subtracted."""
+    config = changed(small, defense="mjp", gamma=0.5, update="weights", weight_decay=0.05, rounds=1)
+    task = ClientTask(config, "mjp")
+    sent = state_of(task)
+    terms = {"sent": sent, "received": task.update(0, 1, sent).tensors, "model": SentModels(task.model.module)(sent)}
+    view = observe_update(task, config.threat_model(), round=1, client=0, **terms)
+    mask = task.seen(task.batch(0, 1, 0), 0, 1, 0).position_mask[0]
+    assert torch.equal((view.gradients["pos_embed"][0, 1:] == 0).all(dim=1), mask)
