@@ -70,7 +70,8 @@ class Observation:
         gradients: by parameter name, float32 as sent. For `kind="weights"` this is (sent - returned) / learning rate,
             the sum of the local steps' gradients when the client runs plain SGD.
         model: the model that the client was sent, with its weights; attacks must not change it.
-        num_examples: images in the batch of one local step.
+        num_examples: images of `image_shape` in one local step: of an objective with several views of an image, the
+            views of that size.
         image_shape: (C, H, W) of one input.
         mean, std: per-channel normalisation that the client applies to images in [0, 1].
         kind: "gradient" (one FedSGD step) or "weights" (the weights after `local_steps` steps).
@@ -79,6 +80,8 @@ class Observation:
         weights_granted: whether the threat model grants the weights of `model`; attacks that have a way without them
             take it where it does not.
         bounds: largest error of each entry, by parameter name, where it is not read from the entries themselves.
+        drops_patches: the model did not see every patch of an image (DropPos), so that places without a position
+            gradient of their own may be in no equation at all.
     """
 
     gradients: Mapping[str, Tensor]
@@ -96,6 +99,7 @@ class Observation:
     objective: str = SUPERVISED
     weights_granted: bool = True
     bounds: Mapping[str, Tensor] = field(default_factory=dict)
+    drops_patches: bool = False
     _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from attacks import Observation
+from fedmjp.audit.observe import observe_step
+from fedmjp.config import ModelConfig
 from fedmjp.data import load_data
+from fedmjp.defenses import DEFENSES
 from fedmjp.models import BuiltModel, build_model
-from fedmjp.objectives import client_loss
+from fedmjp.objectives import Draws, Learner, client_loss, read_objective
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
@@ -57,3 +60,22 @@ def observe(
 def mini() -> BuiltModel:
     """The small ViT for 64 pixels, random weights."""
     return build_model("vit_mini_64", num_classes=8, weights="random")
+
+
+def observe_under(objective: str, model: str, images: Tensor, seed: int = 0, weights: str = "random") -> Observation:
+    """The update of one step under an objective, as NAME:option=value; in the images' type.
+
+    Args:
+        seed: of the defence's draws; the objective's are of seed + 1.
+    """
+    learner = learner_under(objective, model, weights)
+    learner.model.module.to(images.dtype)
+    return observe_step(learner, images, Draws.seeded(seed, seed + 1))[0]
+
+
+def learner_under(objective: str, model: str, weights: str = "random") -> Learner:
+    """An undefended model with the objective's heads."""
+    config, device = ModelConfig(model, weights), torch.device("cpu")
+    return Learner.build(
+        read_objective(objective), DEFENSES.get("none")(), config, num_classes=8, seed=0, device=device
+    )

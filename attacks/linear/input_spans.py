@@ -96,6 +96,24 @@ def span_of_inputs(gradient: Tensor, num_inputs: int, sent: torch.dtype) -> Inpu
     return InputSpan(directions, sizes, rank, max(noise, torch.finfo(torch.float64).tiny))
 
 
+def count_inputs(gradient: Tensor, sent: torch.dtype) -> int:
+    """Number of directions of a layer's inputs that its gradient (R, c) shows above the noise of the message.
+
+    For independent tokens and output gradients that is the number of tokens, as long as it is below R and c. The least
+    number beyond which there is nothing but round-off.
+
+    Args:
+        sent: type in which the gradient was sent.
+    """
+    s = gradient.to(torch.float64)
+    scale = ROUND_OFF_UNITS * torch.finfo(sent).eps * s.square().mean(dim=1).sqrt()
+    sizes = torch.linalg.svdvals(s / scale.clamp(min=1e-12 * float(scale.max()))[:, None]).square()
+    beyond = sizes.flip(0).cumsum(0).flip(0)  # of the directions from each on
+    left = torch.arange(len(sizes), 0, -1).to(sizes) * (max(s.shape) - torch.arange(len(sizes)).to(sizes))
+    above = (beyond > ADDED_NOISE**2 * left).nonzero()
+    return int(above[-1]) + 1 if len(above) else 0
+
+
 def _decompose(s: Tensor) -> tuple[Tensor, Tensor]:
     """Squared singular values (c,) and right singular vectors as rows (c, c)."""
     short = s if len(s) <= s.shape[1] else torch.linalg.qr(s).R  # same right singular vectors, fewer rows

@@ -15,6 +15,7 @@ from attacks.fingerprints import minus_weights, repair
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.models import POSITION_TABLES
+from fedmjp.objectives import Draws, Learner
 
 
 class SentModels:
@@ -94,7 +95,7 @@ def observe_update(
     return Observation(
         gradients=gradients,
         model=model,
-        num_examples=f.batch_size,
+        num_examples=f.batch_size * task.learner.objective.whole_views,
         image_shape=(3, built.image_size, built.image_size),
         mean=tuple(built.mean),
         std=tuple(built.std),
@@ -106,6 +107,7 @@ def observe_update(
         labels=labels if Capability.LABELS in threat_model.grants else None,
         objective=task.objective_name,
         weights_granted=Capability.MODEL_WEIGHTS in threat_model.grants,
+        drops_patches=task.learner.objective.drops_patches,
     )
 
 
@@ -139,3 +141,46 @@ def model_as_sent(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:
     for name, value in sent.items():
         state[name].copy_(value)
     return twin.eval()
+
+
+def observe_step(
+    learner: Learner, images: Tensor, draws: Draws, labels: Tensor | None = None, *, round: int = 1, client: int = 0
+) -> tuple[Observation, Tensor]:
+    """The gradient of one step under an objective as the server sees it, with every capability granted but labels.
+
+    The model is left in evaluation mode; what the objective keeps to itself is not changed.
+
+    Args:
+        learner: model, objective and defence.
+        images: (B, C, H, W) in [0, 1].
+        draws: of the step.
+        labels: (B,) int64, for an objective that needs them.
+        round: number of the round, from 1.
+        client: the client's number.
+
+    Returns:
+        The observation, and the whole views that the model was fed, (B * whole_views, C, H, W) in [0, 1], view by view.
+    """
+    built, objective = learner.model, learner.objective
+    built.module.train()
+    buffers = {n: b.clone() for n, b in built.module.named_buffers()}
+    with torch.enable_grad():
+        views = learner.views(images, draws, round)
+        names, parameters = zip(*built.module.named_parameters(), strict=True)
+        found = torch.autograd.grad(learner.loss(views, labels, draws), parameters, allow_unused=True)
+    for name, buffer in built.module.named_buffers():
+        buffer.copy_(buffers[name])
+    sent = zip(names, parameters, found, strict=True)
+    observation = Observation(
+        gradients={n: torch.zeros_like(p) if g is None else g for n, p, g in sent},
+        model=built.module.eval(),
+        num_examples=len(images) * objective.whole_views,
+        image_shape=(images.shape[1], built.image_size, built.image_size),
+        mean=tuple(built.mean),
+        std=tuple(built.std),
+        round=round,
+        client=client,
+        objective=type(objective).__name__.lower(),
+        drops_patches=objective.drops_patches,
+    )
+    return observation, torch.cat([view.images for view in views[: objective.whole_views]])

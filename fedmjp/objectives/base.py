@@ -49,6 +49,7 @@ class Objective:
     Attributes:
         needs_labels: whether the loss reads labels. Mixing and smoothing of labels are for such objectives only.
         per_pixel: whether labels are maps, a class for each pixel; such an objective is trained centrally.
+        drops_patches: whether the encoder sees a part of the patches only.
         score: name of what `evaluate` measures, for a table.
         accuracy_of: what the accuracy of `evaluate` counts, in words for a table.
         recipe: how the paper trains, where that differs from `fedmjp.training.config`: field of `Recipe` or
@@ -57,6 +58,7 @@ class Objective:
 
     needs_labels: ClassVar[bool] = False
     per_pixel: ClassVar[bool] = False
+    drops_patches: ClassVar[bool] = False
     score: ClassVar[str] = "accuracy"
     accuracy_of: ClassVar[str] = "images"
     recipe: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -69,6 +71,11 @@ class Objective:
         round's weights, and updates it (`after_step`) after every round; clients only read it.
         """
         return "client"
+
+    @property
+    def whole_views(self) -> int:
+        """Views of an image of the image's own size in a step; they come first in `views`."""
+        return 1
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""

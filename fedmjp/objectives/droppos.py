@@ -43,6 +43,7 @@ HEAD_WIDTH = 32  # channels of a decoder's head: 512 / 16 in the published code
 class DropPos(PositionPrediction):
     """Options of --objective droppos."""
 
+    drops_patches: ClassVar[bool] = True
     recipe: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {
             "epochs": 200,

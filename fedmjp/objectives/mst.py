@@ -120,6 +120,11 @@ class MST(Objective):
     """Whether the decoder has a batch norm."""
 
     @property
+    def whole_views(self) -> int:
+        """The two global crops."""
+        return 2
+
+    @property
     def kept_by(self) -> str:
         """Who keeps the teacher."""
         return self.teacher

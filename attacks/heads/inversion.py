@@ -1,0 +1,160 @@
+"""The image whose tokens give a dense head the gradient that was sent.
+
+    minimise over x:    |dL/d[W, b](x) - sent|^2 / |sent|^2,
+
+with dL/d[W, b] = sum_i d_i [h_i(x), 1]^T computed in a forward pass: what the loss is at the head's outputs is known,
+so no gradient of the network is asked for, as it is in gradient matching. The patches are x_i = x_0 + c_i B within the
+affine span that the gradient of the patch projection gives (`attacks.mjp.patch_set.known_span`), which leaves (N - 1) N
+unknowns of N P; the head's gradient has K (D + 1) entries. L-BFGS with line search (unlike the one of
+`attacks.gradient_matching.optimisers`, which has none), in float64.
+
+*Context.* Where only some tokens give keys and values, log-weights of all tokens as keys are searched beside the
+patches, which brings the image near enough to ask each token (`attacks.heads.context`). The search goes on with the
+tokens that pass; where that is no better than it was, it goes back to log-weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attacks.heads.context import Context
+from attacks.heads.dense_head import DenseHead
+from attacks.heads.encoder import Encoder
+from attacks.mjp.token_patches import KnownPatches
+
+# d (N, K) of the head's outputs (N, K).
+OutputGradient = Callable[[Tensor], Tensor]
+# Relative squared residual at which the search ends: below round-off of a float32 message.
+REACHED = 1e-13
+# Pairs of differences that L-BFGS keeps; share of evaluations that its line search may take beyond one a step.
+HISTORY, LINE_SEARCH = 50, 1.25
+# Evaluations between two looks at the context, at least.
+LEAST_BETWEEN = 40
+# Log-weights start here, on a scale of WIDTH.
+START, WIDTH = 1.0, 4.0
+
+
+class _Reached(Exception):
+    """The residual is below `REACHED`."""
+
+
+@dataclass
+class HeadSearch:
+    """A search for the patches of one image.
+
+    Args:
+        head: as sent, with its gradient.
+        output_gradient: what the loss is at its outputs.
+        encoder: patches to the tokens that it reads.
+        span: of the patches.
+        context: the tokens that give keys and values; None for all.
+
+    Attributes:
+        evaluations: of the head's gradient, so far.
+        residual: the last one.
+        members: (N,) bool, the context; None where all tokens are in it, or while it is not known.
+    """
+
+    head: DenseHead
+    output_gradient: OutputGradient
+    encoder: Encoder
+    span: KnownPatches
+    context: Context | None
+    evaluations: int = 0
+    residual: float = float("inf")
+    members: Tensor | None = None
+    sent: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sent = torch.cat([self.head.weight_gradient, self.head.bias_gradient[:, None]], dim=1)
+        rows, basis = self.span.rows, self.span.basis
+        self.coefficients = rows.new_zeros(len(rows), len(basis))
+        self.log_weights = rows.new_full((len(rows),), START)
+
+    @property
+    def patches(self) -> Tensor:
+        """(N, P) normalised, at present."""
+        return self.span.rows + self.coefficients @ self.span.basis
+
+    def run(self, steps: int) -> None:
+        """Search for at most so many evaluations, line search excepted."""
+        if self.context is None:
+            self._descend([self.coefficients], lambda: None, steps)
+            return
+        part = min(max(steps // 4, LEAST_BETWEEN), steps)
+        while self.residual > REACHED and steps > 0:
+            used = self.evaluations
+            self._search_context(part) if self.members is None else self._check_context(part)
+            steps -= max(self.evaluations - used, 1)
+
+    def _search_context(self, steps: int) -> None:
+        """Search log-weights too, then settle the context."""
+        self._descend([self.coefficients, self.log_weights], self._soft, steps)
+        self.members = self.context.members(self.patches)
+
+    def _check_context(self, steps: int) -> None:
+        """Search within the context; where that leads away, go back."""
+        before = self.coefficients.clone(), self.residual
+        self._descend([self.coefficients], self._hard, steps)
+        if self.residual > before[1]:
+            self.coefficients, self.residual = before
+            self.members = None
+        else:
+            self.members = self.context.members(self.patches)
+
+    def _soft(self) -> Tensor:
+        return functional.logsigmoid(WIDTH * self.log_weights)
+
+    def _hard(self) -> Tensor:
+        return torch.zeros_like(self.log_weights).masked_fill(~self.members, -torch.inf)
+
+    def tokens(self) -> Tensor:
+        """(N, D) that the head reads, at present."""
+        known = self.context is not None and self.members is not None
+        bias = None if self.context is None else self._hard() if known else self._soft()
+        return self.encoder(self.patches, bias)
+
+    def difference(self, key_bias: Tensor | None) -> Tensor:
+        """The head's gradient at the present patches less the one sent, (K, D + 1)."""
+        tokens = self.encoder(self.patches, key_bias)
+        d = self.output_gradient(tokens @ self.head.weight.T + self.head.bias)
+        return torch.cat([d.T @ tokens, d.sum(dim=0)[:, None]], dim=1) - self.sent
+
+    def _descend(self, variables: list[Tensor], key_bias: Callable[[], Tensor | None], steps: int) -> None:
+        size = self.sent.square().sum()
+        optimiser = torch.optim.LBFGS(
+            variables,
+            max_iter=steps,
+            max_eval=int(LINE_SEARCH * steps),
+            history_size=HISTORY,
+            line_search_fn="strong_wolfe",
+            tolerance_grad=0.0,
+            tolerance_change=0.0,
+        )
+
+        def evaluate() -> Tensor:
+            """The residual and its gradient."""
+            optimiser.zero_grad()
+            residual = self.difference(key_bias()).square().sum() / size
+            residual.backward()
+            self.evaluations, self.residual = self.evaluations + 1, float(residual.detach())
+            if self.residual < REACHED:
+                raise _Reached
+            return residual
+
+        for variable in variables:
+            variable.requires_grad_(True)
+        try:
+            with torch.enable_grad():
+                optimiser.step(evaluate)
+                self.residual = float(self.difference(key_bias()).detach().square().sum() / size)
+        except _Reached:
+            pass
+        finally:
+            for variable in variables:
+                variable.requires_grad_(False)

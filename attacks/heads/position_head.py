@@ -1,0 +1,140 @@
+"""Inversion of an update whose head predicts the place of every patch (MP3), although no position gradient is sent.
+
+The model has no position embedding, so that the update's trunk is the same for every order of the patches. But the rows
+of its head are places: of token i the head's gradient holds (p_i - e_i) [h_i, 1]^T, e_i the unit vector of its place.
+The image is searched whose tokens give this gradient (`attacks.heads.inversion`): K (D + 1) numbers, compared after a
+forward pass, for (N - 1) N unknowns.
+
+The head alone determines predictions and features of the tokens, by a fixed point (`attacks.heads.place_rows`). On
+random weights, whose predictions are nearly uniform, it converges to them; on trained weights it has several solutions
+and from uniform predictions it reached wrong ones (benchmarks/objectives_leak.py measures it). So the search does not
+start from it. But with the predictions of the image found, the same equations say token by token by how much its
+features miss those that were read.
+
+It cannot read a head over one token (of classes), a head whose rows are no places, a head that was asked for some
+places only (DropPos), or a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import Attack
+from attacks.heads.context import read_context
+from attacks.heads.dense_head import DenseHead, find_dense_head
+from attacks.heads.encoder import Encoder
+from attacks.heads.inversion import HeadSearch
+from attacks.heads.place_rows import features_given
+from attacks.linear.completion import render
+from attacks.linear.position_rows import unmet_assumptions
+from attacks.mjp.patch_set import known_span
+from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer, find_tokenizer
+
+# Least share of the places that the head must have been asked for: copies of a patch lower the rank of its gradient.
+LEAST_ASKED = 0.75
+# Relative squared residual of the head's gradient, and share of a token's features, above which nothing is vouched for.
+LARGEST_RESIDUAL, LARGEST_MISS = 1e-4, 1e-2
+# Seconds of one CPU core for a weight of the trunk, a token and an evaluation, and for an evaluation at least.
+SECONDS_A_PRODUCT, SECONDS_AN_EVALUATION = 2e-10, 5e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionHead(Attack):
+    """Search for the image whose tokens give the head of places its gradient.
+
+    Args:
+        steps: evaluations of the head's gradient, at most (those of line searches not counted).
+    """
+
+    steps: int = 200
+
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`."""
+        try:
+            target = observations[-1]
+            find_place_head(target, find_tokenizer(target.model, target.image_shape))
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
+        """See `Attack.estimated_seconds`: forward and backward passes of one image."""
+        target = observations[-1]
+        tokenizer = find_tokenizer(target.model, target.image_shape)
+        products = tokenizer.num_patches * sum(p.numel() for p in target.model.parameters())
+        return self.steps * (SECONDS_AN_EVALUATION + SECONDS_A_PRODUCT * products)
+
+    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
+        """None: a benchmark that computes some layers' gradients trains classifiers."""
+        return ()
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """See `Attack.reconstruct`.
+
+        `details` holds the evaluations, the relative residual of the head's gradient (head_residual), the largest share
+        of a token's features that the head's gradient contradicts (miss), and the size of the context.
+        """
+        target = observations[-1]
+        tokenizer = find_tokenizer(target.model, target.image_shape)
+        head = find_place_head(target, tokenizer)
+        context = read_context(target, tokenizer)
+        encoder = Encoder(target.model, tokenizer, head.name)
+        search = HeadSearch(head, place_gradients, encoder, known_span(target, tokenizer), context)
+        search.run(self.steps)
+        misses = token_misses(head, search.tokens())
+        details = {
+            "evaluations": search.evaluations,
+            "head_residual": search.residual**0.5,
+            "miss": float(misses.max()),
+            "context": tokenizer.num_patches if context is None else context.count,
+        }
+        reason = ""
+        if search.residual > LARGEST_RESIDUAL:
+            reason = (
+                f"the image found leaves {search.residual**0.5:.1%} of the head's gradient unexplained after "
+                f"{search.evaluations} evaluations (--steps position_head=NUMBER for more)"
+            )
+        return render(target, tokenizer, search.patches, misses < LARGEST_MISS, reason, details)
+
+
+def find_place_head(observation: Observation, tokenizer: Tokenizer) -> DenseHead:
+    """The head of an update of one image, whose rows are the places of the patches.
+
+    Raises:
+        UsageError: why it cannot be read.
+    """
+    reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
+    if reasons:
+        raise UsageError("; ".join(reasons))
+    head = observation.once(find_dense_head)
+    rows, places = len(head.weight), tokenizer.num_patches
+    if rows != places:
+        raise UsageError(f"the head {head.name} has {rows} rows and the image {places} places: its rows are no places")
+    most = min(places - 1, head.weight.shape[1])
+    if head.rank < LEAST_ASKED * most:
+        raise UsageError(
+            f"the gradient of {head.name} has rank {head.rank} of {most}: it was asked for some places only, and which "
+            "of its tokens belongs to which row is not known"
+        )
+    return head
+
+
+def place_gradients(outputs: Tensor) -> Tensor:
+    """d (N, N) of the mean cross-entropy of every token's own place, for logits (N, N)."""
+    return (outputs.softmax(dim=1) - torch.eye(len(outputs)).to(outputs)) / len(outputs)
+
+
+def token_misses(head: DenseHead, tokens: Tensor) -> Tensor:
+    """(N,) share of each token's features, (N, D), that differs from what the head's gradient says of them."""
+    count, probabilities = len(tokens), (tokens @ head.weight.T + head.bias).softmax(dim=1)
+    missing = (probabilities - torch.eye(count).to(tokens)).T @ tokens - count * head.weight_gradient
+    return features_given(probabilities, missing)[0].norm(dim=1) / tokens.norm(dim=1).mean()
