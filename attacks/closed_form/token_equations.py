@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.attention import FirstAttention, find_first_attention
-from attacks.linear.input_spans import InputEquations, InputSpan, layer_gradient, span_of_inputs
+from attacks.linear.input_spans import InputEquations, InputSpan, count_inputs, layer_gradient, span_of_inputs
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -44,7 +44,7 @@ class Block:
         span: of the attention's inputs.
         biased: the gradient of the attention's bias is in the update.
         sent: type of the gradients.
-        images: in the batch.
+        tokens, patches: of the batch, whose number is the dimension of a layer's inputs.
     """
 
     tokenizer: Tokenizer
@@ -54,7 +54,8 @@ class Block:
     span: InputSpan
     biased: bool
     sent: torch.dtype
-    images: int = 1
+    tokens: int
+    patches: int
 
     @property
     def projection(self) -> Tensor:
@@ -78,6 +79,26 @@ def prefix_tokens(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.prefix_tokens), tokenizer.prefix)
 
 
+def attention_gradient(observation: Observation, attention: FirstAttention) -> Tensor:
+    """[dL/dW_qkv, dL/db_qkv] of the first attention, (3 D, D + 1); (3 D, D) where not all biases were sent."""
+    parts = [layer_gradient(observation.gradients, name) for name in attention.weights]
+    width = min(part.shape[1] for part in parts)
+    return torch.cat([part[:, :width] for part in parts])
+
+
+def count_tokens(observation: Observation, images: int = 1) -> int:
+    """Tokens in the first block: those of all patches, or of the patches that the model saw where it drops some.
+
+    Dropped patches leave no trace but this number: the directions of the attention's inputs above the noise.
+    """
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    every = images * (tokenizer.num_patches + prefix_tokens(tokenizer))
+    if not observation.drops_patches:
+        return every
+    gradient = attention_gradient(observation, find_first_attention(observation.model, tokenizer.width))
+    return min(every, count_inputs(gradient, gradient.dtype))
+
+
 def check_block(observation: Observation, images: int = 1) -> tuple[Tokenizer, Tensor, FirstAttention]:
     """Tokenizer, position embedding (prefix + N, D) and first attention of a model, after checks that take no time.
 
@@ -99,7 +120,7 @@ def check_block(observation: Observation, images: int = 1) -> tuple[Tokenizer, T
     for name in attention.weights:
         if not observation.gradient_of(name).any():
             raise UsageError(f"the gradient of {name} is zero everywhere, so there is nothing to solve with")
-    tokens = images * (tokenizer.num_patches + prefix_tokens(tokenizer))
+    tokens = observation.once(count_tokens, images)
     if tokens >= tokenizer.width:
         raise UsageError(
             f"{tokens} tokens in {tokenizer.width} channels: the gradient of the first attention spans everything and "
@@ -116,9 +137,8 @@ def read_block(observation: Observation, images: int = 1) -> Block:
         UsageError: see `_parts`.
     """
     model, (tokenizer, positions, attention) = observation.model, check_block(observation, images)
-    parts = [layer_gradient(observation.gradients, name) for name in attention.weights]
-    biased = all(part.shape[1] > tokenizer.width for part in parts)
-    gradient = torch.cat([part if biased else part[:, : tokenizer.width] for part in parts])  # (3 D, D + 1)
+    gradient = attention_gradient(observation, attention)
+    biased = gradient.shape[1] > tokenizer.width
     weights = {
         n: t.detach().double()
         for n, t in (*model.named_parameters(), *model.named_buffers())
@@ -127,8 +147,9 @@ def read_block(observation: Observation, images: int = 1) -> Block:
     offsets = positions.detach().double()[tokenizer.prefix :]
     if tokenizer.bias:
         offsets = offsets + weights[tokenizer.bias]
-    span = span_of_inputs(gradient, images * (tokenizer.num_patches + prefix_tokens(tokenizer)), gradient.dtype)
-    return Block(tokenizer, attention, weights, offsets, span, biased, gradient.dtype, images)
+    tokens = observation.once(count_tokens, images)
+    span, patches = span_of_inputs(gradient, tokens, gradient.dtype), tokens - images * prefix_tokens(tokenizer)
+    return Block(tokenizer, attention, weights, offsets, span, biased, gradient.dtype, tokens, patches)
 
 
 def _first(name: str, attention: FirstAttention, tokenizer: Tokenizer) -> bool:
@@ -163,7 +184,7 @@ def patch_equations(observation: Observation, block: Block) -> InputEquations | 
     if not was_sent(observation, tokenizer.weight):
         return None
     gradient = layer_gradient(observation.gradients, tokenizer.weight)
-    span = span_of_inputs(gradient, block.images * tokenizer.num_patches, gradient.dtype)
+    span = span_of_inputs(gradient, block.patches, gradient.dtype)
     values = gradient.shape[1]
     matrix = torch.eye(values, tokenizer.patch_dim).to(block.offsets)
     constants = matrix.new_zeros(tokenizer.num_patches, values)

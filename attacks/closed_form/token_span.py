@@ -109,6 +109,8 @@ class TokenSpan(Attack):
         target = observations[-1]
         try:
             tokenizer = find_tokenizer(target.model, target.image_shape)
+            if target.drops_patches:
+                return "the model did not see every patch: mjp_rounds finds out which, and solves for them"
             if position_gradient(target, tokenizer) is not None and was_sent(target, tokenizer.weight):
                 return "the update holds the position gradient: patch_embedding solves with it and needs no span"
             check_block(target)

@@ -43,6 +43,8 @@ from attacks.linear.position_rows import PositionRows
 
 # Of 1, 2, 3, 5 and 10, measured on sixteen ImageNet photographs; the last three differ by 0.2 dB.
 MASKED_SLACK = 10.0
+# Of a pixel, where what an update settles stands beside what it leaves open.
+LEAST_NOISE = 3e-5
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class MaskedUpdate:
         reasons: why the update does not hold the equations that the estimator takes it to hold, in words; empty where
             it does.
         sums: the equations where they have different weights; None where rows, basis and noise say all.
+        dropped: masked places may hold patches that are in no equation (`Observation.drops_patches`).
     """
 
     rows: Tensor
@@ -76,6 +79,7 @@ class MaskedUpdate:
     dal_weight: float
     reasons: tuple[str, ...]
     sums: NormalEquations | None = None
+    dropped: bool = False
 
     @property
     def spread(self) -> Tensor:
@@ -83,24 +87,36 @@ class MaskedUpdate:
         return self.scale[:, None] * self.sizes
 
     def equations(self) -> NormalEquations:
-        """This update's equations, weighed by its own noise."""
-        if self.sums is not None:
-            return self.sums
-        found = NormalEquations(*self.rows.shape, device=self.rows.device)
-        found.add(self.rows, self.basis, self.noise**-2, self.tilt)
-        return found
+        """This update's equations, weighed by its own noise; none for masked places that may be `dropped`."""
+        found = self.sums
+        if found is None:
+            found = NormalEquations(*self.rows.shape, device=self.rows.device)
+            found.add(self.rows, self.basis, self.noise**-2, self.tilt)
+        places = torch.arange(len(self.masked), device=self.masked.device)
+        return found.renumbered(places.masked_fill(self.masked, -1)) if self.dropped else found
 
     def estimate(self) -> Estimate:
         """The estimate from this update alone; equals `NormalEquations.solve` without an eigendecomposition."""
         centre = self.rows @ self.basis.T
+        if self.dropped:
+            return self._estimate_of_visible()
         fixed = self.rows - centre @ self.basis
         return Estimate(fixed, self.basis, centre, self.spread.square().reciprocal(), self.noise, 0.0)
+
+    def _estimate_of_visible(self) -> Estimate:
+        """The same where nothing is known of masked places: every direction is open, at each patch's own precision."""
+        every = torch.linalg.qr(self.basis.T, mode="complete").Q.T  # (P, P), those of the basis first
+        noise = max(self.noise, LEAST_NOISE)
+        precision = self.rows.new_full(self.rows.shape, noise**-2)
+        precision[:, : len(self.basis)] = self.spread.clamp(min=noise).square().reciprocal()
+        precision[self.masked] = 0
+        return Estimate(torch.zeros_like(self.rows), every, self.rows @ every.T, precision, self.noise, 0.0)
 
 
 def solve_masked(update: PositionRows) -> MaskedUpdate:
     """Solve one update of one image for its visible patches and the span of its masked ones."""
     masked, p = update.masked, update.tokenizer.patch_dim
-    hidden = int(masked.sum())
+    hidden = update.hidden
     visible = (update.rows[~masked] * update.weights)[None]  # G_U, (1, U, D)
     products = (update.products * update.weights[:, None])[None]
     solution = solve_rows(visible, products, hidden=hidden, sent=update.dtype)[0]
@@ -125,13 +141,14 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         condition=solution.condition,
         dal_weight=update.dal_weight,
         reasons=tuple(_reasons(update, solution)),
+        dropped=update.dropped,
     )
 
 
 def _reasons(update: PositionRows, solution: RowSolution) -> list[str]:
     """See `MaskedUpdate.reasons`."""
     tokenizer, reasons = update.tokenizer, update.unmet_assumptions()
-    hidden, visible = int(update.masked.sum()), int((~update.masked).sum())
+    hidden, visible = update.hidden, int((~update.masked).sum())
     width, p, mask = tokenizer.width, tokenizer.patch_dim, update.mask_in_words()
     if not visible:
         reasons.append(f"{mask}: no patch is visible, so there is nothing to solve with")

@@ -41,6 +41,8 @@ from torch import Tensor
 
 # A direction is open where its standard deviation exceeds this share of a normalised pixel's (about 1).
 SETTLED = 1e-2
+# Largest inverse variance of a direction that is settled for some patches and open for others, for the prior's sake.
+LARGEST_PRECISION = 1e9
 # Eigenvalues below this share of the total weight are round-off of the accumulation.
 NEGLIGIBLE = 1e-11
 # Eigenvalues below this multiple of the bias that tilted bases cause count as zero.
@@ -71,6 +73,14 @@ class Estimate:
     precision: Tensor
     noise: float
     residual: float
+
+    def settled(self) -> Tensor:
+        """(N,) bool, patches of which the equations alone settle every direction."""
+        if self.precision.dim() < 3:
+            least = self.precision.expand(len(self.rows), -1)
+        else:
+            least = torch.linalg.eigvalsh(self.precision)
+        return (least > SETTLED**-2).all(dim=1)
 
     def patches(self, coefficients: Tensor | None = None) -> Tensor:
         """(N, P) with `coefficients` (N, k) along the open directions; by default the centre."""
@@ -306,6 +316,6 @@ class NormalEquations:
         for one in solved:
             patches[one.part.members] = one.centre @ one.vectors.T
             turned = open_ @ one.vectors
-            precision[one.part.members] = (turned * one.precision(noise)) @ turned.T
+            precision[one.part.members] = (turned * one.precision(noise).clamp(max=LARGEST_PRECISION)) @ turned.T
         centre = patches @ open_.T
         return Estimate(patches - centre @ open_, open_, centre, precision, noise, residual)

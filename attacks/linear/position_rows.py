@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.linear.input_spans import count_inputs
 from attacks.linear.intervals import COARSE, coarseness, error_bounds, format_of
 from attacks.observation import Observation
 from attacks.registry import UsageError
@@ -60,6 +61,8 @@ class PositionRows:
             the update lacks the gradients for it.
         rounding: share of dL/db by which they disagree because of the message's precision, by expectation.
         bounds: see `bounds_of_update`.
+        dropped: masked rows may be of patches that the model did not see (`Observation.drops_patches`).
+        hidden: masked patches that it saw.
         num_examples, local_steps: of the update.
     """
 
@@ -72,8 +75,15 @@ class PositionRows:
     imbalance: float
     rounding: float
     bounds: tuple[Tensor, Tensor] | None
+    dropped: bool
+    hidden: int
     num_examples: int
     local_steps: int
+
+    @property
+    def seen(self) -> int:
+        """Patches that the model saw."""
+        return int((~self.masked).sum()) + self.hidden
 
     @property
     def weights(self) -> Tensor:
@@ -113,16 +123,22 @@ def _read_position_rows(observation: Observation) -> PositionRows:
     if sent is None:
         raise UsageError(missing_positions(observation, tokenizer))
     rows, masked, weight, imbalance = remove_localisation(observation, tokenizer, sent[tokenizer.prefix :])
+    products, hidden = projection_products(observation, tokenizer), int(masked.sum())
+    if observation.drops_patches:
+        seen = count_inputs(products, observation.gradients[tokenizer.weight].dtype)
+        hidden = min(hidden, max(seen - int((~masked).sum()), 0))
     return PositionRows(
         tokenizer,
         rows,
         masked,
-        projection_products(observation, tokenizer),
+        products,
         format_of(observation, tokenizer.weight),
         weight,
         imbalance,
         rounding_of_balance(observation, tokenizer),
         bounds_of_update(observation, tokenizer),
+        observation.drops_patches,
+        hidden,
         observation.num_examples,
         observation.local_steps,
     )

@@ -31,6 +31,8 @@ from attacks.linear.views import mirror, mix_channels
 OTHER_SHARE_MIXED = 5e-2
 # Largest condition of W: saturation changed by a factor of 3 has 3.
 LARGEST_CONDITION = 10.0
+# Sine of the angle below which a direction of one row space is one of another.
+COMMON_DIRECTION = 1e-3
 # Combinations of an update's rows that are looked at first.
 SKETCH = 32
 # Solves by which W is freed of what does not fit.
@@ -54,9 +56,9 @@ class RowSpace:
     @classmethod
     def of(cls, update: PositionRows) -> RowSpace | None:
         """Of one update; None where it could be everything."""
-        if update.tokenizer.patch_dim <= update.tokenizer.num_patches:
+        if update.tokenizer.patch_dim <= update.seen:
             return None
-        return cls(update, *_leading(update.products, update.tokenizer.num_patches))
+        return cls(update, *_leading(update.products, update.seen))
 
     @cached_property
     def colourless(self) -> tuple[Tensor, float] | None:
@@ -74,6 +76,16 @@ class RowSpace:
     def holds(self, update: PositionRows, *, mirrored: bool = False) -> bool:
         """Whether an update shows the same image, mirrored or not."""
         return self.share_outside(update, mirrored=mirrored) < largest_share_of_same_image(self.noise)
+
+    def shares_a_patch(self, other: RowSpace) -> bool:
+        """Whether some direction is in both row spaces, of updates that each show some patches of an image only.
+
+        False where any two spaces of their dimensions have one in common.
+        """
+        if len(self.space) + len(other.space) >= self.space.shape[1]:
+            return False
+        outside = other.space - (other.space @ self.space.T) @ self.space
+        return float(torch.linalg.svdvals(outside)[-1]) < COMMON_DIRECTION
 
     def best_mix(
         self, update: PositionRows, *, mirrored: bool = False, sketch: Tensor | None = None

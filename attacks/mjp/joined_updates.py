@@ -153,7 +153,8 @@ def read_update(observation: Observation, *, spans: bool) -> PositionRows | Span
         UsageError: it can be read in neither way.
     """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    if not spans or tokenizer.positions is None or position_gradient(observation, tokenizer) is not None:
+    added = tokenizer.positions is not None or tokenizer.fixed_positions is not None
+    if not (spans and added) or position_gradient(observation, tokenizer) is not None:
         return read_position_rows(observation)
     if not observation.weights_granted:
         raise UsageError(f"{missing_positions(observation, tokenizer)}; {WITHOUT_WEIGHTS}")
@@ -216,6 +217,10 @@ class Target:
 
     def view_of(self, rows: PositionRows | SpanUpdate, update: MaskedUpdate) -> View | None:
         """The view in which another update shows the same image; None where none is found."""
+        if self.update.dropped or update.dropped:  # most places are shown by one of the two only
+            other = RowSpace.of(rows)
+            known = self.space is not None and other is not None and self.space.shares_a_patch(other)
+            return self._unshifted(mirrored=False) if known else None
         for mirrored in (False, True):
             if self.space is not None and self.space.holds(rows, mirrored=mirrored):
                 return self._in_same_space(update, mirrored)
@@ -226,6 +231,10 @@ class Target:
                 return found.view
         aligned = (self._aligned(update, mirrored) for mirrored in (False, True))
         return next((found.view for found in aligned if found.misfit < AGREEMENT), None)
+
+    def _unshifted(self, mirrored: bool) -> View:
+        """The view without shift or change of colours."""
+        return View.of(self.tokenizer, all_shifts(self.tokenizer.grid, mirrored, 0)[0], mirrored=mirrored)
 
     def _in_same_space(self, update: MaskedUpdate, mirrored: bool) -> View | None:
         """The view of an update with the same row space: unshifted in the same colours, unless another fits better.
@@ -254,8 +263,7 @@ class Target:
         colours = mean_colours(tokenizer).to(ours.rows)
         hidden = [ours.basis, basis] if same_colours else [ours.basis, basis, colours]
         if sum(map(len, hidden)) >= tokenizer.patch_dim:  # nothing that both show
-            unshifted = all_shifts(tokenizer.grid, mirrored, 0)[0]
-            return _Alignment(View.of(tokenizer, unshifted, mirrored=mirrored), torch.inf, torch.inf)
+            return _Alignment(self._unshifted(mirrored), torch.inf, torch.inf)
         kept, other = _projected([ours.rows, theirs], torch.cat(hidden))
         source = all_shifts(tokenizer.grid, mirrored, FARTHEST).to(ours.masked.device)  # (S, N)
         both = (source >= 0) & ~ours.masked & ~update.masked[source]  # (S, N)

@@ -58,8 +58,8 @@ def correct_rounded(
 
 
 def _fits(update: PositionRows | SpanUpdate) -> bool:
-    """Whether an update is one gradient of low precision, with position rows and a visible patch."""
-    if isinstance(update, SpanUpdate):
+    """Whether an update is one gradient of low precision, with position rows, a visible patch and none dropped."""
+    if isinstance(update, SpanUpdate) or update.dropped:
         return False
     unmet = unmet_assumptions(update.num_examples, update.local_steps)
     return update.bounds is not None and not unmet and not bool(update.masked.all())

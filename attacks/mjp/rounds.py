@@ -11,6 +11,9 @@ with the weights that were sent; both kinds are added up together.
 Each update that shows the target's image adds its equations (`attacks.mjp.joined_updates`): what one mask hides another
 shows. Only sums are kept. Open directions that every update hides are left to the image prior.
 
+Where the model sees a part of the patches only (`Observation.drops_patches`), updates are joined that share a patch,
+and nothing is known of places that none of them shows: vouched for is what the equations settle without the prior.
+
 It cannot recover a patch that every mask hides, and block-wise masks hide the middle most: at gamma 0.9 each of 80
 rounds hides the same 41 to 62 of 196 patches (ten seeds), 2 to 10 of them still after 400. `never_seen` counts them.
 """
@@ -72,7 +75,8 @@ class MJPRounds(Attack):
         target, joined = observations[-1], join_updates(observations, spans=True)
         estimate, updates = joined.estimate(), joined.equations.updates
         completed = complete(self.prior, estimate, joined.tokenizer, target.std, joined.shown, updates=updates)
-        details = details_of(joined.last, completed) | {
+        sure = estimate.settled() if joined.last.dropped else completed.vouched
+        details = details_of(joined.last, sure) | {
             "updates": updates,
             "changed": joined.changed,
             "never_seen": int((~joined.shown).sum()),
@@ -82,4 +86,4 @@ class MJPRounds(Attack):
         diagnosis, patches = "; ".join(joined.reasons), completed.patches
         if self.intervals:
             patches, details["updates"] = correct_rounded(observations, patches, self.prior, updates)
-        return render(target, joined.tokenizer, patches, completed.vouched, diagnosis, details)
+        return render(target, joined.tokenizer, patches, sure, diagnosis, details)

@@ -9,6 +9,11 @@ a masked one none does: what they miss by is noise in the first case, and in the
 orders of magnitude more and alike at all masked places. With the shared embedding they are fulfilled if, and only if,
 any place is masked.
 
+*Dropped patches* (`Observation.drops_patches`) are in no equation, and masked places may be theirs. Fewer tokens put
+conditions on more places, and a place may fulfil them that was not shown: where the embedding is the sum of a row's and
+a column's, as fixed sines and cosines are, the fourth corner of a rectangle of shown places does, with the patch x_a +
+x_b - x_c. Shown places whose embedding and patch together are an affine combination of others' are therefore not used.
+
 *Masked patches* fulfil the conditions with the shared embedding, all of them and at all places: this says that they lie
 in one affine space. Its directions are differences of masked patches, along which no condition reaches any patch
 either, just as where the position gradient is sent (`attacks.linear.masked_update`).
@@ -38,6 +43,14 @@ from attacks.tokenizer import Tokenizer
 
 # Least factor between what masked and visible places miss by, and largest one among masked places.
 APART, ALIKE = 10.0, 100.0
+# The same among places that an encoder without some of the patches does not show: their embeddings differ more.
+ALIKE_DROPPED = 1e4
+# Share of a place's embedding and patch that other shown places leave unexplained, below which it may be made of them.
+EXPLAINED = 1e-3
+AMBIGUOUS = (
+    "the places that the first attention's gradient shows are all sums of one another: an embedding that is the sum of "
+    "a row's and a column's puts the fourth corner of every rectangle into the span of the other three"
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +61,14 @@ class SpanUpdate:
         tokenizer: of the observed model.
         masked: (N,) bool, places whose token does not hold their own embedding.
         products: [dL/dE, dL/db], (D, P + 1) float64.
+        seen: patches that the model saw.
         solved: the equations.
     """
 
     tokenizer: Tokenizer
     masked: Tensor
     products: Tensor
+    seen: int
     solved: MaskedUpdate
 
 
@@ -90,9 +105,14 @@ def read_span_update(observation: Observation) -> SpanUpdate:
     largest, settled = float(values[-1]), int((~open_).sum())
     equations.add_sums(sums.matrix, sums.targets, sums.squares, largest, settled)
     solid = values.clamp(min=max(1.0, NEGLIGIBLE * largest))  # a pixel's variance is 1
+    rows, basis = (sums.targets @ vectors / solid) @ vectors.T, vectors[:, open_].T.contiguous()
+    if observation.drops_patches:
+        masked = masked | ambiguous_places(block.offsets, rows - (rows @ basis.T) @ basis, ~masked)
+        if masked.all():
+            raise UsageError(AMBIGUOUS)
     solved = MaskedUpdate(
-        rows=(sums.targets @ vectors / solid) @ vectors.T,
-        basis=vectors[:, open_].T.contiguous(),
+        rows=rows,
+        basis=basis,
         scale=torch.ones_like(sums.squares),
         sizes=solid[open_].rsqrt(),
         tilt=torch.zeros_like(values[open_]),
@@ -103,8 +123,9 @@ def read_span_update(observation: Observation) -> SpanUpdate:
         dal_weight=0.0,
         reasons=tuple(reasons),
         sums=equations,
+        dropped=observation.drops_patches,
     )
-    return SpanUpdate(tokenizer, masked, products, solved)
+    return SpanUpdate(tokenizer, masked, products, block.patches, solved)
 
 
 def find_mask(observation: Observation, block: Block, hidden: Tensor) -> tuple[Tensor, bool]:
@@ -122,6 +143,24 @@ def find_mask(observation: Observation, block: Block, hidden: Tensor) -> tuple[T
     if fitting > APART * ordered[-1]:
         return torch.zeros_like(own, dtype=torch.bool), True
     factors = ordered[1:] / ordered[:-1].clamp(min=torch.finfo(own.dtype).tiny)
-    factors = torch.where(ordered[1:] * ALIKE > ordered[-1], factors, 0.0)
+    alike = ALIKE_DROPPED if observation.drops_patches else ALIKE
+    factors = torch.where(ordered[1:] * alike > ordered[-1], factors, 0.0)
     last = int(factors.argmax())  # of the visible places
     return own > ordered[last], bool(factors[last] > APART) and fitting < ordered[last + 1] / APART
+
+
+def ambiguous_places(offsets: Tensor, rows: Tensor, shown: Tensor) -> Tensor:
+    """(N,) bool, places whose embedding and patch are an affine combination of other shown places'.
+
+    Args:
+        offsets: (N, D) bias and embedding at each place.
+        rows: (N, P) normalised patches, without the directions that stay open.
+        shown: (N,) bool, places that fulfil the conditions.
+    """
+    whole = torch.cat([offsets, rows, torch.ones_like(rows[:, :1])], dim=1)[shown]
+    whole = whole / whole.norm(dim=1, keepdim=True)
+    found = torch.zeros_like(shown)
+    _, sizes, right = torch.linalg.svd(whole.T, full_matrices=True)  # (V, V): combinations of the places
+    null = right[int((sizes > EXPLAINED).sum()) :]
+    found[shown] = (null.square().sum(dim=0) > EXPLAINED**2) if len(null) else False
+    return found

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from attacks.base import Attack
-from attacks.linear.completion import Completed, complete, render
+from attacks.linear.completion import complete, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
@@ -51,10 +53,12 @@ class MJPSubspace(Attack):
         observation = observations[-1]
         rows = read_position_rows(observation)
         update = solve_masked(rows)
-        found = complete(self.prior, update.estimate(), rows.tokenizer, observation.std, ~update.masked, updates=1)
-        diagnosis, details = "; ".join(update.reasons), details_of(update, found)
+        estimate = update.estimate()
+        found = complete(self.prior, estimate, rows.tokenizer, observation.std, ~update.masked, updates=1)
+        sure = estimate.settled() if update.dropped else found.vouched
+        diagnosis, details = "; ".join(update.reasons), details_of(update, sure)
         patches = correct_rounded(observations[-1:], found.patches, self.prior)[0] if self.intervals else found.patches
-        return render(observation, rows.tokenizer, patches, found.vouched, diagnosis, details)
+        return render(observation, rows.tokenizer, patches, sure, diagnosis, details)
 
 
 def nothing_masked(observations: Sequence[Observation]) -> str:
@@ -66,12 +70,12 @@ def nothing_masked(observations: Sequence[Observation]) -> str:
     return "" if masked else "no position is masked: patch_embedding gives the same answer"
 
 
-def details_of(update: MaskedUpdate, found: Completed) -> dict[str, float]:
+def details_of(update: MaskedUpdate, vouched: Tensor) -> dict[str, float]:
     """Masked patches, rank of their span, condition of the visible rows, lambda found, share of patches vouched for."""
     return {
         "masked": int(update.masked.sum()),
         "rank": update.rank,
         "condition": update.condition,
         "dal_weight": update.dal_weight,
-        "vouched": float(found.vouched.double().mean()),
+        "vouched": float(vouched.double().mean()),
     }
