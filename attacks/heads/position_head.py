@@ -29,7 +29,7 @@ from attacks.heads.context import read_context
 from attacks.heads.dense_head import DenseHead, find_dense_head
 from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
-from attacks.heads.place_rows import features_given
+from attacks.heads.place_rows import features_given, read_places
 from attacks.linear.completion import render
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.mjp.patch_set import known_span
@@ -81,7 +81,8 @@ class PositionHead(Attack):
         """See `Attack.reconstruct`.
 
         `details` holds the evaluations, the relative residual of the head's gradient (head_residual), the largest share
-        of a token's features that the head's gradient contradicts (miss), and the size of the context.
+        of a token's features that the head's gradient contradicts (miss), the largest difference of a probability from
+        the one that the fixed point gives without an image (fixed_point), and the size of the context.
         """
         target = observations[-1]
         tokenizer = find_tokenizer(target.model, target.image_shape)
@@ -90,11 +91,13 @@ class PositionHead(Attack):
         encoder = Encoder(target.model, tokenizer, head.name)
         search = HeadSearch(head, place_gradients, encoder, known_span(target, tokenizer), context)
         search.run(self.steps)
-        misses = token_misses(head, search.tokens())
+        tokens = search.tokens()
+        misses, closed = token_misses(head, tokens), read_places(head)
         details = {
             "evaluations": search.evaluations,
             "head_residual": search.residual**0.5,
             "miss": float(misses.max()),
+            "fixed_point": float((closed.probabilities - predictions(head, tokens)).abs().max()),
             "context": tokenizer.num_patches if context is None else context.count,
         }
         reason = ""
@@ -133,8 +136,13 @@ def place_gradients(outputs: Tensor) -> Tensor:
     return (outputs.softmax(dim=1) - torch.eye(len(outputs)).to(outputs)) / len(outputs)
 
 
+def predictions(head: DenseHead, tokens: Tensor) -> Tensor:
+    """(N, N) probabilities of places for tokens (N, D)."""
+    return (tokens @ head.weight.T + head.bias).softmax(dim=1)
+
+
 def token_misses(head: DenseHead, tokens: Tensor) -> Tensor:
     """(N,) share of each token's features, (N, D), that differs from what the head's gradient says of them."""
-    count, probabilities = len(tokens), (tokens @ head.weight.T + head.bias).softmax(dim=1)
+    count, probabilities = len(tokens), predictions(head, tokens)
     missing = (probabilities - torch.eye(count).to(tokens)).T @ tokens - count * head.weight_gradient
     return features_given(probabilities, missing)[0].norm(dim=1) / tokens.norm(dim=1).mean()

@@ -1,0 +1,1 @@
+"""What an update leaks under each objective."""

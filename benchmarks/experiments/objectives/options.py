@@ -1,0 +1,88 @@
+"""Options of the leakage under each objective, and the lines of its table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attacks.registry import UsageError
+from experiments.scaffold import AttackOptions, check_positive
+
+PRETRAINED = "pretrained"  # weights that stand for --pretrained
+
+
+@dataclass(frozen=True)
+class Line:
+    """One objective on one model.
+
+    Attributes:
+        objective: as --objective takes it.
+        model: its name.
+        weights: random, auto, or `PRETRAINED`.
+        attacks: those that can read such an update.
+        updates: numbers of updates of an image, with new draws in each, after which it is attacked.
+        images: share of --num-images that are attacked.
+    """
+
+    objective: str
+    model: str
+    weights: str
+    attacks: tuple[str, ...]
+    updates: tuple[int, ...] = (1,)
+    images: float = 1.0
+
+
+_DROPPOS = "droppos:tau=inf,decoder_width=64"
+_MST = "mst:local_crops=0,outputs=64,hidden=64,bottleneck=32"
+LINES = {
+    "supervised": Line("supervised", "vit_mini_32", "auto", ("patch_embedding",)),
+    "mp3_trained": Line("mp3:eta=0.5", "vit_micro8_32", PRETRAINED, ("position_head",)),
+    "mp3_trained_default": Line("mp3:eta=0.75", "vit_micro8_32", PRETRAINED, ("position_head",), images=0.2),
+    "mp3_random": Line("mp3:eta=0.5", "vit_micro8_32", "random", ("position_head",), images=0.2),
+    "droppos": Line(_DROPPOS, "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.2),
+    "droppos_learned": Line(
+        f"{_DROPPOS},positions=learned", "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.4
+    ),
+    "mst": Line(_MST, "vit_micro8_32", "random", ("patch_embedding", "batch_rounds"), (1, 8), images=0.2),
+}
+
+
+@dataclass(frozen=True)
+class Options(AttackOptions):
+    """What does an update leak under each objective?
+
+    No defence: each client sends the float32 gradient of one image. Per objective the attacks that can read such an
+    update; where it draws new masks or crops in each step, after several updates of the same image. An answer is
+    compared with the image, and under MST with the two global crops that the client made of it.
+
+    Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds lines and
+    images to a finished one.
+    """
+
+    lines: tuple[str, ...] = tuple(LINES)
+    """Lines of the table."""
+    pretrained: Path | None = None
+    """A model.safetensors of fedmjp.train --objective mp3 --model vit_micro8_32, for the lines mp3_trained*."""
+    images: str = "photos"
+    """photos (embedded), a folder of pictures, or a data set's name."""
+    data_path: Path | None = None
+    """Local copy of the data set named in --images."""
+    num_images: int = 50
+    """Most images of a line; some lines take a fixed share of them."""
+    steps: int = 1000
+    """Evaluations of the head's gradient in a search."""
+    seed: int = 0
+    """Fixes random weights and the clients' draws."""
+    out: Path = Path("runs/objectives_leak")
+    """Folder of rows and tables (the committed ones stand in results/objectives_leak)."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        check_positive(self, "num_images", "steps")
+        unknown = [name for name in self.lines if name not in LINES]
+        if unknown or not self.lines:
+            raise UsageError(f"--lines {' '.join(unknown)}: choose from {', '.join(LINES)}")
+        wanting = [name for name in self.lines if LINES[name].weights == PRETRAINED]
+        if wanting and self.pretrained is None:
+            raise UsageError(f"--lines {' '.join(wanting)} need --pretrained; or name other --lines")
+        super().validate()

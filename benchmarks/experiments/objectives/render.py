@@ -1,0 +1,73 @@
+"""What is rendered from the rows of updates under each objective."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.rendering import Rendering, csv, interval, markdown_table, read_rows, spread_table
+from fedmjp.audit.verdict import judge
+from fedmjp.metrics import bootstrap_mean
+from fedmjp.records.rows import BASELINES
+
+BY = ["objective", "model", "weights", "round"]
+NUMBERS = ["psnr_mean", "psnr_low", "psnr_high", "psnr_median", "count"]
+
+
+def leak_files(folder: Path) -> dict[str, str]:
+    """table.csv: a line for each objective, model, number of updates and attack."""
+    rows, lines = read_rows(folder), []
+    for key, own in rows.groupby(BY, sort=False):
+        guesses = own[own["attack"].isin(BASELINES)]
+        for attack, found in own[~own["attack"].isin(BASELINES)].groupby("attack", sort=False):
+            verdict = judge(pd.concat([guesses, found]))
+            spread = spread_table(found, ["attack"])
+            share = bootstrap_mean(found["patch_recovery"].to_numpy())
+            lines.append(
+                dict(zip(BY, key, strict=True))
+                | {"attack": attack, "answer": str(verdict.answer), "recovered": verdict.recovered}
+                | (spread.iloc[0][NUMBERS].to_dict() if len(spread) else {})
+                | {
+                    "patch_recovery_mean": share.mean,
+                    "patch_recovery_low": share.low,
+                    "patch_recovery_high": share.high,
+                }
+                | {"diagnosis": _most_common(found["diagnosis"])}
+            )
+    return {"table.csv": csv(pd.DataFrame(lines).rename(columns={"round": "updates"}), 4)}
+
+
+def leak_block(folder: Path) -> str:
+    """The table as Markdown."""
+    heads = ["objective", "model, weights", "attack", "updates", "images", "PSNR (dB), median", "mean", "above 25 dB"]
+    table = pd.read_csv(folder / "table.csv")
+    return markdown_table([*heads, "patches above 25 dB", "verdict"], [_cells(row) for _, row in table.iterrows()])
+
+
+def _cells(row: pd.Series) -> list[str]:
+    weights = "random" if "NOT TRAINED" in row["weights"] else f"trained ({row['weights'].removeprefix('shipped ')})"
+    numbers = (
+        [f"{row['psnr_median']:.1f}", interval(row, "psnr", 1)] if row["psnr_median"] == row["psnr_median"] else []
+    )
+    share = {f"share{end}": 100 * row[f"patch_recovery{end}"] for end in ("_mean", "_low", "_high")}
+    return [
+        f"`{row['objective']}`",
+        f"`{row['model']}`, {weights}",
+        f"`{row['attack']}`",
+        str(row["updates"]),
+        str(int(row["count"])),
+        *numbers,
+        str(row["recovered"]),
+        f"{interval(share, 'share', 0)} %",
+        str(row["answer"]),
+    ]
+
+
+def _most_common(diagnoses: pd.Series) -> str:
+    """The diagnosis that most rows have; "" where most have none."""
+    return str(diagnoses.mode().iloc[0])
+
+
+OBJECTIVES_LEAK = Rendering("objectives_leak", leak_files, {"objectives_leak": leak_block})
+RENDERINGS = (OBJECTIVES_LEAK,)
