@@ -8,6 +8,8 @@ affine span that the gradient of the patch projection gives (`attacks.mjp.patch_
 unknowns of N P; the head's gradient has K (D + 1) entries. L-BFGS with line search (unlike the one of
 `attacks.gradient_matching.optimisers`, which has none), in float64.
 
+Near the image the difference is multiplied from the left by pinv(d^T), d as it is there: what is matched are features.
+
 *Context.* Where only some tokens give keys and values, log-weights of all tokens as keys are searched beside the
 patches, which brings the image near enough to ask each token (`attacks.heads.context`). The search goes on with the
 tokens that pass; where that is no better than it was, it goes back to log-weights.
@@ -29,12 +31,14 @@ from attacks.mjp.token_patches import KnownPatches
 
 # d (N, K) of the head's outputs (N, K).
 OutputGradient = Callable[[Tensor], Tensor]
-# Relative squared residual at which the search ends: below round-off of a float32 message.
-REACHED = 1e-13
+# Relative squared residual at which the search ends: on photographs 60 to 90 dB.
+REACHED = 1e-8
 # Pairs of differences that L-BFGS keeps; share of evaluations that its line search may take beyond one a step.
 HISTORY, LINE_SEARCH = 50, 1.25
 # Evaluations between two looks at the context, at least.
 LEAST_BETWEEN = 40
+# Relative squared residual below which differences count as those of features; directions of d that are round-off.
+NEAR, ROUND_OFF = 1e-2, 1e-6
 # Log-weights start here, on a scale of WIDTH.
 START, WIDTH = 1.0, 4.0
 
@@ -83,13 +87,15 @@ class HeadSearch:
 
     def run(self, steps: int) -> None:
         """Search for at most so many evaluations, line search excepted."""
-        if self.context is None:
-            self._descend([self.coefficients], lambda: None, steps)
-            return
         part = min(max(steps // 4, LEAST_BETWEEN), steps)
         while self.residual > REACHED and steps > 0:
             used = self.evaluations
-            self._search_context(part) if self.members is None else self._check_context(part)
+            if self.context is None:
+                self._descend([self.coefficients], self._everyone, part)
+            elif self.members is None:
+                self._search_context(part)
+            else:
+                self._check_context(part)
             steps -= max(self.evaluations - used, 1)
 
     def _search_context(self, steps: int) -> None:
@@ -107,6 +113,9 @@ class HeadSearch:
         else:
             self.members = self.context.members(self.patches)
 
+    def _everyone(self) -> None:
+        """No log-weights: all tokens attend to all."""
+
     def _soft(self) -> Tensor:
         return functional.logsigmoid(WIDTH * self.log_weights)
 
@@ -115,18 +124,27 @@ class HeadSearch:
 
     def tokens(self) -> Tensor:
         """(N, D) that the head reads, at present."""
-        known = self.context is not None and self.members is not None
-        bias = None if self.context is None else self._hard() if known else self._soft()
-        return self.encoder(self.patches, bias)
+        if self.context is None:
+            return self.encoder(self.patches)
+        return self.encoder(self.patches, self._soft() if self.members is None else self._hard())
 
-    def difference(self, key_bias: Tensor | None) -> Tensor:
-        """The head's gradient at the present patches less the one sent, (K, D + 1)."""
+    def difference(self, key_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The head's gradient at the present patches less the one sent, (K, D + 1), and d there, (N, K)."""
         tokens = self.encoder(self.patches, key_bias)
         d = self.output_gradient(tokens @ self.head.weight.T + self.head.bias)
-        return torch.cat([d.T @ tokens, d.sum(dim=0)[:, None]], dim=1) - self.sent
+        return torch.cat([d.T @ tokens, d.sum(dim=0)[:, None]], dim=1) - self.sent, d
+
+    def _weights(self, key_bias: Tensor | None) -> Tensor:
+        """Of the rows of a difference: pinv(d^T), (N, K), which makes it one of features; far from the image (K, K)."""
+        with torch.no_grad():
+            left, d = self.difference(key_bias)
+        if not left.square().sum() < NEAR * self.sent.square().sum():
+            return torch.eye(len(left)).to(left)
+        return torch.linalg.pinv(d.T, rtol=ROUND_OFF)
 
     def _descend(self, variables: list[Tensor], key_bias: Callable[[], Tensor | None], steps: int) -> None:
-        size = self.sent.square().sum()
+        size, weights = self.sent.square().sum(), self._weights(key_bias())
+        whole = (weights @ self.sent).square().sum()
         optimiser = torch.optim.LBFGS(
             variables,
             max_iter=steps,
@@ -138,21 +156,22 @@ class HeadSearch:
         )
 
         def evaluate() -> Tensor:
-            """The residual and its gradient."""
+            """The weighted residual and its gradient."""
             optimiser.zero_grad()
-            residual = self.difference(key_bias()).square().sum() / size
-            residual.backward()
-            self.evaluations, self.residual = self.evaluations + 1, float(residual.detach())
+            left, _ = self.difference(key_bias())
+            loss = (weights @ left).square().sum() / whole
+            loss.backward()
+            self.evaluations, self.residual = self.evaluations + 1, float(left.detach().square().sum() / size)
             if self.residual < REACHED:
                 raise _Reached
-            return residual
+            return loss
 
         for variable in variables:
             variable.requires_grad_(True)
         try:
             with torch.enable_grad():
                 optimiser.step(evaluate)
-                self.residual = float(self.difference(key_bias()).detach().square().sum() / size)
+                self.residual = float(self.difference(key_bias())[0].detach().square().sum() / size)
         except _Reached:
             pass
         finally:

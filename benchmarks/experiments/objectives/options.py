@@ -39,9 +39,9 @@ LINES = {
     "mp3_trained": Line("mp3:eta=0.5", "vit_micro8_32", PRETRAINED, ("position_head",)),
     "mp3_trained_default": Line("mp3:eta=0.75", "vit_micro8_32", PRETRAINED, ("position_head",), images=0.2),
     "mp3_random": Line("mp3:eta=0.5", "vit_micro8_32", "random", ("position_head",), images=0.2),
-    "droppos": Line(_DROPPOS, "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.2),
+    "droppos": Line(_DROPPOS, "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.1),
     "droppos_learned": Line(
-        f"{_DROPPOS},positions=learned", "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.4
+        f"{_DROPPOS},positions=learned", "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.2
     ),
     "mst": Line(_MST, "vit_micro8_32", "random", ("patch_embedding", "batch_rounds"), (1, 8), images=0.2),
 }
@@ -69,7 +69,7 @@ class Options(AttackOptions):
     """Local copy of the data set named in --images."""
     num_images: int = 50
     """Most images of a line; some lines take a fixed share of them."""
-    steps: int = 1000
+    steps: int = 800
     """Evaluations of the head's gradient in a search."""
     seed: int = 0
     """Fixes random weights and the clients' draws."""
