@@ -7,9 +7,9 @@ forward pass, for (N - 1) N unknowns.
 
 The head alone determines predictions and features of the tokens, by a fixed point (`attacks.heads.place_rows`). On
 random weights, whose predictions are nearly uniform, it converges to them; on trained weights it has several solutions
-and from uniform predictions it reached wrong ones (benchmarks/objectives_leak.py measures it). So the search does not
-start from it. But with the predictions of the image found, the same equations say token by token by how much its
-features miss those that were read.
+and for some images reaches another one (benchmarks/objectives_leak.py counts them). So the search does not start from
+it. But with the predictions of the image found, the same equations say token by token by how much its features miss
+those that were read.
 
 It cannot read a head over one token (of classes), a head whose rows are no places, a head that was asked for some
 places only (DropPos), or a batch.

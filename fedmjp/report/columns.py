@@ -93,6 +93,7 @@ COUNTS = {
     "certified": "images whose reconstruction reproduces the update",
     "certified_right": "of them, images with every patch above 25 dB",
     "claims": "images whose answer comes without a diagnosis",
+    "closed_form": "images of which a closed form and a search give the same",
     "seeds": "trainings or federations behind a mean",
     "repeats": "timed repetitions",
     "test_images": "images behind an accuracy",

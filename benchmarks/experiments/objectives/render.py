@@ -12,6 +12,8 @@ from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import BASELINES
 
 BY = ["objective", "model", "weights", "round"]
+# Largest difference of a probability between the fixed point and the image found, where they agree.
+SAME = 1e-3
 NUMBERS = ["psnr_mean", "psnr_low", "psnr_high", "psnr_median", "count"]
 
 
@@ -33,6 +35,7 @@ def leak_files(folder: Path) -> dict[str, str]:
                     "patch_recovery_low": share.low,
                     "patch_recovery_high": share.high,
                 }
+                | {"closed_form": _closed_form(found["details"])}
                 | {"diagnosis": _most_common(found["diagnosis"])}
             )
     return {"table.csv": csv(pd.DataFrame(lines).rename(columns={"round": "updates"}), 4)}
@@ -41,15 +44,14 @@ def leak_files(folder: Path) -> dict[str, str]:
 def leak_block(folder: Path) -> str:
     """The table as Markdown."""
     heads = ["objective", "model, weights", "attack", "updates", "images", "PSNR (dB), median", "mean", "above 25 dB"]
-    table = pd.read_csv(folder / "table.csv")
-    return markdown_table([*heads, "patches above 25 dB", "verdict"], [_cells(row) for _, row in table.iterrows()])
+    heads += ["patches above 25 dB", "fixed point agrees", "verdict"]
+    return markdown_table(heads, [_cells(row) for _, row in pd.read_csv(folder / "table.csv").iterrows()])
 
 
 def _cells(row: pd.Series) -> list[str]:
     weights = "random" if "NOT TRAINED" in row["weights"] else f"trained ({row['weights'].removeprefix('shipped ')})"
-    numbers = (
-        [f"{row['psnr_median']:.1f}", interval(row, "psnr", 1)] if row["psnr_median"] == row["psnr_median"] else []
-    )
+    number = pd.notna(row["psnr_median"])
+    numbers = [f"{row['psnr_median']:.1f}", interval(row, "psnr", 1)] if number else ["", ""]
     share = {f"share{end}": 100 * row[f"patch_recovery{end}"] for end in ("_mean", "_low", "_high")}
     return [
         f"`{row['objective']}`",
@@ -60,8 +62,15 @@ def _cells(row: pd.Series) -> list[str]:
         *numbers,
         str(row["recovered"]),
         f"{interval(share, 'share', 0)} %",
+        f"{row['closed_form']:.0f}" if pd.notna(row["closed_form"]) else "",
         str(row["answer"]),
     ]
+
+
+def _closed_form(details: pd.Series) -> float:
+    """Images whose predictions the head's fixed point gives as well; NaN for attacks that have none."""
+    differences = [own["fixed_point"] for own in details if "fixed_point" in own]
+    return sum(d < SAME for d in differences) if differences else float("nan")
 
 
 def _most_common(diagnoses: pd.Series) -> str:
