@@ -10,7 +10,7 @@ import pytest
 
 from fedmjp.records.rows import load_rows
 
-SMALL = ["--lines", "mp3_random", "mst", "--num-images", "1", "--steps", "400"]
+SMALL = ["--lines", "mp3_random", "mst", "--num-images", "2", "--steps", "400"]
 
 
 def run(out: Path, *options: str) -> int:
