@@ -16,8 +16,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from attacks.linear.input_spans import count_inputs
+from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Observation
 from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer
+
+# Least share of the places that the head must have been asked for: copies of a patch lower the rank of its gradient.
+LEAST_ASKED = 0.75
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,28 @@ def find_dense_head(observation: Observation) -> DenseHead:
         raise UsageError(f"the gradient of {name} has rank one: a head over one token of the image, not one a place")
     own = layer.weight.detach().flatten(1).double(), layer.bias.detach().double()
     return DenseHead(name, *own, flat, bias.double(), rank)
+
+
+def find_place_head(observation: Observation, tokenizer: Tokenizer) -> DenseHead:
+    """The head of an update of one image, whose rows are the places of the patches.
+
+    Raises:
+        UsageError: why it cannot be read.
+    """
+    reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
+    if reasons:
+        raise UsageError("; ".join(reasons))
+    head = observation.once(find_dense_head)
+    rows, places = len(head.weight), tokenizer.num_patches
+    if rows != places:
+        raise UsageError(f"the head {head.name} has {rows} rows and the image {places} places: its rows are no places")
+    most = min(places - 1, head.weight.shape[1])
+    if head.rank < LEAST_ASKED * most:
+        raise UsageError(
+            f"the gradient of {head.name} has rank {head.rank} of {most}: it was asked for some places only, and which "
+            "of its tokens belongs to which row is not known"
+        )
+    return head
 
 
 def _is_linear(module: nn.Module) -> bool:

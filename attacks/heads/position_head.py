@@ -26,19 +26,16 @@ from torch import Tensor, nn
 
 from attacks.base import Attack
 from attacks.heads.context import read_context
-from attacks.heads.dense_head import DenseHead, find_dense_head
+from attacks.heads.dense_head import DenseHead, find_place_head
 from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.place_rows import features_given, read_places
 from attacks.linear.completion import render
-from attacks.linear.position_rows import unmet_assumptions
 from attacks.mjp.patch_set import known_span
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer, find_tokenizer
+from attacks.tokenizer import find_tokenizer
 
-# Least share of the places that the head must have been asked for: copies of a patch lower the rank of its gradient.
-LEAST_ASKED = 0.75
 # Relative squared residual of the head's gradient, and share of a token's features, above which nothing is vouched for.
 LARGEST_RESIDUAL, LARGEST_MISS = 1e-4, 1e-2
 # Seconds of one CPU core for a weight of the trunk, a token and an evaluation, and for an evaluation at least.
@@ -107,28 +104,6 @@ class PositionHead(Attack):
                 f"{search.evaluations} evaluations (--steps position_head=NUMBER for more)"
             )
         return render(target, tokenizer, search.patches, misses < LARGEST_MISS, reason, details)
-
-
-def find_place_head(observation: Observation, tokenizer: Tokenizer) -> DenseHead:
-    """The head of an update of one image, whose rows are the places of the patches.
-
-    Raises:
-        UsageError: why it cannot be read.
-    """
-    reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
-    if reasons:
-        raise UsageError("; ".join(reasons))
-    head = observation.once(find_dense_head)
-    rows, places = len(head.weight), tokenizer.num_patches
-    if rows != places:
-        raise UsageError(f"the head {head.name} has {rows} rows and the image {places} places: its rows are no places")
-    most = min(places - 1, head.weight.shape[1])
-    if head.rank < LEAST_ASKED * most:
-        raise UsageError(
-            f"the gradient of {head.name} has rank {head.rank} of {most}: it was asked for some places only, and which "
-            "of its tokens belongs to which row is not known"
-        )
-    return head
 
 
 def place_gradients(outputs: Tensor) -> Tensor:

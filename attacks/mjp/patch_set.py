@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from attacks.base import Attack
+from attacks.heads.dense_head import find_place_head
 from attacks.linear.input_spans import span_of_inputs
 from attacks.linear.position_rows import projection_products, unmet_assumptions
 from attacks.mjp.jigsaw_solver import RESTARTS
@@ -58,11 +59,17 @@ class PatchSet(Attack):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
+        target = observations[-1]
         try:
-            read_first_block(observations[-1], _tokenizer_without_positions(observations[-1]))
+            tokenizer = _tokenizer_without_positions(target)
+            read_first_block(target, tokenizer)
         except UsageError as error:
             return str(error)
-        return ""
+        try:
+            find_place_head(target, tokenizer)
+        except UsageError:
+            return ""
+        return "the rows of the head are the places of the patches: position_head finds the patches and their order"
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: one search of all tokens and the placement of all patches."""

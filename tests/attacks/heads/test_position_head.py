@@ -15,7 +15,7 @@ from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.place_rows import read_places
 from attacks.heads.position_head import PositionHead, place_gradients
-from attacks.mjp.patch_set import known_span
+from attacks.mjp.patch_set import PatchSet, known_span
 from fedmjp.objectives.places import members, random_subsets
 from tests.attacks.contract import psnr
 from tests.conftest import observe, observe_under, photographs
@@ -145,3 +145,8 @@ def test_a_head_of_pixels_and_a_head_over_one_token_are_refused(mini) -> None:
 def test_a_batch_is_refused() -> None:
     observation = observe_under("mp3:eta=0", "vit_micro8_32", photographs(32, 2))
     assert "the batch holds 2 images" in PositionHead()([observation]).diagnosis
+
+
+def test_patch_set_leaves_a_head_of_places_to_this_attack() -> None:
+    observation = observe_under("mp3:eta=0", "vit_micro8_32", photographs(32, 1))
+    assert "position_head finds the patches and their order" in PatchSet().obstacle([observation])
