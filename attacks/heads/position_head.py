@@ -37,7 +37,7 @@ from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
 # Relative squared residual of the head's gradient, and share of a token's features, above which nothing is vouched for.
-LARGEST_RESIDUAL, LARGEST_MISS = 1e-4, 1e-2
+LARGEST_RESIDUAL, LARGEST_MISS = 1e-5, 5e-3
 # Seconds of one CPU core for a weight of the trunk, a token and an evaluation, and for an evaluation at least.
 SECONDS_A_PRODUCT, SECONDS_AN_EVALUATION = 2e-10, 5e-3
 
