@@ -64,6 +64,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "patch_embedding": "attacks.closed_form.patch_embedding:PatchEmbedding",
         "position_head": "attacks.heads.position_head:PositionHead",
         "token_span": "attacks.closed_form.token_span:TokenSpan",
+        "batch_tokens": "attacks.mjp.batch_tokens:BatchTokens",
         "mjp_subspace": "attacks.mjp.subspace:MJPSubspace",
         "mjp_rounds": "attacks.mjp.rounds:MJPRounds",
         "mjp_mixture": "attacks.mjp.mixture:MJPMixture",

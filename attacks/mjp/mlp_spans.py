@@ -122,8 +122,11 @@ def _optional(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
     return getattr(module, name, nn.Identity())
 
 
-def read_first_block(observation: Observation, tokenizer: Tokenizer) -> FirstBlock:
+def read_first_block(observation: Observation, tokenizer: Tokenizer, images: int = 1) -> FirstBlock:
     """Take the first block out of the model and the spans out of the update.
+
+    Args:
+        images: in the batch; prefix and constants are repeated for each of them.
 
     Raises:
         UsageError: the model is built otherwise, the update lacks a gradient, or the layers are too narrow for a span
@@ -140,7 +143,7 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer) -> FirstBlo
     width, position = tokenizer.width, tokenizer.sent_positions(observation.model)
     extra = [parameters[n].reshape(-1, width) for n in tokenizer.prefix_tokens]
     prefix = torch.cat(extra) if extra else parameters[tokenizer.weight].new_zeros(0, width)
-    count = tokenizer.num_patches + len(prefix)
+    count = images * (tokenizer.num_patches + len(prefix))
     if count >= width:
         raise UsageError(
             f"{count} tokens in {width} channels: the gradients of the first block do not single out a span "
@@ -156,8 +159,8 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer) -> FirstBlo
         module=copy.deepcopy(blocks[0]).to(torch.float64).eval().requires_grad_(False),
         spans=tuple(_span(observation, f"blocks.0.{layer}", count) for layer in LAYERS[1:]),
         attention=_span(observation, f"blocks.0.{LAYERS[0]}", count),
-        prefix=prefix + position[:before] if before else prefix,  # as many rows, or none
-        constant=position[before:] + bias,
+        prefix=(prefix + position[:before] if before else prefix).repeat(images, 1),  # as many rows, or none
+        constant=(position[before:] + bias).repeat(images, 1),
         unknown=None if shared is None else shared + bias,
         projection=parameters[tokenizer.weight].flatten(1),
     )

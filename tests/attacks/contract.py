@@ -33,6 +33,7 @@ class Traits:
         vouches: marks the pixels that it knows.
         without_table: works only on models that add no position embedding.
         own: makes the update that it works on, where that is not a classifier's.
+        images: of the batch that it takes.
     """
 
     exact_on: tuple[tuple[str, torch.dtype, float], ...] = ()
@@ -44,6 +45,7 @@ class Traits:
     vouches: bool = True
     without_table: bool = False
     own: Callable[[], Observation] | None = None
+    images: int = 1
 
 
 def psnr(found: Reconstruction, image: torch.Tensor) -> float:
@@ -129,7 +131,9 @@ def check_recovers(attack: Attack, traits: Traits, block: str, precision: torch.
 
 def check_repeats(attack: Attack, traits: Traits) -> None:
     """The same update gives the same image."""
-    view = traits.own() if traits.own else observe(small("_nope" if traits.without_table else ""), photographs(64, 1))
+    view = traits.own() if traits.own else None
+    if view is None:
+        view = observe(small("_nope" if traits.without_table else ""), photographs(64, traits.images))
     first, second = (attack([view]) for _ in range(2))
     assert torch.equal(first.images, second.images)
 

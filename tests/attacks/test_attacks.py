@@ -26,15 +26,19 @@ from tests.conftest import observe, photographs, shared_file
 STANDARD, APRIL = ("standard", torch.float32, 60.0), ("april", torch.float64, 100.0)
 # The first attention's span is badly conditioned with random weights, and the refinement, which helps, takes seconds.
 SPAN = ("standard", torch.float32, 20.0)
+BRIEF = TokenSearch(rounds=1, steps=8)
 QUICK = {
     "token_span": {"steps": 0},
     "position_head": {"steps": 40},
-    "patch_set": {"search": TokenSearch(rounds=1, steps=8), "restarts": 1},
+    "patch_set": {"search": BRIEF, "restarts": 1},
+    "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=8)},
 }
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "april": Traits(exact_on=(APRIL,)),
     "batch_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
+    # Batches of two alone: what stands in the way of those has tests of its own.
+    "batch_tokens": Traits(single_image=False, needs_positions=False, needs_table=False, reads_masks=True, images=2),
     "token_span": Traits(exact_on=(("standard", torch.float64, 110.0), SPAN), needs_positions=False),
     "position_head": Traits(
         needs_positions=False, needs_table=False, without_table=True, own=contract.places_predicted
