@@ -16,7 +16,7 @@ from attacks.adaptive_steps import undo_first_step
 from experiments.batches.protocol import affine_plane
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import drifted
-from fedmjp.defenses import DEFENSES
+from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.models import BuiltModel
 
 POSITIONS = "pos_embed"
@@ -129,6 +129,12 @@ def by_adam(client: Client, *, epsilon: float, rate: float, undone: bool = False
     return [undo_first_step(sent, epsilon) if undone else sent]
 
 
+def one_batch(client: Client) -> list[Observation]:
+    """The gradient of a batch of two."""
+    seen = ClientInput(client.images[:2])
+    return observe_groups(client.plain, seen, client.labels[:2], 2)
+
+
 def under_mjp(client: Client, *, gamma: float) -> list[Observation]:
     """Gradients of batches of two under MJP, every step jigsawed, with the localisation loss."""
     defense, found = DEFENSES.get("mjp")(gamma=gamma), []
@@ -160,6 +166,7 @@ def situations() -> list[Situation]:
             found.append(Situation(f"{name}, {'undone' if undone else 'as sent'}", "patch_embedding", send))
     third = partial(by_adam, epsilon=1e-8, rate=1e-3, steps=3)
     found.append(Situation("AdamW, third step, moments kept, rate 0.001, as sent", "patch_embedding", third))
+    found.append(Situation("gradient of a batch of two, one update", "batch_tokens", one_batch))
     for gamma in (0.1, 0.3):
         name = f"MJP, γ {gamma:g}, batches of two, six updates"
         found.append(Situation(name, "batch_rounds", partial(under_mjp, gamma=gamma), masked=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 from attacks.registry import UsageError
 from experiments.scaffold import AttackOptions, check_positive
 
-ATTACKS = ("patch_embedding", "token_span", "batch_rounds")
+ATTACKS = ("patch_embedding", "token_span", "batch_rounds", "batch_tokens")
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class Options(AttackOptions):
     `token_span` with the position gradient withheld); after 2 steps on two images (`patch_embedding`, and
     `batch_rounds` over six such updates of four images); after the first step of AdamW (`patch_embedding` on its step
     taken for a gradient, and on what is left after it is undone), at two values of epsilon and of the rate; after its
-    third step with the moments kept. Under MJP they send gradients of batches of two, six updates of four images
-    (`batch_rounds`). The answer is scored against one image of the last update.
+    third step with the moments kept. Others send the gradient of one batch of two (`batch_tokens`), or under MJP six
+    gradients of batches of two of four images (`batch_rounds`). The answer is scored against one image of the last
+    update.
 
     Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models and
     images to a finished one.
@@ -39,7 +40,7 @@ class Options(AttackOptions):
     num_images: int = 12
     """Most images, at least four."""
     attacks: tuple[str, ...] = ATTACKS
-    """Of patch_embedding, token_span and batch_rounds."""
+    """Of patch_embedding, token_span, batch_rounds and batch_tokens."""
     drift: float = 0.01
     """How far the weights move between updates, relative to their size."""
     seed: int = 0

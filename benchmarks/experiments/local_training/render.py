@@ -22,7 +22,7 @@ def local_training_files(folder: Path) -> dict[str, str]:
     table["vouched_mean"] = grouped["known"].apply(lambda known: known.fillna(0).astype(float).mean())
     table["certified"] = grouped["certified"].apply(lambda certified: int(certified.eq(True).sum()))
     table["failed"] = grouped["psnr"].apply(lambda psnr: int(psnr.isna().sum()))
-    return {"table.csv": csv(table.reset_index().rename(columns={"setting": "condition"}), 4)}
+    return {"table.csv": csv(table.reset_index(), 4)}
 
 
 def local_training_block(folder: Path) -> str:
@@ -31,12 +31,12 @@ def local_training_block(folder: Path) -> str:
     heads = ["model", "client", "attack", "median (dB)", "first decile (dB)", "above 25 dB", "vouched for", "certified"]
     lines = []
     for _, row in table.iterrows():
-        count = int(row["count"])
+        answered, count = int(row["count"]), int(row["count"] + row.failed)
         subject = f"{row.model}, {'random' if 'NOT TRAINED' in row.weights else 'trained'}"
         figures = ["", ""] if pd.isna(row.psnr_median) else [f"{row.psnr_median:.1f}", f"{row.psnr_first_decile:.1f}"]
         above = 0.0 if pd.isna(row.psnr_share_recognisable) else row.psnr_share_recognisable
-        good = f"{round(above * (count - row.failed))} of {count}"
-        lines.append([subject, row.condition, f"`{row.attack}`", *figures, good, f"{row.vouched_mean:.0%}"])
+        good = f"{round(above * answered)} of {count}"
+        lines.append([subject, row.setting, f"`{row.attack}`", *figures, good, f"{row.vouched_mean:.0%}"])
         lines[-1].append(f"{row.certified} of {count}")
     return markdown_table(heads, lines)
 
