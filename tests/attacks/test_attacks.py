@@ -13,6 +13,7 @@ import torch
 
 from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError, find_tokenizer
 from attacks.mjp.mlp_tokens import TokenSearch
+from attacks.mjp.placement import Placement
 from attacks.registry import Registry
 from fedmjp.metrics import score
 from fedmjp.models import build_model
@@ -26,7 +27,10 @@ from tests.conftest import observe, photographs, shared_file
 STANDARD, APRIL = ("standard", torch.float32, 60.0), ("april", torch.float64, 100.0)
 # The first attention's span is badly conditioned with random weights, and the refinement, which helps, takes seconds.
 SPAN = ("standard", torch.float32, 20.0)
-QUICK = {"token_span": {"steps": 0}, "patch_set": {"search": TokenSearch(rounds=1, steps=8), "restarts": 1}}
+QUICK = {
+    "token_span": {"steps": 0},
+    "patch_set": {"search": TokenSearch(rounds=1, steps=8), "placement": Placement(restarts=1)},
+}
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "april": Traits(exact_on=(APRIL,)),
