@@ -2,9 +2,9 @@
 
 The jigsaw solver (`attacks.mjp.jigsaw_solver`) minimises a sum of costs, of a piece at a place and of two pieces side
 by side. Borders give the second kind. The predictor (`attacks.mjp.piece_predictor`), shown the pieces that lie in
-known places, gives both: minus the logarithm of the probability that it gives to a place among the empty ones, and to a
-neighbour among all pieces (the mean of both pieces' views, with a floor). Together the three are added, borders in units
-of their standard deviation; their weight was chosen among 0.5, 1 and 2 on eight validation images of Tiny-ImageNet.
+known places, gives both: minus the logarithm of the probability that it gives to a place among the empty ones, and to
+a neighbour among all pieces (the mean of both pieces' views, with a floor). Together the three are added, borders in
+units of their deviation; their weight was chosen among 0.5, 1 and 2 on eight validation images of Tiny-ImageNet.
 """
 
 from __future__ import annotations

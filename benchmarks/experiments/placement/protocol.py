@@ -15,13 +15,13 @@ from torch import Tensor
 from attacks.mjp.piece_predictor import SHIPPED
 from attacks.mjp.placement import Placement
 from experiments.placement.options import Options
-from experiments.placement.render import PLACEMENT, SCHEMA
+from experiments.placement.render import EXACT, PLACEMENT, SCHEMA
 from experiments.session import Session
 from fedmjp.data import load_gallery
 from fedmjp.defenses.masking import block_masks, jigsaw_order
 from fedmjp.records.rows import RowLog
 
-CLOSEST = 1e-12  # smallest squared error that PSNR resolves (120 dB)
+CLOSEST = 10 ** (-EXACT / 10)  # smallest squared error that PSNR resolves
 
 
 def run(options: Options, console: Console) -> None:
@@ -48,7 +48,7 @@ def place_one(options: Options, session: Session, rows: RowLog, dataset: str, na
         degraded = degrade(pieces, level, generator)
         for solver in options.solvers:
             case = {"dataset": dataset, "solver": solver, "weights": weights_of(solver, options.predictor)}
-            case |= {"image_size": options.image_size, "pieces": side**2, "gamma": gamma, "level": level}
+            case |= {"image_size": options.image_size, "pieces": side**2, "gamma": gamma, "level": min(level, EXACT)}
             case |= {"seed": options.seed, "restarts": options.restarts, "image_id": name}
             if rows.has(case):
                 continue
@@ -61,9 +61,25 @@ def place_one(options: Options, session: Session, rows: RowLog, dataset: str, na
             scores = {
                 "hidden": int(hidden.sum()),
                 "in_place": float((found == torch.arange(side**2))[hidden].double().mean()),
+                "neighbours": joined(found.view(side, side), hidden.view(side, side)),
                 "psnr": float(-10 * error.log10()),
             }
             rows.append({**session.columns, **case, **scores, "seconds": seconds})
+
+
+def joined(found: Tensor, hidden: Tensor) -> float:
+    """Share of the pairs of places side by side, of which one at least is hidden, that hold neighbours.
+
+    Args:
+        found: (rows, columns) int64, the piece at each place, numbered row by row.
+        hidden: (rows, columns) bool.
+    """
+    columns = found.shape[1]
+    within = found[:, :-1] % columns != columns - 1  # the last piece of a row has none to its right
+    right = (found[:, 1:] == found[:, :-1] + 1) & within
+    below = found[1:] == found[:-1] + columns
+    counted = hidden[:, 1:] | hidden[:, :-1], hidden[1:] | hidden[:-1]
+    return float(torch.cat([right[counted[0]], below[counted[1]]]).double().mean())
 
 
 def weights_of(solver: str, predictor: str) -> str:

@@ -12,13 +12,14 @@ from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import Schema
 
-BY = ["pieces", "image_size", "gamma", "level"]
+EXACT = 120.0  # `level` of pieces as they are: the most that PSNR resolves, since rows hold no infinity
+BY = ["pieces", "image_size", "restarts", "gamma", "level"]
 SCHEMA = Schema(
     keys=(
         *("run_id", "commit", "version", "torch_version", "device", "seed", "dataset", "weights"),
-        *("solver", "restarts", *BY, "image_id", "hidden", "in_place", "psnr", "seconds"),
+        *("solver", *BY, "image_id", "hidden", "in_place", "neighbours", "psnr", "seconds"),
     ),
-    identity=("dataset", "weights", "solver", "restarts", *BY, "seed", "image_id"),
+    identity=("dataset", "weights", "solver", *BY, "seed", "image_id"),
 )
 
 
@@ -28,7 +29,7 @@ def placement_table(rows: pd.DataFrame) -> pd.DataFrame:
     Columns in_place_mean, _low, _high (95 % bootstrap interval over images), psnr_mean and psnr_median, count,
     seconds_median; and for other solvers than border, in_place_difference_mean, _low, _high, paired with border.
     """
-    rows = rows.astype({"level": float, "in_place": float, "psnr": float})
+    rows = rows.astype({"level": float, "in_place": float, "neighbours": float, "psnr": float})
     lines = []
     for key, group in rows.groupby(BY, sort=False):
         by_solver = {name: own.set_index("image_id") for name, own in group.groupby("solver", sort=False)}
@@ -36,6 +37,7 @@ def placement_table(rows: pd.DataFrame) -> pd.DataFrame:
             found = bootstrap_mean(own["in_place"].to_numpy())
             line = dict(zip(BY, key, strict=True)) | {"solver": solver}
             line |= {"in_place_mean": found.mean, "in_place_low": found.low, "in_place_high": found.high}
+            line["neighbours_mean"] = own["neighbours"].mean()
             line |= {"psnr_mean": own["psnr"].mean(), "psnr_median": own["psnr"].median()}
             change = (np.nan,) * 3
             if solver != "border" and "border" in by_solver:
@@ -57,20 +59,21 @@ def placement_block(folder: Path) -> str:
     table = pd.read_csv(folder / "table.csv")
     solvers = [name for name in ("border", "learned", "both") if name in set(table["solver"])]
     lines = []
-    for (pieces, size, gamma, level), group in table.groupby(BY, sort=False):
+    for (pieces, size, _, gamma, level), group in table.groupby(BY, sort=False):
         own = group.set_index("solver")
         cells = [f"{pieces} of {size // math.isqrt(pieces)} pixels", f"{gamma:.0%}"]
-        cells.append("exact" if math.isinf(level) else f"{level:g} dB")
+        cells.append("exact" if level >= EXACT else f"{level:g} dB")
         for solver in solvers:
-            has = solver in own.index
-            cells.append(
-                f"{own.loc[solver, 'in_place_mean']:.0%}, {own.loc[solver, 'psnr_mean']:.1f} dB" if has else ""
-            )
+            cells.append(_cell(own.loc[solver]) if solver in own.index else "")
         gain = 100 * own.loc["both", [f"difference{part}" for part in MEAN]] if "both" in own.index else None
         cells.append("" if gain is None else interval(gain, "difference", 0))
         lines.append([*cells, f"{own['count'].max()}"])
     heads = ["pieces", "scrambled", "degraded to", *(f"`{name}`" for name in solvers)]
     return markdown_table([*heads, "`both` above `border` (points)", "images"], lines)
+
+
+def _cell(line: pd.Series) -> str:
+    return f"{line.in_place_mean:.0%}, {line.neighbours_mean:.0%}, {line.psnr_mean:.1f} dB"
 
 
 PLACEMENT = Rendering("placement", placement_files, {"placement": placement_block})
