@@ -11,11 +11,13 @@ that lie there is a linear assignment problem, whatever lies elsewhere. Each mov
 places, with noise on its costs that is lowered as moves go on (annealing); at the end, pairs of pieces are exchanged as
 long as that helps, neighbours included. Where pieces cost differently at different places, the first start is the best
 assignment by these costs alone (Hungarian algorithm). Where every place is empty, all cyclic shifts of the picture are
-tried at the end, because borders do not hold it in its frame.
+tried at the end, because borders do not hold it in its frame. One more arrangement is grown from the surest pairs
+(`attacks.mjp.piece_clusters`): where borders are sure, annealing is not needed, and may miss the best arrangement.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +25,13 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
+from attacks.mjp.piece_clusters import best_cluster
+
 EXPONENT = 0.3
 # Noise at the start, in standard deviations of a border's cost; moves of a restart, by empty places squared, least and
 # most.
-HEAT, MOVES_A_PAIR, LEAST_MOVES, MOST_MOVES = 1.0, 5, 2_000, 20_000
-RESTARTS = 4
+HEAT, MOVES_A_PAIR, LEAST_MOVES, MOST_MOVES = 1.0, 5, 2_000, 8_000
+RESTARTS = 1
 SETS, COLD = 100, 0.15  # sets of places to choose from; share of the moves without noise
 EQUAL = 1e-9
 
@@ -62,14 +66,21 @@ def _facing(pieces: Tensor) -> Tensor:
     return torch.stack(rows)  # (N, N)
 
 
-def solve(grid: tuple[int, int], costs: Costs, masked: Tensor, restarts: int = RESTARTS) -> Tensor:
+def solve(
+    grid: tuple[int, int],
+    costs: Costs,
+    masked: Tensor,
+    restarts: int = RESTARTS,
+    guides: Sequence[Costs] = (),
+) -> Tensor:
     """Order the pieces at masked places so that they cost least.
 
     Args:
         grid: (rows, columns), N places.
         costs: of the N pieces, piece i at place i if it is not masked.
         masked: (N,) bool.
-        restarts: of which the best arrangement is returned.
+        restarts: of the annealing; the best arrangement is returned.
+        guides: costs that clusters are grown by, beside `costs` itself.
 
     Returns:
         (N,) int64: place i takes piece order[i]; the identity where nothing is masked.
@@ -80,7 +91,9 @@ def solve(grid: tuple[int, int], costs: Costs, masked: Tensor, restarts: int = R
         return torch.as_tensor(order, device=masked.device)
     board = _Board(grid, costs)
     rng = np.random.default_rng(0)
-    best, least = order, board.total(order)
+    grown = [board.exchanged(_Board(grid, guide).assembled(holes), holes) for guide in (costs, *guides)]
+    best = min((order, *grown), key=board.total)
+    least = board.total(best)
     for number in range(restarts):
         trial = order.copy()
         trial[holes] = rng.permutation(holes) if number or costs.at is None else board.assigned(holes)
@@ -127,6 +140,32 @@ class _Board:
         """The pieces of the holes, at the holes in their order, that cost least by their places alone."""
         _, taken = scipy.optimize.linear_sum_assignment(self.at[np.ix_(holes, holes)])
         return holes[taken]
+
+    def assembled(self, holes: np.ndarray) -> np.ndarray:
+        """A cluster of sure pairs (`attacks.mjp.piece_clusters`), and the other pieces where they then cost least.
+
+        Where no piece is in its place, the cluster lies where the whole costs least.
+        """
+        rows, columns = self.grid
+        known = {divmod(int(i), columns): int(i) for i in np.setdiff1d(np.arange(self.size), holes)}
+        cells = best_cluster(self.right[:-1, :-1], self.below[:-1, :-1], self.grid, known)
+        tall, wide = (1 + max(cell[k] for cell in cells) for k in range(2))
+        free = (1, 1) if known else (rows - tall + 1, columns - wide + 1)
+        found = []
+        for down, across in np.ndindex(free):
+            order = np.full(self.size, self.size)
+            for (row, column), piece in cells.items():
+                order[(row + down) * columns + column + across] = piece
+            found.append(self._filled(order))
+        return min(found, key=self.total)
+
+    def _filled(self, order: np.ndarray) -> np.ndarray:
+        """An arrangement with empty places (the piece of number N), filled with the pieces that are not in it."""
+        places = (order == self.size).nonzero()[0]
+        pieces = np.setdiff1d(np.arange(self.size), order)
+        _, taken = scipy.optimize.linear_sum_assignment(self.fits(order, places, pieces))
+        order[places] = pieces[taken]
+        return order
 
     def anneal(self, order: np.ndarray, holes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Reassign the pieces at random sets of places without neighbours, with falling noise."""

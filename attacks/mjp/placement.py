@@ -5,6 +5,7 @@ by side. Borders give the second kind. The predictor (`attacks.mjp.piece_predict
 known places, gives both: minus the logarithm of the probability that it gives to a place among the empty ones, and to
 a neighbour among all pieces (the mean of both pieces' views, with a floor). Together the three are added, borders in
 units of their deviation; their weight was chosen among 0.5, 1 and 2 on eight validation images of Tiny-ImageNet.
+Clusters of sure pieces are grown by the borders alone, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Placement:
     Attributes:
         solver: border, learned, both, or auto: both where the threat model grants auxiliary data, else border.
         predictor: file of a `PiecePredictor`; "" for the one that ships.
-        restarts: arrangements to start from, of which the best end is taken.
+        restarts: arrangements that are annealed, beside those grown from sure pairs.
         border: weight of the borders beside the predictor.
         neighbour: weight of the predictor's neighbours beside its places.
     """
@@ -82,7 +83,8 @@ class Placement:
         Raises:
             UsageError: the predictor's file cannot be read, or the pieces have other than three channels.
         """
-        return solve(grid, self.costs(grid, pieces, masked), masked, self.restarts)
+        guides = (border_costs(pieces),) if self.solver == "both" else ()
+        return solve(grid, self.costs(grid, pieces, masked), masked, self.restarts, guides)
 
     def costs(self, grid: tuple[int, int], pieces: Tensor, masked: Tensor) -> Costs:
         """The costs that are minimised, of pieces (N, C, p, p)."""

@@ -44,8 +44,8 @@ class Options(RowOptions):
     """What places the pieces; learned and both suppose an adversary with public photographs (auxiliary_data)."""
     predictor: str = ""
     """File of a predictor (none given: the one that ships)."""
-    restarts: int = 4
-    """Arrangements that a solver starts from."""
+    restarts: int = 1
+    """Arrangements that a solver anneals, beside the one that it grows."""
     seed: int = 0
     """Fixes the scrambling and the noise."""
     out: Path = Path("runs/placement")

@@ -13,6 +13,7 @@ from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import Schema
 
 EXACT = 120.0  # `level` of pieces as they are: the most that PSNR resolves, since rows hold no infinity
+RECOGNISABLE = 20.0  # dB
 BY = ["pieces", "image_size", "restarts", "gamma", "level"]
 SCHEMA = Schema(
     keys=(
@@ -37,6 +38,7 @@ def placement_table(rows: pd.DataFrame) -> pd.DataFrame:
             found = bootstrap_mean(own["in_place"].to_numpy())
             line = dict(zip(BY, key, strict=True)) | {"solver": solver}
             line |= {"in_place_mean": found.mean, "in_place_low": found.low, "in_place_high": found.high}
+            line["placed"] = (own["psnr"] > RECOGNISABLE).mean()
             line["neighbours_mean"] = own["neighbours"].mean()
             line |= {"psnr_mean": own["psnr"].mean(), "psnr_median": own["psnr"].median()}
             change = (np.nan,) * 3
