@@ -47,7 +47,7 @@ def place_one(options: Options, session: Session, rows: RowLog, dataset: str, na
         order = jigsaw_order(masked, generator)[0]
         degraded = degrade(pieces, level, generator)
         for solver in options.solvers:
-            case = {"dataset": dataset, "solver": solver, "weights": weights_of(solver, options.predictor)}
+            case = {"dataset": dataset, "solver": solver, **network_of(solver, options.predictor)}
             case |= {"image_size": options.image_size, "pieces": side**2, "gamma": gamma, "level": min(level, EXACT)}
             case |= {"seed": options.seed, "restarts": options.restarts, "image_id": name}
             if rows.has(case):
@@ -82,9 +82,11 @@ def joined(found: Tensor, hidden: Tensor) -> float:
     return float(torch.cat([right[counted[0]], below[counted[1]]]).double().mean())
 
 
-def weights_of(solver: str, predictor: str) -> str:
-    """Where the predictor's weights come from, for a row; "" without one."""
-    return "" if solver == "border" else (predictor or f"shipped {SHIPPED.name}")
+def network_of(solver: str, predictor: str) -> dict[str, str]:
+    """What a row says of the predictor; nothing where there is none."""
+    if solver == "border":
+        return {"model": "", "weights": ""}
+    return {"model": "piece_predictor", "weights": predictor or f"shipped {SHIPPED.name}"}
 
 
 def cut(image: Tensor, size: int) -> Tensor:

@@ -10,14 +10,14 @@ import pandas as pd
 
 from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
 from fedmjp.metrics import bootstrap_mean
-from fedmjp.records.rows import Schema
+from fedmjp.records.rows import PROVENANCE, Schema
 
 EXACT = 120.0  # `level` of pieces as they are: the most that PSNR resolves, since rows hold no infinity
 RECOGNISABLE = 20.0  # dB
 BY = ["pieces", "image_size", "restarts", "gamma", "level"]
 SCHEMA = Schema(
     keys=(
-        *("run_id", "commit", "version", "torch_version", "device", "seed", "dataset", "weights"),
+        *PROVENANCE,
         *("solver", *BY, "image_id", "hidden", "in_place", "neighbours", "psnr", "seconds"),
     ),
     identity=("dataset", "weights", "solver", *BY, "seed", "image_id"),
