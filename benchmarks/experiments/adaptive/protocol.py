@@ -148,7 +148,7 @@ class Run:
         choices = self.options.mask_choices
         if not choices and any(case.counts for case in cases(self.options)):
             round_by_round_figure(self.pictures(), out / "round_by_round.png")
-        self.session.finish("mjp_adaptive", MASKS[0] if choices else RENDERINGS[0], images=self.gallery.provenance)
+        self.session.finish("mjp_adaptive", MASKS if choices else RENDERINGS[0], images=self.gallery.provenance)
         for file in (out / name for name in ("one_update.csv", "updates.csv", "table.csv")):
             if file.exists():
                 self.console.print(pd.read_csv(file).to_string(index=False), highlight=False)

@@ -73,10 +73,7 @@ def mask_block(folder: Path) -> str:
     return markdown_table(["γ", "attack", "updates", *(f"`{name}`" for name in choices), "images"], lines)
 
 
-MASKS = (
-    Rendering("mjp_masks", mask_files, {"mjp_masks": mask_block}),
-    Rendering("mjp_masks_deit_s", mask_files, {"mjp_masks_deit_s": mask_block}),
-)
+MASKS = Rendering("mjp_masks", mask_files, {"mjp_masks": mask_block})
 
 
 RENDERINGS = (
@@ -87,5 +84,5 @@ RENDERINGS = (
     _rendering("mjp_adaptive_trained", "adaptive_trained"),
     _rendering("mjp_adaptive_vit_ti", "adaptive_vit_ti"),
     _rendering("mjp_adaptive_vit_ti_224", "adaptive_vit_ti_224"),
-    *MASKS,
+    MASKS,
 )
