@@ -4,8 +4,7 @@ Without position embedding the update is the same for every order of the patches
 it. The patches themselves are no better hidden than under MJP, where one embedding is shared by the masked ones: the
 rows of [dL/dE, dL/db] span the [x_i, 1] of all patches, so x_i = x_0 + c_i B with B known and c_i (k,) unknown, k < N,
 and `attacks.mjp.mlp_tokens` finds every token. The order in which they are returned is that of
-`attacks.mjp.jigsaw_solver`, which looks at borders only: a guess from natural
-images, never vouched for.
+`attacks.mjp.placement`: a guess from natural images, never vouched for.
 """
 
 from __future__ import annotations
