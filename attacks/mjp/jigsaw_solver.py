@@ -30,8 +30,8 @@ from attacks.mjp.piece_clusters import best_cluster
 EXPONENT = 0.3
 # Noise at the start, in standard deviations of a border's cost; moves of a restart, by empty places squared, least and
 # most.
-HEAT, MOVES_A_PAIR, LEAST_MOVES, MOST_MOVES = 1.0, 5, 2_000, 8_000
-RESTARTS = 1
+HEAT, MOVES_A_PAIR, LEAST_MOVES, MOST_MOVES = 1.0, 5, 2_000, 20_000
+RESTARTS = 4
 SETS, COLD = 100, 0.15  # sets of places to choose from; share of the moves without noise
 EQUAL = 1e-9
 
@@ -71,6 +71,7 @@ def solve(
     costs: Costs,
     masked: Tensor,
     restarts: int = RESTARTS,
+    most_moves: int = MOST_MOVES,
     guides: Sequence[Costs] = (),
 ) -> Tensor:
     """Order the pieces at masked places so that they cost least.
@@ -80,6 +81,7 @@ def solve(
         costs: of the N pieces, piece i at place i if it is not masked.
         masked: (N,) bool.
         restarts: of the annealing; the best arrangement is returned.
+        most_moves: of a restart.
         guides: costs that clusters are grown by, beside `costs` itself.
 
     Returns:
@@ -97,7 +99,7 @@ def solve(
     for number in range(restarts):
         trial = order.copy()
         trial[holes] = rng.permutation(holes) if number or costs.at is None else board.assigned(holes)
-        trial = board.exchanged(board.anneal(trial, holes, rng), holes)
+        trial = board.exchanged(board.anneal(trial, holes, rng, most_moves), holes)
         cost = board.total(trial)
         if cost < least:
             best, least = trial, cost
@@ -167,9 +169,9 @@ class _Board:
         order[places] = pieces[taken]
         return order
 
-    def anneal(self, order: np.ndarray, holes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def anneal(self, order: np.ndarray, holes: np.ndarray, rng: np.random.Generator, most_moves: int) -> np.ndarray:
         """Reassign the pieces at random sets of places without neighbours, with falling noise."""
-        moves = min(max(MOVES_A_PAIR * len(holes) ** 2, LEAST_MOVES), MOST_MOVES)
+        moves = min(max(MOVES_A_PAIR * len(holes) ** 2, LEAST_MOVES), most_moves)
         sets = [self._apart(rng.permutation(holes)) for _ in range(SETS)]
         for move in range(moves):
             heat = HEAT * self.deviation * max(1 - move / (moves * (1 - COLD)), 0.0)

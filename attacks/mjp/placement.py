@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack
-from attacks.mjp.jigsaw_solver import RESTARTS, Costs, border_costs, solve
+from attacks.mjp.jigsaw_solver import MOST_MOVES, RESTARTS, Costs, border_costs, solve
 from attacks.mjp.piece_predictor import CHANNELS, UNKNOWN, read_predictor
 from attacks.observation import Capability, ThreatModel
 from attacks.registry import UsageError
@@ -37,6 +37,7 @@ class Placement:
         solver: border, learned, both, or auto: both where the threat model grants auxiliary data, else border.
         predictor: file of a `PiecePredictor`; "" for the one that ships.
         restarts: arrangements that are annealed, beside those grown from sure pairs.
+        most_moves: of the annealing of one.
         border: weight of the borders beside the predictor.
         neighbour: weight of the predictor's neighbours beside its places.
     """
@@ -44,6 +45,7 @@ class Placement:
     solver: Solver = "auto"
     predictor: str = ""
     restarts: int = RESTARTS
+    most_moves: int = MOST_MOVES
     border: float = 1.5
     neighbour: float = 1.0
 
@@ -84,7 +86,7 @@ class Placement:
             UsageError: the predictor's file cannot be read, or the pieces have other than three channels.
         """
         guides = (border_costs(pieces),) if self.solver == "both" else ()
-        return solve(grid, self.costs(grid, pieces, masked), masked, self.restarts, guides)
+        return solve(grid, self.costs(grid, pieces, masked), masked, self.restarts, self.most_moves, guides)
 
     def costs(self, grid: tuple[int, int], pieces: Tensor, masked: Tensor) -> Costs:
         """The costs that are minimised, of pieces (N, C, p, p)."""

@@ -45,7 +45,9 @@ class Options(RowOptions):
     predictor: str = ""
     """File of a predictor (none given: the one that ships)."""
     restarts: int = 1
-    """Arrangements that a solver anneals, beside the one that it grows."""
+    """Arrangements that a solver anneals, beside the one that it grows (attacks: 4)."""
+    most_moves: int = 8_000
+    """Moves of the annealing of one (attacks: 20,000); a tenth in all, for the time that the table takes."""
     seed: int = 0
     """Fixes the scrambling and the noise."""
     out: Path = Path("runs/placement")
@@ -53,7 +55,7 @@ class Options(RowOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        check_positive(self, "num_images", "image_size", "patch_size", "restarts")
+        check_positive(self, "num_images", "image_size", "patch_size", "restarts", "most_moves")
         if self.image_size % self.patch_size:
             raise UsageError(f"--image-size {self.image_size} is no multiple of --patch-size {self.patch_size}")
         if not (self.gammas and self.levels and self.solvers):

@@ -52,7 +52,12 @@ def place_one(options: Options, session: Session, rows: RowLog, dataset: str, na
             case |= {"seed": options.seed, "restarts": options.restarts, "image_id": name}
             if rows.has(case):
                 continue
-            placement = Placement(solver=solver, predictor=options.predictor, restarts=options.restarts)
+            placement = Placement(
+                solver=solver,
+                predictor=options.predictor,
+                restarts=options.restarts,
+                most_moves=options.most_moves,
+            )
             started = time.process_time()
             found = order[placement.place((side, side), degraded[order], masked[0])]  # (N,) piece at each place
             seconds = time.process_time() - started
