@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import nn
@@ -161,13 +161,21 @@ class Attack(ABC):
         ways = " or ".join(sorted(c.value for c in cls.needs_one_of))
         return sorted(c.value for c in cls.needs) + [ways] * bool(ways)
 
+    def granted(self, threat_model: ThreatModel) -> Self:
+        """The attack with what it makes of capabilities that it can use and does not need; itself by default."""
+        return self
+
+    def used(self) -> frozenset[Capability]:
+        """The capabilities that the attack uses as it is configured; `needs` by default."""
+        return self.needs
+
     def require(self, threat_model: ThreatModel, name: str) -> None:
         """Refuse to run under a threat model that grants less than the attack needs.
 
         Raises:
             UsageError: naming what is lacking.
         """
-        lacking = threat_model.lacks(self.needs)
+        lacking = threat_model.lacks(self.used())
         ways = threat_model.lacks(self.needs_one_of)
         if ways and len(ways) == len(self.needs_one_of):
             lacking.append(" or ".join(ways))

@@ -5,21 +5,27 @@ Pomeranz, Shemesh and Ben-Shahar 2011): for the border's inner columns a2, a1 | 
 
     cost = sum over rows and channels  |2 a1 - a2 - b1|^Q + |2 b1 - b2 - a1|^Q,      Q = 0.3.
 
-The sum over all borders is minimised over the permutations of the pieces. Among places of which no two are neighbours,
-the best permutation of the pieces that lie there is a linear assignment problem, whatever lies elsewhere. Each move
-solves one, for a random such set of places, with noise on its costs that is lowered as moves go on (annealing); at the
-end, pairs of pieces are exchanged as long as that helps, neighbours included. Where
-every place is empty, all cyclic shifts of the picture are tried at the end, because nothing holds it in its frame.
+The sum over all borders, and over all pieces of what each costs at its place (`attacks.mjp.placement`), is minimised
+over the permutations of the pieces. Among places of which no two are neighbours, the best permutation of the pieces
+that lie there is a linear assignment problem, whatever lies elsewhere. Each move solves one, for a random such set of
+places, with noise on its costs that is lowered as moves go on (annealing); at the end, pairs of pieces are exchanged as
+long as that helps, neighbours included. Where pieces cost differently at different places, the first start is the best
+assignment by these costs alone (Hungarian algorithm). Where every place is empty, all cyclic shifts of the picture are
+tried at the end, because borders do not hold it in its frame. One more arrangement is grown from the surest pairs
+(`attacks.mjp.piece_clusters`): where borders are sure, annealing is not needed, and may miss the best arrangement.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import scipy.optimize
 import torch
 from torch import Tensor
 
-from attacks.tokenizer import Tokenizer
+from attacks.mjp.piece_clusters import best_cluster
 
 EXPONENT = 0.3
 # Noise at the start, in standard deviations of a border's cost; moves of a restart, by empty places squared, least and
@@ -30,9 +36,23 @@ SETS, COLD = 100, 0.15  # sets of places to choose from; share of the moves with
 EQUAL = 1e-9
 
 
-def border_costs(pieces: Tensor) -> tuple[Tensor, Tensor]:
-    """Cost of piece j to the right of piece i, and of j below i, both (N, N), of pieces (N, C, p, p)."""
-    return _facing(pieces), _facing(pieces.transpose(2, 3))
+@dataclass(frozen=True)
+class Costs:
+    """What is minimised, each (N, N).
+
+    Attributes:
+        right, below: piece j to the right of, or below, piece i.
+        at: piece j at place i, or None where pieces cost the same at every place.
+    """
+
+    right: Tensor
+    below: Tensor
+    at: Tensor | None = None
+
+
+def border_costs(pieces: Tensor) -> Costs:
+    """The costs of the borders of pieces (N, C, p, p)."""
+    return Costs(_facing(pieces), _facing(pieces.transpose(2, 3)))
 
 
 def _facing(pieces: Tensor) -> Tensor:
@@ -46,34 +66,44 @@ def _facing(pieces: Tensor) -> Tensor:
     return torch.stack(rows)  # (N, N)
 
 
-def place(tokenizer: Tokenizer, patches: Tensor, masked: Tensor, restarts: int = RESTARTS) -> Tensor:
-    """Order the pieces at masked places so that all borders fit best.
+def solve(
+    grid: tuple[int, int],
+    costs: Costs,
+    masked: Tensor,
+    restarts: int = RESTARTS,
+    most_moves: int = MOST_MOVES,
+    guides: Sequence[Costs] = (),
+) -> Tensor:
+    """Order the pieces at masked places so that they cost least.
 
     Args:
-        patches: (N, P), the masked ones in any order, in one unit for all channels.
+        grid: (rows, columns), N places.
+        costs: of the N pieces, piece i at place i if it is not masked.
         masked: (N,) bool.
-        restarts: of which the best arrangement is returned.
+        restarts: of the annealing; the best arrangement is returned.
+        most_moves: of a restart.
+        guides: costs that clusters are grown by, beside `costs` itself.
 
     Returns:
-        (N,) int64: place i takes patch order[i]; the identity where nothing is masked.
+        (N,) int64: place i takes piece order[i]; the identity where nothing is masked.
     """
-    p, channels = tokenizer.patch_size, tokenizer.channels
-    right, below = border_costs(patches.reshape(len(patches), channels, p, p))
     holes = masked.nonzero()[:, 0].cpu().numpy()
-    order = np.arange(len(patches))
+    order = np.arange(len(masked))
     if len(holes) < 2:
-        return torch.as_tensor(order, device=patches.device)
-    board = _Board(tokenizer.grid, right.cpu().numpy(), below.cpu().numpy())
+        return torch.as_tensor(order, device=masked.device)
+    board = _Board(grid, costs)
     rng = np.random.default_rng(0)
-    best, least = order, board.total(order)
-    for _ in range(restarts):
+    grown = [board.exchanged(_Board(grid, guide).assembled(holes), holes) for guide in (costs, *guides)]
+    best = min((order, *grown), key=board.total)
+    least = board.total(best)
+    for number in range(restarts):
         trial = order.copy()
-        trial[holes] = rng.permutation(holes)
-        trial = board.exchanged(board.anneal(trial, holes, rng), holes)
+        trial[holes] = rng.permutation(holes) if number or costs.at is None else board.assigned(holes)
+        trial = board.exchanged(board.anneal(trial, holes, rng, most_moves), holes)
         cost = board.total(trial)
         if cost < least:
             best, least = trial, cost
-    return torch.as_tensor(best, device=patches.device)
+    return torch.as_tensor(best, device=masked.device)
 
 
 class _Board:
@@ -81,32 +111,67 @@ class _Board:
 
     Args:
         grid: (rows, columns).
-        right, below: (N, N), cost of piece j to the right of, or below, piece i.
+        costs: of the pieces.
     """
 
-    def __init__(self, grid: tuple[int, int], right: np.ndarray, below: np.ndarray) -> None:
+    def __init__(self, grid: tuple[int, int], costs: Costs) -> None:
         self.grid, self.size = grid, grid[0] * grid[1]
-        self.right, self.below = (np.pad(costs, ((0, 1), (0, 1))) for costs in (right, below))
+        right, below = (c.cpu().numpy() for c in (costs.right, costs.below))
+        self.right, self.below = (np.pad(c, ((0, 1), (0, 1))) for c in (right, below))
+        self.at = np.zeros_like(right) if costs.at is None else costs.at.cpu().numpy()
         self.deviation = float(np.concatenate([right, below]).std())
         places = np.pad(np.arange(self.size).reshape(grid), 1, constant_values=self.size)
         around = places[1:-1, :-2], places[1:-1, 2:], places[:-2, 1:-1], places[2:, 1:-1]
         self.around = np.stack(around, axis=-1).reshape(self.size, 4)  # left, right, above, below
 
     def total(self, order: np.ndarray) -> float:
-        """Cost of all borders."""
+        """Cost of all borders, and of all pieces at their places."""
         pieces = np.append(order, self.size)
         sideways = self.right[order, pieces[self.around[:, 1]]]
-        return float(sideways.sum() + self.below[order, pieces[self.around[:, 3]]].sum())
+        placed = self.at[np.arange(self.size), order]
+        return float(sideways.sum() + self.below[order, pieces[self.around[:, 3]]].sum() + placed.sum())
 
     def fits(self, order: np.ndarray, places: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-        """Cost of the borders of each place with each piece there, (places, pieces), the neighbours as they lie."""
+        """Cost of each place with each piece there, (places, pieces), the neighbours as they lie."""
         left, right, above, under = np.append(order, self.size)[self.around[places]].T
         costs = self.right[left][:, pieces] + self.right[:, right].T[:, pieces]
+        costs = costs + self.at[places][:, pieces]
         return costs + self.below[above][:, pieces] + self.below[:, under].T[:, pieces]
 
-    def anneal(self, order: np.ndarray, holes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def assigned(self, holes: np.ndarray) -> np.ndarray:
+        """The pieces of the holes, at the holes in their order, that cost least by their places alone."""
+        _, taken = scipy.optimize.linear_sum_assignment(self.at[np.ix_(holes, holes)])
+        return holes[taken]
+
+    def assembled(self, holes: np.ndarray) -> np.ndarray:
+        """A cluster of sure pairs (`attacks.mjp.piece_clusters`), and the other pieces where they then cost least.
+
+        Where no piece is in its place, the cluster lies where the whole costs least.
+        """
+        rows, columns = self.grid
+        known = {divmod(int(i), columns): int(i) for i in np.setdiff1d(np.arange(self.size), holes)}
+        cells = best_cluster(self.right[:-1, :-1], self.below[:-1, :-1], self.grid, known)
+        tall, wide = (1 + max(cell[k] for cell in cells) for k in range(2))
+        free = (1, 1) if known else (rows - tall + 1, columns - wide + 1)
+        found = []
+        for down, across in np.ndindex(free):
+            order = np.full(self.size, self.size)
+            for (row, column), piece in cells.items():
+                order[(row + down) * columns + column + across] = piece
+            found.append(self._filled(order))
+        return min(found, key=self.total)
+
+    def _filled(self, order: np.ndarray) -> np.ndarray:
+        """An arrangement with empty places (the piece of number N), filled with the pieces that are not in it."""
+        places = (order == self.size).nonzero()[0]
+        pieces = np.setdiff1d(np.arange(self.size), order)
+        _, taken = scipy.optimize.linear_sum_assignment(self.fits(order, places, pieces))
+        order[places] = pieces[taken]
+        return order
+
+    def anneal(self, order: np.ndarray, holes: np.ndarray, rng: np.random.Generator, most_moves: int) -> np.ndarray:
         """Reassign the pieces at random sets of places without neighbours, with falling noise."""
-        moves = min(max(MOVES_A_PAIR * len(holes) ** 2, LEAST_MOVES), MOST_MOVES)
+        moves = min(max(MOVES_A_PAIR * len(holes) ** 2, LEAST_MOVES), most_moves)
         sets = [self._apart(rng.permutation(holes)) for _ in range(SETS)]
         for move in range(moves):
             heat = HEAT * self.deviation * max(1 - move / (moves * (1 - COLD)), 0.0)

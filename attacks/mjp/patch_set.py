@@ -4,8 +4,7 @@ Without position embedding the update is the same for every order of the patches
 it. The patches themselves are no better hidden than under MJP, where one embedding is shared by the masked ones: the
 rows of [dL/dE, dL/db] span the [x_i, 1] of all patches, so x_i = x_0 + c_i B with B known and c_i (k,) unknown, k < N,
 and `attacks.mjp.mlp_tokens` finds every token. The order in which they are returned is that of
-`attacks.mjp.jigsaw_solver`, which looks at borders only: a guess from natural
-images, never vouched for.
+`attacks.mjp.placement`: a guess from natural images, never vouched for.
 """
 
 from __future__ import annotations
@@ -17,39 +16,33 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attacks.base import Attack
 from attacks.heads.dense_head import find_place_head
 from attacks.linear.input_spans import span_of_inputs
 from attacks.linear.position_rows import projection_products, unmet_assumptions
-from attacks.mjp.jigsaw_solver import RESTARTS
 from attacks.mjp.known_attention import SweepSearch
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch
+from attacks.mjp.placement import PlacingAttack
 from attacks.mjp.token_patches import KnownPatches
 from attacks.mjp.unmix import finished, layers_of, pixel_scales, seconds_of_search, unmixed
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
-ORDER = (
-    "the model has no position embedding, so the order of the patches is not in the update: they are placed by their "
-    "borders"
-)
+ORDER = "the model has no position embedding, so the order of the patches is not in the update: they are placed by "
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchSet(Attack):
+class PatchSet(PlacingAttack):
     """All patches of one image without positions, in the order in which their borders fit.
 
     Attributes:
         search: for the tokens.
         sweep: for the patches, with known attention.
-        restarts: of the placement.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
     sweep: SweepSearch = field(default_factory=SweepSearch)
-    restarts: int = RESTARTS
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
 
@@ -90,8 +83,17 @@ class PatchSet(Attack):
         scales = pixel_scales(tokenizer, observation.std)
         placed, numbers = unmixed(self.search, self.sweep, block, known, known.rows[:0], scales)
         details = {"order_unknown": 1.0} | numbers
+        obstacle = ORDER + self.placement.words
         return finished(
-            observation, tokenizer, known, placed, known.rows, "no position embedding", details, self.restarts, ORDER
+            observation,
+            tokenizer,
+            known,
+            placed,
+            known.rows,
+            "no position embedding",
+            details,
+            self.placement,
+            obstacle,
         )
 
 

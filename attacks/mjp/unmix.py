@@ -5,7 +5,8 @@ subspace. `attacks.mjp.mlp_tokens` finds what each token brings to the first MLP
 gradients; `attacks.mjp.token_patches` solves linear equations for the patches and says which place a token has;
 `attacks.mjp.known_attention` refines the patches with the attention that they have, and where few are masked it finds
 all of them without the tokens. The masked patches share one embedding, so nothing in the update says in which order
-they are: `attacks.mjp.jigsaw_solver` places them by their borders.
+they are: `attacks.mjp.placement` places them by their borders, and where the adversary has public photographs by a
+learned predictor too.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.base import Attack
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import VectorialVariation
-from attacks.mjp.jigsaw_solver import RESTARTS, place
 from attacks.mjp.joined_updates import JoinedUpdates, join_updates, updates_of_last_image
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
 from attacks.mjp.mlp_spans import LAYERS, FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
+from attacks.mjp.placement import Placement, PlacingAttack
 from attacks.mjp.subspace import nothing_masked
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches
 from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstruction
@@ -39,20 +39,18 @@ MOST_SEEN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmix(Attack):
+class Unmix(PlacingAttack):
     """Whole image from one update with masked positions and the first block's weights and gradients.
 
     Attributes:
         search: for the tokens.
         sweep: for the patches, with known attention.
         prior: gives the start of the search.
-        restarts: of the placement.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
     sweep: SweepSearch = field(default_factory=SweepSearch)
     prior: VectorialVariation = field(default_factory=VectorialVariation)
-    restarts: int = RESTARTS
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
 
@@ -93,7 +91,7 @@ class Unmix(Attack):
             self.search, self.sweep, block, known, guess, pixel_scales(tokenizer, observation.std)
         )
         words = mask_in_words(joined)
-        return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.restarts)
+        return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
 
     def known_patches(
         self, joined: JoinedUpdates, std: tuple[float, ...]
@@ -204,20 +202,21 @@ def finished(
     guess: Tensor,
     words: str,
     details: dict[str, float],
-    restarts: int,
+    placement: Placement,
     obstacle: str = "",
 ) -> Reconstruction:
-    """The image with unseen patches placed by their borders.
+    """The image with unseen patches placed.
 
     Args:
         guess: (N, P), taken where a patch's token was not found.
         words: what hides the patches, for the diagnosis where most tokens were not found.
-        restarts: of the placement.
+        placement: of the unseen patches.
         obstacle: why the answer is not to be trusted even if they were, or "".
     """
     missing = placed.patches.isnan().any(dim=1)
     patches = torch.where(missing[:, None], guess, placed.patches)
-    patches = patches[place(tokenizer, patches * pixel_scales(tokenizer, observation.std), known.unseen, restarts)]
+    scale, shift = (pixel_scales(tokenizer, channel) for channel in (observation.std, observation.mean))
+    patches = patches[placement(tokenizer, patches * scale + shift, known.unseen)]
     sure = placed.found & (placed.deviation < VOUCHED_DEVIATION) & ~known.unseen
     found = int(placed.found.sum())
     if found < len(missing) / 2:
@@ -235,6 +234,6 @@ def mask_in_words(joined: JoinedUpdates) -> str:
     return f"{int(masked.sum())} of {len(masked)} position rows are exactly zero"
 
 
-def pixel_scales(tokenizer: Tokenizer, std: tuple[float, ...]) -> Tensor:
-    """(P,) float64: from normalised pixels to units of [0, 1]."""
-    return torch.tensor(std, dtype=torch.float64).repeat_interleave(tokenizer.patch_dim // len(std))
+def pixel_scales(tokenizer: Tokenizer, values: tuple[float, ...]) -> Tensor:
+    """(P,) float64: a number of each channel, such as its standard deviation, for all pixels of a patch."""
+    return torch.tensor(values, dtype=torch.float64).repeat_interleave(tokenizer.patch_dim // len(values))

@@ -75,7 +75,7 @@ def select_attacks(
     """
     settings = settings or {}
     named = [name for name in names if name not in (AUTO, ALL)]
-    chosen = {name: build_attack(name, settings.get(name)) for name in named}
+    chosen = {name: build_attack(name, settings.get(name)).granted(threat_model) for name in named}
     for name, attack in chosen.items():
         attack.require(threat_model, name)
     left_out: dict[str, str] = {}
@@ -88,7 +88,7 @@ def select_attacks(
             if ALL not in names and not (AUTO in names and ATTACKS.get(name).in_suite):
                 left_out[name] = BY_NAME_ONLY if AUTO in names else "not among --attacks"
                 continue
-            attack = build_attack(name, settings.get(name))
+            attack = build_attack(name, settings.get(name)).granted(threat_model)
             attack.require(threat_model, name)
         except UsageError as error:  # a capability that is not granted, or a package that is not installed
             left_out[name] = str(error)

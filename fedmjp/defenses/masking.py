@@ -56,6 +56,13 @@ def block_masks(batch: int, grid: tuple[int, int], gamma: float, generator: torc
         mask |= trimmed.view_as(mask)
 
 
+def scattered_masks(batch: int, grid: tuple[int, int], gamma: float, generator: torch.Generator) -> Tensor:
+    """Masks of single patches, every set of round(gamma N) as likely; arguments and shape as for `block_masks`."""
+    total = grid[0] * grid[1]
+    keys = torch.rand(batch, total, generator=generator, device=generator.device)
+    return keys.argsort(dim=1).argsort(dim=1) < count_masked(gamma, total)
+
+
 def released_masks(batch: int, grid: tuple[int, int], gamma: float, generator: torch.Generator) -> Tensor:
     """Block-wise masks as MJP's released code draws them; `block_masks` describes arguments and shape.
 

@@ -50,7 +50,7 @@ class MaskedJigsawPuzzle(Defense):
     hides_positions: ClassVar[bool] = True
     known_by: ClassVar[tuple[str, ...]] = ("mjp_subspace", "mjp_mixture", "mjp_rounds", "unmix", "unmix_rounds")
 
-    added: ClassVar[tuple[str, ...]] = ("mask_sampler", "index_of", "dal_distance")
+    added: ClassVar[tuple[str, ...]] = ("mask_sampler", "mask_choice", "mask_key", "index_of", "dal_distance")
 
     gamma: float = 0.9
     """Share of patches that are masked and shuffled, in [0, 1]. The paper attacks at 0.9 and trains best at 0.1."""
@@ -62,6 +62,12 @@ class MaskedJigsawPuzzle(Defense):
     """Draw mask and permutation for each image, or once for the batch (released code: batch)."""
     mask_sampler: Literal["exact", "released"] = "exact"
     """Masks of exactly round(gamma N) patches, or as the released code draws them, of at most floor(gamma N)."""
+    mask_choice: Literal["block", "random", "attention", "attended", "fixed"] = "block"
+    """Patches to mask: blocks drawn in every step, single patches drawn in every step, those that the model's class
+    token attends to least (attention, as MST) or most (attended), or blocks that an image keeps for its whole life."""
+    mask_key: int = 0
+    """With --mask-choice fixed, the client's number, from which and the image the mask follows; not to be shown to the
+    server."""
     positions: Literal["unknown", "own", "index"] = "unknown"
     """Position embedding at shuffled places: unknown (trains NAME_mjp), the place's own, or index: the place's own and
     one of where the patch came from (trains NAME_idx)."""
@@ -82,14 +88,25 @@ class MaskedJigsawPuzzle(Defense):
                 raise UsageError(f"--{option.replace('_', '-')} must lie in [0, 1], not {getattr(self, option)}")
         if self.jigsaw_warmup < 0 or self.dal_weight < 0:
             raise UsageError("--jigsaw-warmup and --dal-weight must not be negative")
+        if not 0 <= self.mask_key < 2**63:
+            raise UsageError(f"--mask-key must lie in 0..2^63 - 1, not {self.mask_key}")
+        if self.mask_choice not in ("block", "fixed") and self.mask_sampler == "released":
+            raise UsageError(
+                f"--mask-sampler released draws blocks, and --mask-choice {self.mask_choice} none; drop one"
+            )
+        if self.mask_choice not in ("block", "random") and self.jigsaw_per == "batch":
+            raise UsageError(f"--mask-choice {self.mask_choice} masks each image by itself; drop --jigsaw-per batch")
 
     def model_name(self, name: str) -> str:
         """The variant of a plain ViT that has what the options speak of; any other name as it is.
 
         Raises:
-            UsageError: a variant whose forward pass does not take what --positions gives it.
+            UsageError: a variant whose forward pass does not take what --positions gives it, or attention asked of a
+                model that has none.
         """
         base, variant = split_name(name)
+        if self.mask_choice in ("attention", "attended") and MODELS.get(base).vit is None:
+            raise UsageError(f"--mask-choice {self.mask_choice} asks a class token, and {name} has none; name a ViT")
         fitting = {"unknown": "_mjp", "index": "_idx", "own": "_mjp" if self.dal != "none" else ""}[self.positions]
         if (variant, self.positions) in (("_mjp", "index"), ("_idx", "unknown")):
             raise UsageError(f"--positions {self.positions} trains {base}{fitting}; pass --model {base}, not {name}")
@@ -99,20 +116,31 @@ class MaskedJigsawPuzzle(Defense):
         """Mask and jigsaw (equation 7). The generator's device only draws; the images stay on theirs."""
         import torch
 
-        from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches, released_masks
+        from fedmjp.defenses.masking import jigsaw_order, move_patches
 
         skipped = torch.rand((), generator=generator, device=generator.device) >= self.jigsaw_probability
         if round <= self.jigsaw_warmup or bool(skipped):
             return ClientInput(images)
-        draws = 1 if self.jigsaw_per == "batch" else len(images)
-        sampler = released_masks if self.mask_sampler == "released" else block_masks
-        mask = sampler(draws, model.grid, self.gamma, generator)
+        mask = self._mask(images, model, generator)
         order = jigsaw_order(mask, generator)
         mask, order = (t.to(images.device).expand(len(images), -1) for t in (mask, order))
         rearrange = partial(move_patches, order=order, patch_size=model.patch_size)
         hides = self.positions == "unknown" and model.hides_positions
         tells = self.positions == "index" and model.tells_origins and self.index_of == "origin"
         return ClientInput(rearrange(images), mask if hides else None, order if tells else None, rearrange)
+
+    def _mask(self, images: Tensor, model: BuiltModel, generator: torch.Generator) -> Tensor:
+        """The patches to hide, (B, N) bool, or (1, N) for the whole batch."""
+        from fedmjp.defenses import mask_choice, masking
+
+        sampler = masking.released_masks if self.mask_sampler == "released" else masking.block_masks
+        if self.mask_choice == "fixed":
+            return mask_choice.fixed_masks(images, model.grid, self.gamma, sampler, self.mask_key)
+        if self.mask_choice in ("attention", "attended"):
+            return mask_choice.attention_masks(images, model, self.gamma, most=self.mask_choice == "attended")
+        draws = 1 if self.jigsaw_per == "batch" else len(images)
+        sampler = masking.scattered_masks if self.mask_choice == "random" else sampler
+        return sampler(draws, model.grid, self.gamma, generator)
 
     def loss_weights(self) -> Mapping[str, float]:
         """The localisation loss; its term is a mean over coordinates, so equation 4's sum has twice the weight."""

@@ -75,3 +75,26 @@ def every_attention(model: BuiltModel, images: Tensor) -> Tensor:
         kept = [stack.enter_context(recorded_attention(block)) for block in blocks]
         model.module.eval().forward_features(model.normalise(images))
     return torch.stack([found for (found,) in kept])
+
+
+def class_attention(attention: Tensor, prefix: int) -> Tensor:
+    """Attention (B, N) of the class token to the patches, mean over heads.
+
+    Args:
+        attention: (B, heads, T, T) of one block, rows are queries.
+        prefix: number of tokens before the patches, the class token first.
+    """
+    return attention[:, :, 0, prefix:].mean(dim=1)
+
+
+def candidates(attention: Tensor, count: int, most: bool) -> Tensor:
+    """The `count` least (or most) attended patches of each image; of equal ones the first in raster order.
+
+    Args:
+        attention: (B, N).
+
+    Returns:
+        (B, N) bool with `count` True a row.
+    """
+    order = attention.argsort(dim=1, descending=most, stable=True)
+    return torch.zeros_like(attention, dtype=torch.bool).scatter_(1, order[:, :count], True)

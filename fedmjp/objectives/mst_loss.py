@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedmjp.data import ImageSet
 from fedmjp.models import BuiltModel
-from fedmjp.models.attention import recorded_attention
+from fedmjp.models.attention import candidates, class_attention, recorded_attention
 from fedmjp.objectives.crop_encoder import Replace, encode_crops, grid_of
 from fedmjp.objectives.distillation import (
     ProjectionHead,
@@ -22,7 +22,7 @@ from fedmjp.objectives.distillation import (
     update_centre,
 )
 from fedmjp.objectives.restoration import ImageDecoder, restoration_loss
-from fedmjp.objectives.token_masks import candidate_count, candidates, class_attention, draw_mask, replace_patches
+from fedmjp.objectives.token_masks import candidate_count, draw_mask, replace_patches
 
 if TYPE_CHECKING:
     from fedmjp.defenses import ClientInput

@@ -13,6 +13,7 @@ import torch
 
 from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError, find_tokenizer
 from attacks.mjp.mlp_tokens import TokenSearch
+from attacks.mjp.placement import Placement
 from attacks.registry import Registry
 from fedmjp.metrics import score
 from fedmjp.models import build_model
@@ -30,7 +31,7 @@ BRIEF = TokenSearch(rounds=1, steps=8)
 QUICK = {
     "token_span": {"steps": 0},
     "position_head": {"steps": 40},
-    "patch_set": {"search": BRIEF, "restarts": 1},
+    "patch_set": {"search": BRIEF, "placement": Placement(restarts=1)},
     "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=8)},
 }
 TRAITS = {

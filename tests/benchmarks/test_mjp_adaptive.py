@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from experiments.adaptive import protocol
+from experiments.adaptive.render import mask_block
 from rich.console import Console
 
 from attacks import ATTACKS, Capability
@@ -157,12 +158,26 @@ def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None
     assert set(rows["attack"]) | set(json.loads((out / "run.json").read_text())["not_run"]) == set(ATTACKS)
 
 
+def test_choices_of_masks_are_compared(tmp_path) -> None:
+    out = tmp_path / "out"
+    options = [*SMALL, "--num-images", "1", "--gammas", "--update-gammas", "0.2", "--updates", "1", "3"]
+    options += ["--update-attacks", "mjp_rounds", "--schedules", "paper", "--mask-choices", "block", "fixed"]
+    assert mjp_adaptive.main([*options, "--out", str(out)]) == 0
+    table = pd.read_csv(out / "table.csv").set_index(["mask_choice", "updates"])["psnr_mean"]
+    assert table["block", 3] > table["block", 1] + 10
+    assert table["fixed", 3] < table["fixed", 1] + 1
+    assert "| 0.2 | `mjp_rounds` | 3 |" in mask_block(out)
+
+
 MISTAKES = [
     (["--attacks", "subspace"], "unknown attack 'subspace'"),
     (["--gammas", "1.5"], "--gamma must lie in"),
     (["--num-images", "0"], "must be at least 1"),
     (["--images", "no/such/folder"], "neither a folder nor a data set"),
     (["--schedules", "none"], "invalid choice"),
+    (["--mask-choices", "block", "--mask-choice", "random"], "takes --mask-choices, a run for each value"),
+    (["--mask-choices", "random", "--mask-sampler", "released"], "--mask-sampler released draws blocks"),
+    (["--mask-choices", "fixed", "--defense", "noise"], "--defense noise has no option mask_choice"),
 ]
 
 

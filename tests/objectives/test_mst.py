@@ -12,13 +12,14 @@ import torch
 from fedmjp.config import ModelConfig
 from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES, ClientInput
+from fedmjp.models.attention import candidates
 from fedmjp.objectives import Draws, Learner, TrainingBatch, read_objective
 from fedmjp.objectives.crop_encoder import encode_crops
 from fedmjp.objectives.distillation import Teacher, distillation_loss, entropy, momentum_at, update_centre
 from fedmjp.objectives.mst import MST
 from fedmjp.objectives.mst_loss import mst_loss, pass_views, teach
 from fedmjp.objectives.restoration import patch_values
-from fedmjp.objectives.token_masks import BERT, candidates, draw_mask, replace_patches
+from fedmjp.objectives.token_masks import BERT, draw_mask, replace_patches
 from tests.conftest import photographs
 from tests.objectives import oracle
 from tests.objectives.test_position_prediction import GRIDS, draw, pictures, small

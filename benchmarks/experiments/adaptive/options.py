@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from attacks import ATTACKS, ThreatModel
-from experiments.scaffold import DefendedOptions, SuiteOptions, check_positive
+from attacks.registry import UsageError
+from experiments.scaffold import DefendedOptions, SuiteOptions, check_positive, sweep
 from fedmjp.budgets import AUTO
 from fedmjp.config import ATTACKS_HELP, AuditConfig
 
@@ -37,6 +39,8 @@ class Options(DefendedOptions, SuiteOptions):
         python benchmarks/mjp_adaptive.py --attacks april patch_embedding mjp_subspace --update-attacks mjp_rounds
         python benchmarks/mjp_adaptive.py --model vit_ti --weights FILE.safetensors --image-size 160
         python benchmarks/mjp_adaptive.py --mask-sampler released --jigsaw-per batch --jigsaw-warmup 20
+        python benchmarks/mjp_adaptive.py --model vit_mini_64 --weights auto --mask-choices block random attention
+            attended fixed --schedules paper
 
     Two experiments on the same photographs, whose masks are drawn anew in every update, gradients in float32:
 
@@ -73,6 +77,8 @@ class Options(DefendedOptions, SuiteOptions):
     """Numbers of updates after which to attack (none given: 1 to 6 at gamma 0.1, up to 80 at 0.9, else 1 to 8)."""
     schedules: tuple[Literal["paper", "released"], ...] = ("paper", "released")
     """Jigsaw in every step, or with probability 1/2 as in the released code."""
+    mask_choices: tuple[Literal["block", "random", "attention", "attended", "fixed"], ...] = ()
+    """Choices of masks to compare, instead of --mask-choice (defences with that option); the table is of them."""
     grants: tuple[str, ...] = AuditConfig().grants
     """What the adversary sees beyond an update; an attack that needs more is refused."""
     drift: float = 0.01
@@ -87,10 +93,22 @@ class Options(DefendedOptions, SuiteOptions):
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         check_positive(self, "num_images", "batch_size", "updates", "image_size")
-        self.sweep((*self.gammas, *self.update_gammas))
+        self.defenses((*self.gammas, *self.update_gammas))
         super().validate()
         for name in self.named():
             ATTACKS.get(name)().require(ThreatModel.parse(self.grants), name)
+
+    def defenses(self, gammas: Sequence[float]) -> list:
+        """The defence at each of `gammas` and with each of --mask-choices; see `sweep`."""
+        found = self.sweep(gammas)
+        if not self.mask_choices:
+            return found
+        if not self.has("mask_choice"):
+            raise UsageError(f"--defense {self.defense} has no option mask_choice; drop --mask-choices")
+        found = [one for given in found for one in sweep(given, "mask_choice", self.mask_choices)]
+        for one in found:
+            one.validate()
+        return found
 
     def every_attack(self) -> tuple[str, ...]:
         """The attacks of both experiments."""

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from attacks import Attack, Capability, Observation, ThreatModel
 from attacks.memory import remember
 from experiments.adaptive.options import OTHER_UPDATES, UPDATES, Options
-from experiments.adaptive.render import RENDERINGS
+from experiments.adaptive.render import MASKS, RENDERINGS
 from experiments.adaptive.table import round_by_round_figure
 from experiments.session import AttackSession
 from fedmjp.audit.harness import Scored, score_found
@@ -66,7 +66,9 @@ class Case:
     def title(self) -> str:
         """For a line of progress."""
         gamma = f"gamma {self.defense.gamma}, " if hasattr(self.defense, "gamma") else ""
-        return f"{gamma}{self.schedule} schedule"
+        choice = getattr(self.defense, "mask_choice", "block")
+        masks = f"{choice} masks, " if choice != "block" else ""
+        return f"{gamma}{masks}{self.schedule} schedule"
 
     @property
     def updates(self) -> int:
@@ -93,7 +95,7 @@ class Sent:
 
 def cases(options: Options) -> Iterator[Case]:
     """Both experiments; where they agree in a strength, its first update is shared."""
-    first, second = options.sweep(options.gammas), options.sweep(options.update_gammas)
+    first, second = options.defenses(options.gammas), options.defenses(options.update_gammas)
     schedules = options.schedules if options.has("jigsaw_probability") else ("paper",)
     naive = bool({NAIVE, AUTO, ALL} & set(options.attacks))
     for defense in dict.fromkeys((*first, *second)):
@@ -143,10 +145,11 @@ class Run:
         with self.session.rows() as rows:
             self.attack(rows)
         out = self.options.out
-        if any(case.counts for case in cases(self.options)):
+        choices = self.options.mask_choices
+        if not choices and any(case.counts for case in cases(self.options)):
             round_by_round_figure(self.pictures(), out / "round_by_round.png")
-        self.session.finish("mjp_adaptive", RENDERINGS[0], images=self.gallery.provenance)
-        for file in (out / "one_update.csv", out / "updates.csv"):
+        self.session.finish("mjp_adaptive", MASKS if choices else RENDERINGS[0], images=self.gallery.provenance)
+        for file in (out / name for name in ("one_update.csv", "updates.csv", "table.csv")):
             if file.exists():
                 self.console.print(pd.read_csv(file).to_string(index=False), highlight=False)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.adaptive.table import adaptive_tables, leakage_figure
+from experiments.adaptive.table import adaptive_tables, leakage_figure, mask_table
 from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
 
 
@@ -56,6 +56,26 @@ def _rendering(folder: str, block: str) -> Rendering:
     return Rendering(folder, adaptive_files, {block: adaptive_block}, _figures)
 
 
+def mask_files(folder: Path) -> dict[str, str]:
+    """table.csv of a run with --mask-choices: leakage by masking ratio, choice of masks, attack and updates."""
+    return {"table.csv": csv(mask_table(read_rows(folder)), 4)}
+
+
+def mask_block(folder: Path) -> str:
+    """One line an attack, one column a choice of masks."""
+    table = pd.read_csv(folder / "table.csv")
+    choices = list(table["mask_choice"].unique())
+    lines = []
+    for (gamma, attack, updates), group in table.groupby(["gamma", "attack", "updates"], sort=False):
+        own = group.set_index("mask_choice")
+        cells = [interval(own.loc[name], "psnr", 1, MEAN) if name in own.index else "" for name in choices]
+        lines.append([f"{gamma:g}", f"`{attack}`", f"{updates}", *cells, f"{group['count'].max():.0f}"])
+    return markdown_table(["γ", "attack", "updates", *(f"`{name}`" for name in choices), "images"], lines)
+
+
+MASKS = Rendering("mjp_masks", mask_files, {"mjp_masks": mask_block})
+
+
 RENDERINGS = (
     _rendering("mjp_adaptive", "adaptive"),
     _rendering("mjp_adaptive_mixture", "adaptive_mixture"),
@@ -64,4 +84,5 @@ RENDERINGS = (
     _rendering("mjp_adaptive_trained", "adaptive_trained"),
     _rendering("mjp_adaptive_vit_ti", "adaptive_vit_ti"),
     _rendering("mjp_adaptive_vit_ti_224", "adaptive_vit_ti_224"),
+    MASKS,
 )

@@ -46,6 +46,17 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     return one, spread_table(over, ["attack", "setting", "gamma", "updates"])
 
 
+def mask_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Leakage by gamma, attack, updates and choice of masks: the columns of `spread_table`, and lpips_mean."""
+    rows = rows.rename(columns={"round": "updates"}).assign(
+        gamma=[p["gamma"] for p in rows["defense_parameters"]],
+        mask_choice=[p.get("mask_choice", "block") for p in rows["defense_parameters"]],
+    )
+    by = ["gamma", "attack", "updates", "mask_choice"]
+    lpips = rows.astype({"lpips": float}).groupby(by)["lpips"].mean().rename("lpips_mean").reset_index()
+    return spread_table(rows, by).merge(lpips, on=by).sort_values(by[:3], kind="stable")
+
+
 def _in_words(schedule: str, defense: Mapping[str, Any]) -> str:
     """A row's schedule, and what else of the released code its defence takes over (options younger than some rows)."""
     masks = ", released masks" if defense.get("mask_sampler") == "released" else ""

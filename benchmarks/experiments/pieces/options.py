@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from attacks.registry import UsageError
 from experiments.scaffold import RowOptions, check_positive
@@ -16,7 +17,7 @@ class Options(RowOptions):
     Clients of one image send one update: under MJP, where `unmix` attacks, and of a model without position embedding,
     where `patch_set` does. What these attacks find is a set of patches; in which order they stand is a guess by their
     borders. So the answer is scored twice: with the patches of hidden positions assigned to those of the photograph
-    in the best way, and as the attack placed them.
+    in the best way, and as the attack placed them, with each of --solvers.
 
     Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run.
     """
@@ -35,6 +36,9 @@ class Options(RowOptions):
     """Masking ratios of MJP."""
     without_positions: bool = True
     """Attack the model without position embedding too."""
+    solvers: tuple[Literal["border", "learned", "both"], ...] = ("border",)
+    """What places the pieces (`attacks.mjp.placement`); learned and both suppose an adversary with public photographs
+    (auxiliary_data)."""
     seed: int = 0
     """Fixes masks."""
     out: Path = Path("runs/pieces")
@@ -45,4 +49,6 @@ class Options(RowOptions):
         check_positive(self, "num_images")
         if not (self.gammas or self.without_positions):
             raise UsageError("nothing to attack: give --gammas, or leave out --no-without-positions")
+        if not self.solvers:
+            raise UsageError("--solvers takes at least one of border, learned and both")
         super().validate()

@@ -11,12 +11,13 @@ from rich.console import Console
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from attacks import ATTACKS, Tokenizer, find_tokenizer
+from attacks import Tokenizer, find_tokenizer
 from experiments.pieces.options import Options
 from experiments.pieces.render import PIECES, SCHEMA
 from experiments.session import Session
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Victims
+from fedmjp.budgets import build_attack
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.models import build_model
@@ -44,16 +45,18 @@ class Run:
         """Attack, then write the table."""
         o, provenance = self.options, ""
         with self.session.rows() as rows:
-            if o.without_positions:
-                provenance = self.attack(f"{o.model}_nope", DEFENSES.get("none")(), "patch_set", rows)
-            for gamma in o.gammas:
-                defense = replace(DEFENSES.get("mjp")(), gamma=gamma)
-                provenance = self.attack(defense.model_name(o.model), defense, "unmix", rows)
+            for solver in o.solvers:
+                if o.without_positions:
+                    none = DEFENSES.get("none")()
+                    provenance = self.attack(f"{o.model}_nope", none, "patch_set", solver, rows)
+                for gamma in o.gammas:
+                    defense = replace(DEFENSES.get("mjp")(), gamma=gamma)
+                    provenance = self.attack(defense.model_name(o.model), defense, "unmix", solver, rows)
         self.session.finish("pieces", PIECES, images=provenance)
         self.console.print(pd.read_csv(o.out / "table.csv").to_string(index=False), highlight=False)
 
-    def attack(self, model: str, defense: Defense, name: str, rows: RowLog) -> str:
-        """Attack one client for each image; returns the images' provenance."""
+    def attack(self, model: str, defense: Defense, name: str, solver: str, rows: RowLog) -> str:
+        """Attack one client for each image, its pieces placed by `solver`; returns the images' provenance."""
         o, gamma = self.options, getattr(defense, "gamma", 0.0)
         classes = classes_of(model, o.weights) or IMAGENET_CLASSES
         dal = getattr(defense, "dal", "none")
@@ -63,9 +66,10 @@ class Run:
         victims = Victims(gallery, defense, seed=o.seed, device=self.session.device, warn=self.session.say)
         tokenizer = find_tokenizer(built.module, (3, built.image_size, built.image_size))
         case = {"dataset": gallery.name, "model": built.name, "weights": built.provenance, "attack": name}
-        case |= {"gamma": gamma, "seed": o.seed}
+        case |= {"solver": solver, "gamma": gamma, "seed": o.seed}
+        attack = build_attack(name, {"placement.solver": solver})
         with self.session.bar() as bar:
-            task = bar.add_task(f"{model}, gamma {gamma:g}", total=len(victims))
+            task = bar.add_task(f"{model}, gamma {gamma:g}, {solver}", total=len(victims))
             for batch in victims.batches(1):
                 if not all(rows.done(case, victims.ids(client)) for client in batch):
                     clients, originals = victims.decode(batch)
@@ -76,7 +80,7 @@ class Run:
                     views = observe_groups(built, seen, labels, 1, terms)
                     for client, view in zip(clients, views, strict=True):
                         started = time.process_time()
-                        found = ATTACKS.get(name)()([view])
+                        found = attack([view])
                         seconds = time.process_time() - started
                         hidden = hidden_places(view, tokenizer)
                         scores = score(found.images, originals[:1], hidden, tokenizer)

@@ -9,12 +9,13 @@ import pandas as pd
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.records.rows import PROVENANCE, Schema
 
-BY = ["model", "weights", "gamma", "attack"]
+BY = ["model", "weights", "gamma", "attack", "solver"]
 RECOGNISABLE = 20.0
 SCHEMA = Schema(
     keys=(
         *PROVENANCE,
         "attack",
+        "solver",
         "gamma",
         "image_id",
         "hidden",
@@ -25,7 +26,8 @@ SCHEMA = Schema(
         "seconds",
         "diagnosis",
     ),
-    identity=("dataset", "model", "weights", "attack", "gamma", "seed", "image_id"),
+    identity=("dataset", "model", "weights", "attack", "solver", "gamma", "seed", "image_id"),
+    optional={"solver": "border"},
 )
 
 
@@ -56,6 +58,7 @@ def piece_block(folder: Path) -> str:
         "model",
         "γ",
         "attack",
+        "placed by",
         "positions hidden",
         "patches above 25 dB, up to order: median (first decile)",
         "whole, up to order (median, dB)",
@@ -69,6 +72,7 @@ def piece_block(folder: Path) -> str:
             row.model,
             f"{row.gamma:g}" if row.gamma else "no positions",
             f"`{row.attack}`",
+            row.solver,
             f"{row.hidden_median:.0f}",
             f"{row.right_median:.0%} ({row.right_first_decile:.0%})",
             f"{row.psnr_unordered_median:.1f}",

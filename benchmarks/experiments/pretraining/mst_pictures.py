@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedmjp.models import BuiltModel
-from fedmjp.models.attention import last_attention
+from fedmjp.models.attention import candidates, class_attention, last_attention
 from fedmjp.objectives.crop_encoder import encode_crops, grid_of
 from fedmjp.objectives.places import members, random_subsets
 from fedmjp.objectives.restoration import patch_values
-from fedmjp.objectives.token_masks import candidate_count, candidates, class_attention, replace_patches
+from fedmjp.objectives.token_masks import candidate_count, replace_patches
 from fedmjp.report.styles import SMALL, WIDTH, save
 from fedmjp.training.trainer import Trainer
 

@@ -11,6 +11,7 @@ import torch
 from attacks import ATTACKS, ThreatModel, find_tokenizer
 from attacks.certificate import TOLERANCE, certify
 from attacks.mjp.patch_set import known_span
+from attacks.mjp.placement import Placement
 from attacks.observation import ORDER_GUESSED
 from fedmjp.audit.suite import select_attacks
 from fedmjp.models import build_model
@@ -31,7 +32,7 @@ def view(trained):
 
 def test_trained_weights_hide_the_order_only(trained, view) -> None:
     image = photographs(64, 1).double()
-    found = ATTACKS.get("patch_set")(restarts=1)([view])
+    found = ATTACKS.get("patch_set")(placement=Placement(restarts=1))([view])
     tokenizer = find_tokenizer(trained.module, view.image_shape)
     ours, true = (tokenizer.patchify(images.double())[0] for images in (found.images, image))
     error = torch.cdist(ours, true).square() / true.shape[1]

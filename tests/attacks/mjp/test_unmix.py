@@ -13,10 +13,11 @@ from torch.func import jacfwd
 from attacks import ATTACKS, Observation, UsageError, find_tokenizer
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows
-from attacks.mjp.jigsaw_solver import _Board, border_costs, place
+from attacks.mjp.jigsaw_solver import _Board, border_costs
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, most_spanning
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, coordinates, dual_vectors, normalised
+from attacks.mjp.placement import Placement
 from attacks.mjp.token_patches import KnownPatches, TokenPatches
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import score
@@ -241,7 +242,7 @@ def test_pieces_find_their_holes(index: int) -> None:
     mask = torch.zeros(64, dtype=torch.bool)
     mask.view(8, 8)[2:5, 2:6] = True
     tokenizer, patches, _ = pieces_of(image, mask, seed=index)
-    placed = tokenizer.unpatchify(patches[place(tokenizer, patches, mask)][None])
+    placed = tokenizer.unpatchify(patches[Placement()(tokenizer, patches, mask)][None])
     assert psnr(placed, image) > 30
 
 
@@ -251,10 +252,10 @@ def test_placement_is_a_permutation_that_never_costs_more(seed: int, share: floa
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(64, generator=generator) < share
     tokenizer, patches, _ = pieces_of(photographs(64, 1).double(), mask, seed)
-    order = place(tokenizer, patches, mask)
+    order = Placement()(tokenizer, patches, mask)
     assert torch.equal(order.sort().values, torch.arange(64))
     assert torch.equal(order[~mask], torch.arange(64)[~mask])
-    board = _Board(tokenizer.grid, *(costs.numpy() for costs in border_costs(patches.reshape(64, 3, 8, 8))))
+    board = _Board(tokenizer.grid, border_costs(patches.reshape(64, 3, 8, 8)))
     assert board.total(order.numpy()) <= board.total(torch.arange(64).numpy()) + 1e-9
 
 

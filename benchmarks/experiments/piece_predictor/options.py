@@ -1,0 +1,56 @@
+"""Options of the training of the predictor of places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attacks.registry import UsageError
+from experiments.scaffold import DeviceOptions, check_positive
+
+
+@dataclass(frozen=True)
+class Options(DeviceOptions):
+    """Train the predictor of places of `attacks.mjp.placement` on public photographs.
+
+        python benchmarks/piece_predictor.py --images tiny-imagenet --data-path DIR     the predictor that ships
+        python benchmarks/placement.py --predictor FILE.safetensors
+        --attack-options patch_set.placement.predictor=FILE.safetensors
+
+    Photographs whose pieces are placed later must not be among those of the training: name them with --scored, and
+    images that show the same are left out. Writes --out and a card beside it (FILE.md), and nothing else.
+    """
+
+    images: str = "tiny-imagenet"
+    """A data set's name: its training images, and its test images for the accuracy."""
+    data_path: Path | None = None
+    """Local copy of the data set named in --images."""
+    num_images: int | None = None
+    """Most training images (None: all of them)."""
+    scored: Path | None = None
+    """Folder of photographs that are scored later: training images that show one of them are left out."""
+    image_size: int = 64
+    """Pixels of a side to which the images are resized."""
+    steps: int = 3000
+    """Steps of the optimiser, of 4096 pieces each."""
+    width: int = 64
+    """Channels of the network, a multiple of 16."""
+    depth: int = 4
+    """Blocks of the network."""
+    learning_rate: float = 3e-3
+    """Highest learning rate."""
+    seed: int = 0
+    """Fixes the choice of images, weights and noise."""
+    out: Path = Path("runs/piece_predictor.safetensors")
+    """The file to write."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        super().validate()
+        check_positive(self, "num_images", "image_size", "steps", "width", "depth")
+        if self.width % 16:
+            raise UsageError(f"--width must be a multiple of 16, not {self.width}")
+        if not self.learning_rate > 0:
+            raise UsageError("--learning-rate must be above 0")
+        if self.out.suffix != ".safetensors":
+            raise UsageError(f"--out {self.out} must end in .safetensors")

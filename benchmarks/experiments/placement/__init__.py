@@ -1,0 +1,1 @@
+"""Pieces of photographs put back in their places."""
