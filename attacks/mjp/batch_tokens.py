@@ -196,10 +196,10 @@ def by_borders(pairs: _Pairs, scales: Tensor, tokenizer: Tokenizer) -> Tensor:
     rows, columns = tokenizer.grid
     n = tokenizer.num_patches
     pieces = (pairs.patches * scales).flatten(0, 1).unflatten(1, (tokenizer.channels, tokenizer.patch_size, -1))
-    beside, below = border_costs(pieces)
+    borders = border_costs(pieces)
     whole = pairs.found.all(dim=0)
     edges = []
-    for costs, step, last in ((beside, 1, columns - 1), (below, columns, columns)):
+    for costs, step, last in ((borders.right, 1, columns - 1), (borders.below, columns, columns)):
         for p in range(n - step):
             if (step == 1 and p % columns == last) or not (whole[p] and whole[p + step]):
                 continue
