@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from attacks.registry import UsageError
-from fedmjp.audit.verdict import RECOGNISABLE
+from fedmjp.audit.verdict import RECOGNISABLE, judge
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import RESULTS, Schema, load_rows
 from fedmjp.report.columns import check_columns
@@ -90,6 +90,27 @@ def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.D
         other = {"seconds_median": group["seconds"].median(), "count": interval.count}
         lines.append(dict(zip(by, key, strict=True)) | named | other)
     return pd.DataFrame(lines)
+
+
+def verdict_columns(rows: pd.DataFrame, images: int) -> dict[str, Any]:
+    """The verdict on one line of a table, by column: answer, attack, psnr_median, gain_mean, _low and _high, recovered,
+    certified, count.
+
+    Args:
+        rows: of the line, as `load_rows` gives them.
+        images: that the line is of.
+    """
+    verdict = judge(rows)
+    figures = {"answer": str(verdict.answer), "attack": verdict.attack, "psnr_median": verdict.psnr}
+    figures |= {"gain_mean": verdict.gain.mean, "gain_low": verdict.gain.low, "gain_high": verdict.gain.high}
+    return figures | {"recovered": verdict.recovered, "certified": verdict.certified, "count": images}
+
+
+def verdict_cell(row: pd.Series) -> str:
+    """A line of `verdict_columns`: the answer, its attack with the median PSNR, and images above the bar."""
+    if not row["attack"]:
+        return f"{row['answer']} ({row['count']} images)"
+    return f"{row['answer']}: `{row['attack']}` {row['psnr_median']:.1f} dB, {row['recovered']} of {row['count']}"
 
 
 def csv(table: pd.DataFrame, digits: int) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.recipes.options import RECIPES
-from experiments.rendering import Rendering, csv, markdown_table, read_rows, read_run
-from fedmjp.audit.verdict import judge
+from experiments.rendering import Rendering, csv, markdown_table, read_rows, read_run, verdict_cell, verdict_columns
 from fedmjp.report.words import defence_words
 
 
@@ -18,22 +17,8 @@ def recipe_files(folder: Path) -> dict[str, str]:
     rows["recipe"] = rows["run_id"].map(names)
     lines = []
     for (recipe, defense), own in rows.groupby(["recipe", "defense"], sort=False):
-        verdict = judge(own)
-        lines.append(
-            {
-                "recipe": recipe,
-                "defense": defense,
-                "answer": str(verdict.answer),
-                "attack": verdict.attack,
-                "psnr_median": verdict.psnr,
-                "gain_mean": verdict.gain.mean,
-                "gain_low": verdict.gain.low,
-                "gain_high": verdict.gain.high,
-                "recovered": verdict.recovered,
-                "certified": verdict.certified,
-                "count": own.groupby(["round", "client", "image"]).ngroups,
-            }
-        )
+        images = own.groupby(["round", "client", "image"]).ngroups
+        lines.append({"recipe": recipe, "defense": defense} | verdict_columns(own, images))
     order = {name: place for place, name in enumerate(RECIPES)}
     table = pd.DataFrame(lines).sort_values("recipe", key=lambda names: names.map(order), kind="stable")
     return {"table.csv": csv(table, 4)}
@@ -50,13 +35,8 @@ def recipe_block(folder: Path) -> str:
 
 
 def _cell(table: pd.DataFrame, key: tuple[str, str]) -> str:
-    """Verdict, strongest attack, its median PSNR, and images above the bar; "" where the cell was not run."""
-    if key not in table.index:
-        return ""
-    row = table.loc[key]
-    if not row.attack:
-        return f"{row.answer} ({row['count']} images)"
-    return f"{row.answer}: `{row.attack}` {row.psnr_median:.1f} dB, {row.recovered} of {row['count']}"
+    """The verdict; "" where the cell was not run."""
+    return verdict_cell(table.loc[key]) if key in table.index else ""
 
 
 RECIPE_TABLE = Rendering("recipes", recipe_files, {"recipes": recipe_block})

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import Rendering, csv, markdown_table, read_rows
+from experiments.rendering import Rendering, csv, markdown_table, read_rows, verdict_cell, verdict_columns
 from experiments.withheld.groups import GROUPS
-from fedmjp.audit.verdict import judge
 
 
 def withheld_files(folder: Path) -> dict[str, str]:
@@ -16,23 +15,8 @@ def withheld_files(folder: Path) -> dict[str, str]:
     rows = read_rows(folder)
     lines = []
     for (model, weights, setting), own in rows.groupby(["model", "weights", "setting"], sort=False):
-        verdict = judge(own)
-        lines.append(
-            {
-                "model": model,
-                "weights": weights,
-                "withheld": setting.removeprefix("without "),
-                "answer": str(verdict.answer),
-                "attack": verdict.attack,
-                "psnr_median": verdict.psnr,
-                "gain_mean": verdict.gain.mean,
-                "gain_low": verdict.gain.low,
-                "gain_high": verdict.gain.high,
-                "recovered": verdict.recovered,
-                "certified": verdict.certified,
-                "count": own["image_id"].nunique(),
-            }
-        )
+        line = {"model": model, "weights": weights, "withheld": setting.removeprefix("without ")}
+        lines.append(line | verdict_columns(own, own["image_id"].nunique()))
     return {"table.csv": csv(pd.DataFrame(lines), 4)}
 
 
@@ -51,13 +35,8 @@ def _short(weights: str) -> str:
 
 
 def _cell(table: pd.DataFrame, key: tuple[str, str, str]) -> str:
-    """Verdict, strongest attack, its median PSNR, and images above the bar; "" where the group was not run."""
-    if key not in table.index:
-        return ""
-    row = table.loc[key]
-    if not row.attack:
-        return str(row.answer)
-    return f"{row.answer}: `{row.attack}` {row.psnr_median:.1f} dB, {row.recovered} of {row['count']}"
+    """The verdict; "" where the group was not run."""
+    return verdict_cell(table.loc[key]) if key in table.index else ""
 
 
 WITHHELD = Rendering("withheld", withheld_files, {"withheld": withheld_block})
