@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from attacks.attention import FirstAttention, find_first_attention
-from attacks.closed_form.base import ClosedForm, Equation
+from attacks.closed_form.base import ClosedForm, Equation, System
+from attacks.linear.least_squares import RowSolution
 from attacks.observation import Capability, Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -70,6 +71,15 @@ class April(ClosedForm):
             rcond=torch.finfo(torch.float64).eps * max(tokenizer.num_patches + tokenizer.prefix, tokenizer.width),
             caveats=(caveat,) if attention.norm else (),
         )
+
+    def settle(
+        self, solution: RowSolution, system: System, observation: Observation, reasons: list[str]
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `ClosedForm.settle`: rows as solved. No patch is vouched for where tokens do not determine patches: with
+        fewer channels than a patch has values, or with free combinations of tokens."""
+        tokenizer = system.tokenizer
+        determined = tokenizer.width >= tokenizer.patch_dim and solution.rank == len(solution.rows)
+        return solution.rows, torch.full((tokenizer.num_patches,), determined, device=solution.rows.device)
 
 
 def _read_by(attention: FirstAttention, tokenizer: Tokenizer) -> set[str | None]:
