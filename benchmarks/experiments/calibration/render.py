@@ -96,4 +96,5 @@ def _percent(share: float) -> str:
 
 CALIBRATION = Rendering("calibration", calibration_files, {"calibration": calibration_block})
 DEIT = Rendering("calibration_deit_s", calibration_files, {"calibration_deit_s": calibration_block})
-RENDERINGS = (CALIBRATION, DEIT)
+UNMIX = Rendering("calibration_unmix", calibration_files, {"calibration_unmix": calibration_block})
+RENDERINGS = (CALIBRATION, DEIT, UNMIX)
