@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 from fedmjp.metrics import METRIC_DIRECTIONS
 
+# Columns of hexadecimal digits, which pandas takes for numbers where no letter is among them (or only an e).
+TEXT = {"run_id": str, "commit": str}
 # What a line is of.
 KEYS = {
     "run_id": "digest of the options of a run",

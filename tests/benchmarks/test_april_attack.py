@@ -47,6 +47,7 @@ def quick(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_writes_tables_figures_and_provenance(finished) -> None:
     names = {p.name for p in finished.iterdir()}
     assert names >= {
@@ -59,6 +60,7 @@ def test_writes_tables_figures_and_provenance(finished) -> None:
     assert record["weights"][-1][1] == "random (seed 0), NOT TRAINED"
 
 
+@pytest.mark.slow
 def test_the_table_holds_every_line_it_should(finished) -> None:
     table = pd.read_csv(finished / "table.csv")
     # settings: 3 of the plain model, 3 twice without positions (as sent, token gradient granted), 4 under MJP
@@ -74,6 +76,7 @@ def test_the_table_holds_every_line_it_should(finished) -> None:
     assert silent["diagnosis"].str.contains("no learnable position embedding").all()
 
 
+@pytest.mark.slow
 def test_the_closed_form_and_what_mjp_does_to_it(finished) -> None:
     table = pd.read_csv(finished / "table.csv").set_index(["block", "attack", "setting", "line"])["psnr_mean"]
     assert table["standard", "patch_embedding", "a", "vit_mini_64"] > 60
@@ -123,6 +126,7 @@ def test_resume_adds_a_model_to_a_finished_table(finished, tmp_path) -> None:
     assert len(json.loads((out / "run.json").read_text())["commands"]) == 2
 
 
+@pytest.mark.slow
 def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
     assert april_attack.Options().attacks == ("auto",)
     reasons = json.loads((finished / "run.json").read_text())["not_run"]

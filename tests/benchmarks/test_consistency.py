@@ -98,7 +98,8 @@ def checkpoint(folder: Path, name: str) -> Path:
     return path
 
 
-def test_table_and_figure(tmp_path) -> None:
+def test_table_and_figure(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fedmjp.records.provenance.commit", lambda: "9584047")  # digits alone, as one in 27 is
     out = tmp_path / "out"
     entry = f"vit_mini_64_mjp={checkpoint(tmp_path, 'vit_mini_64_mjp')}"
     options = ["--data", "photos", "--num-images", "6", "--gammas", "0", "0.5", "--out", str(out)]

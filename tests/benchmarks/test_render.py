@@ -16,6 +16,7 @@ ROOT = RESULTS.parent
 README = "before\n<!-- batches -->\n{}\n<!-- /batches -->\nafter\n"
 
 
+@pytest.mark.slow
 def test_committed_tables_and_pages_are_what_the_rows_give() -> None:
     assert render.main(["--check"]) == 0
 

@@ -11,6 +11,7 @@ import training_curves as command
 from rich.console import Console
 
 from fedmjp.config import DataConfig, ModelConfig
+from fedmjp.report.columns import TEXT
 from fedmjp.training import Recipe, TrainConfig, train
 
 
@@ -27,7 +28,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_table_and_curves(folder, tmp_path) -> None:
     assert command.main([str(folder), "--out", str(tmp_path / "out")]) == 0
-    line = pd.read_csv(tmp_path / "out" / "table.csv").iloc[0]
+    line = pd.read_csv(tmp_path / "out" / "table.csv", dtype=TEXT).iloc[0]
     assert (line["model"], line["gamma"], line["images_seen"]) == ("vit_mini_32_mjp", 0.9, 16)
     history = pd.read_csv(folder / "history.csv")
     assert line["accuracy"] == pytest.approx(100 * history["test_accuracy"].iloc[-1])

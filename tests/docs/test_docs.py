@@ -222,6 +222,7 @@ def test_minutes_are_those_that_rows_and_run_json_record() -> None:
         assert float(minutes) == pytest.approx(recorded_minutes(ROOT / folder), rel=0.05, abs=0.5), folder
 
 
+@pytest.mark.slow
 def test_readme_audit_runs(capsys) -> None:
     """The lines under "Audit your own model", on a small ViT."""
     code = PYTHON.findall(text_of(README))[0]

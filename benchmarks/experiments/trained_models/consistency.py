@@ -20,6 +20,7 @@ from experiments.trained_models.options import ConsistencyOptions
 from fedmjp.evaluation.consistency import SCORES, measure, summarise
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
+from fedmjp.report.columns import TEXT
 from fedmjp.report.styles import NORMAL, SMALL, dress, error_bars, save, style
 
 SHOWN = ("model", "positions", "gamma", *(f"{score}_mean" for score in SCORES), "count")
@@ -30,7 +31,7 @@ def kept(options: ConsistencyOptions) -> list[pd.DataFrame]:
     path = options.out / "table.csv"
     if not path.exists():
         return []
-    before = pd.read_csv(path)
+    before = pd.read_csv(path, dtype=TEXT)
     return [before[(before["source"] == "measured") & ~before["model"].isin(options.sources())]]
 
 
