@@ -156,7 +156,7 @@ class Attack(ABC):
         return asdict(self)
 
     @classmethod
-    def needed(cls) -> list[str]:
+    def needs_in_words(cls) -> list[str]:
         """The capabilities that the attack needs, by name; "one or other" where one of several is enough."""
         ways = " or ".join(sorted(c.value for c in cls.needs_one_of))
         return sorted(c.value for c in cls.needs) + [ways] * bool(ways)

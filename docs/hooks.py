@@ -73,7 +73,7 @@ def reference(kind: str) -> str:
             )
             continue
         if kind == "attacks":
-            needs = ", ".join(f"`{name}`" for name in built.needed())
+            needs = ", ".join(f"`{name}`" for name in built.needs_in_words())
             entries.append(f"Needs: {needs or 'nothing beyond the update'}.\n")
         if built.__module__ not in documented:  # a module may hold several
             documented.add(built.__module__)

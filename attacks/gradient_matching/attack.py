@@ -312,6 +312,7 @@ def _pixel_clamp(observation: Observation) -> Callable[[Tensor], Tensor]:
     """A function that clamps normalised images (..., C, H, W) so that their pixels lie in [0, 1]."""
 
     def clamp(images: Tensor) -> Tensor:
+        """Images whose pixels, once back on their scale, lie in [0, 1]."""
         mean, std = (torch.tensor(v).view(-1, 1, 1).to(images) for v in (observation.mean, observation.std))
         return torch.maximum(torch.minimum(images, (1 - mean) / std), -mean / std)
 

@@ -93,6 +93,7 @@ class Encoder:
         found: list[tuple[str, bool]] = []
 
         def note(name: str, inputs: tuple, output: Any) -> None:
+            """Keep the layer where it is the head, or where its output are tokens of the head's width."""
             if name == self.head:
                 found.append((name, True))
             elif isinstance(output, Tensor) and output.dim() == 3 and output.shape[2] == width:

@@ -131,7 +131,7 @@ def test_one_of_two_capabilities_is_enough(name: str) -> None:
         attack.require(ThreatModel(frozenset({rounds, way})), name)
     with pytest.raises(UsageError, match="needs model_weights or position_gradient, which"):
         attack.require(ThreatModel(frozenset({rounds})), name)
-    assert attack.needed() == ["several_rounds", "model_weights or position_gradient"]
+    assert attack.needs_in_words() == ["several_rounds", "model_weights or position_gradient"]
 
 
 @pytest.mark.parametrize("name", OVER_ROUNDS)

@@ -154,7 +154,7 @@ def test_every_attack_is_listed_with_what_it_needs() -> None:
     assert set(listed) == set(ATTACKS.names())
     for name, cell in listed.items():
         cells = {need.strip().replace(" ", "_").replace("_or_", " or ") for need in cell.split(",")}
-        assert cells == set(ATTACKS.get(name).needed())
+        assert cells == set(ATTACKS.get(name).needs_in_words())
 
 
 def test_every_defence_is_listed() -> None:

@@ -7,10 +7,15 @@ import pytest
 from fedmjp.models import BuiltModel, build_model
 
 
-@pytest.fixture(scope="package")
-def models() -> list[BuiltModel]:
-    """Four small MJP models in float64 with weights of their own: one a round."""
-    built = [build_model("vit_mini_64_mjp", num_classes=8, weights="random", seed=s) for s in range(4)]
+def models_of_rounds(count: int) -> list[BuiltModel]:
+    """Small MJP models in float64 with weights of their own, one a round: training goes on between updates."""
+    built = [build_model("vit_mini_64_mjp", num_classes=8, weights="random", seed=s) for s in range(count)]
     for model in built:
         model.module.double()
     return built
+
+
+@pytest.fixture(scope="package")
+def models() -> list[BuiltModel]:
+    """Those of four rounds."""
+    return models_of_rounds(4)

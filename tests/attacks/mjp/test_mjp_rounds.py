@@ -14,6 +14,7 @@ from attacks.linear.position_rows import read_position_rows
 from attacks.linear.row_space import RowSpace
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
+from tests.attacks.mjp.conftest import models_of_rounds
 from tests.attacks.mjp.test_mjp_subspace import jigsawed
 from tests.conftest import photographs
 
@@ -24,11 +25,7 @@ def attack(views):
 
 @pytest.fixture(scope="module")
 def models() -> list[BuiltModel]:
-    """The same architecture with other weights: training goes on between updates."""
-    built = [build_model("vit_mini_64_mjp", num_classes=8, weights="random", seed=s) for s in range(6)]
-    for model in built:
-        model.module.double()
-    return built
+    return models_of_rounds(6)
 
 
 @pytest.fixture(scope="module")
