@@ -35,7 +35,9 @@ def remember(observation: Observation) -> Observation:
     kept |= {name for weight in spans for name in (weight, bias_of(weight))}
     # Copies: a gradient may be a view of the whole message, which would live on as long as the view.
     gradients = {n: g.clone() for n, g in observation.gradients.items() if n in kept}
-    return replace(observation, gradients=gradients, model=front(observation.model, tokenizer, spans=bool(spans)))
+    bounds = {n: b.clone() for n, b in observation.bounds.items() if n in kept}
+    model = front(observation.model, tokenizer, spans=bool(spans))
+    return replace(observation, gradients=gradients, bounds=bounds, model=model)
 
 
 def front(model: nn.Module, tokenizer: Tokenizer, *, spans: bool = False) -> nn.Module:

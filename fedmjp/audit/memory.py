@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from attacks import Observation
 from attacks.memory import remember
@@ -40,6 +42,7 @@ class Memory:
         self._updates[kept.client][kept.round] = kept
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"gradient.{n}": g for n, g in kept.gradients.items()}
+        tensors |= {f"bounds.{n}": b for n, b in kept.bounds.items()}
         tensors |= {f"model.{n}": t for n, t in kept.model.state_dict().items()}
         path = self._file(kept.client, kept.round)
         save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path.with_suffix(".tmp"))
@@ -54,10 +57,14 @@ class Memory:
         for path in sorted(self.folder.glob(f"client{present.client:04d}_round*.safetensors")):
             number = int(path.stem.rpartition("round")[2])
             tensors = load_file(path, device=str(next(iter(present.gradients.values())).device))
-            gradients = {n.removeprefix("gradient."): t for n, t in tensors.items() if n.startswith("gradient.")}
-            state = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+            gradients, bounds, state = (_part(tensors, prefix) for prefix in ("gradient.", "bounds.", "model."))
             model = copy.deepcopy(template.model)
             model.load_state_dict(state)
             self._updates[present.client][number] = replace(
-                template, gradients=gradients, model=model, round=number, labels=None
+                template, gradients=gradients, bounds=bounds, model=model, round=number, labels=None
             )
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

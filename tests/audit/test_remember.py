@@ -55,9 +55,24 @@ def test_updates_are_the_same_after_a_restart(tmp_path) -> None:
         before.add(view(number, number))
     present = view(3, 3)
     for kept, again in zip(before.before(present), Memory(tmp_path).before(present), strict=True):
-        for name in {field.name for field in fields(Observation) if field.init} - {"gradients", "model"}:
+        for name in {field.name for field in fields(Observation) if field.init} - {"gradients", "model", "bounds"}:
             assert getattr(again, name) == getattr(kept, name)
         for name, gradient in kept.gradients.items():
             assert torch.equal(again.gradients[name], gradient)
         for name, tensor in kept.model.state_dict().items():
             assert torch.equal(again.model.state_dict()[name], tensor)
+
+
+def test_errors_of_entries_are_those_of_their_own_update(tmp_path) -> None:
+    """As of AdamW's first step, whose errors are not read from the entries (`Observation.bounds`)."""
+
+    def bounded(number: int):
+        whole = view(number, number)
+        return replace(whole, bounds={n: torch.full_like(g, float(number)) for n, g in whole.gradients.items()})
+
+    before = Memory(tmp_path)
+    for number in (1, 2):
+        before.add(bounded(number))
+    for kept, again in zip(before.before(bounded(3)), Memory(tmp_path).before(bounded(3)), strict=True):
+        assert set(kept.bounds) == set(again.bounds) == set(kept.gradients)
+        assert all((bound == kept.round).all() for found in (kept, again) for bound in found.bounds.values())
