@@ -18,10 +18,13 @@ from attacks.registry import UsageError
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
+from fedmjp.defenses.step import LocalStep
 from fedmjp.models import MODELS, split_name
 from fedmjp.models.vit import skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.settings import split_entry
+
+MEMORY = "defense/"  # begins the names of what a defence remembers in `ClientResult.kept`
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class ClientResult:
         buffers: floating-point buffers by name.
         num_examples: images used in all local steps together.
         loss: mean training loss over the local steps.
-        kept: state of what the objective keeps on the client (`Objective.local`), not sent; empty if it keeps nothing
-            there.
+        kept: what the client needs for its next update and does not send: the state of what the objective keeps there
+            (`Objective.local`), and what the defence remembers, under names that begin with `MEMORY`.
     """
 
     tensors: dict[str, Tensor]
@@ -230,6 +233,8 @@ class ClientTask:
             UsageError: the weights do not fit the model.
         """
         self.load(weights, source)
+        memory = {n.removeprefix(MEMORY): t for n, t in (kept or {}).items() if n.startswith(MEMORY)}
+        kept = {n: t for n, t in (kept or {}).items() if not n.startswith(MEMORY)}
         self.learner.begin(kept)
         own = self.learner.objective.kept_by == "client"
         if own and kept and self.config.federation.update == "gradient":
@@ -240,9 +245,8 @@ class ClientTask:
         losses, gradients = [], {}
         for step in range(steps):
             progress = self._progress(round, step, steps)
-            loss = self._loss(client, round, step, progress)
-            gradients = self._gradients(loss)
-            losses.append(float(loss.detach()))
+            gradients, loss = self._gradients(client, round, step, progress)
+            losses.append(loss)
             if optimizer is not None:
                 self._descend(optimizer, gradients, weights)
                 if own:
@@ -250,11 +254,12 @@ class ClientTask:
         sent = gradients
         if descends:
             sent = {n: weights[n].to(self.device) - p.detach() for n, p in self.parameters.items()}
-        sent = self.defense.on_update(sent, self._generator(3, client, round, 0))
+        sent, memory = self.defense.message(sent, self._generator(3, client, round, 0), memory)
         if descends:
             sent = {n: weights[n].to(self.device) - t for n, t in sent.items()}
         examples, mean = self.config.federation.batch_size * steps, sum(losses) / len(losses)
-        return ClientResult(sent, self.buffers, examples, mean, self.learner.kept() if own else {})
+        kept = (self.learner.kept() if own else {}) | {MEMORY + name: tensor for name, tensor in memory.items()}
+        return ClientResult(sent, self.buffers, examples, mean, kept)
 
     def keep(self, weights: Mapping[str, Tensor], kept: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
         """What the server keeps for all clients (`Objective.kept_by`), updated after a round.
@@ -272,7 +277,7 @@ class ClientTask:
     @property
     def clients_keep(self) -> bool:
         """Whether each client keeps something that a later round needs and no message holds."""
-        return self.learner.local is not None and self.learner.objective.kept_by == "client"
+        return self.defense.remembers or self.learner.local is not None and self.learner.objective.kept_by == "client"
 
     def load(self, weights: Mapping[str, Tensor], source: bytes | None = None) -> None:
         """Copy parameters and buffers by name into the model.
@@ -302,27 +307,29 @@ class ClientTask:
         learner = self.learner
         return learner.objective.evaluate(learner.model, learner.local, self.data, self.device)
 
-    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """Gradient of every parameter by name; zeros for parameters that the loss does not depend on."""
-        found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
-        pairs = zip(self.parameters.items(), found, strict=True)
-        return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
+    def _gradients(self, client: int, round: int, step: int, progress: float) -> tuple[dict[str, Tensor], float]:
+        """Gradient of every parameter by name in one step, as the defence has it, and the step's mean loss.
 
-    def _loss(self, client: int, round: int, step: int, progress: float) -> Tensor:
-        """The loss of one step. What the model draws itself (blocks that are skipped) has a seed of its own."""
+        What the model draws itself (blocks that are skipped) has a seed of its own.
+        """
         batch, draws = self.batch(client, round, step), self._draws(client, round, step)
         views = self._views(batch, draws, round)
         labels = batch.targets.to(self.device) if self.data.labelled else None
+        local = self.learner.step(views, labels, draws, progress)
         if not self.config.local.drop_path:
-            return self.learner.loss(views, labels, draws, progress)
+            return self._defended(local, client, round, step)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self._entropy(7, client, round, step))
-            return self.learner.loss(views, labels, draws, progress)
+            return self._defended(local, client, round, step)
+
+    def _defended(self, local: LocalStep, client: int, round: int, step: int) -> tuple[dict[str, Tensor], float]:
+        gradients = self.defense.gradients(local, self._generator(8, client, round, step))
+        return gradients, float(local.loss.detach())
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """A new optimiser of the local steps, with the rate of the federation."""
         local, rate = self.config.local, self.config.federation.learning_rate
-        parameters = list(self.parameters.values())
+        parameters = [p for n, p in self.parameters.items() if not self.defense.freezes(n)]
         if local.optimizer == "adamw":
             return torch.optim.AdamW(parameters, rate, weight_decay=local.weight_decay)
         return torch.optim.SGD(parameters, rate, momentum=local.momentum, weight_decay=local.weight_decay)

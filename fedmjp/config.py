@@ -30,15 +30,17 @@ from fedmjp.budgets import (
 )
 from fedmjp.data.catalog import IMAGES, require_kind
 from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses.chain import read_defense, split_chain
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.federation_options import FederationConfig, LocalConfig
 from fedmjp.models import MODELS, split_name
 from fedmjp.objectives import Objective, objective_help, read_objective
-from fedmjp.settings import describe, read_value, replace_at, split_entry, with_settings
+from fedmjp.settings import describe, read_value, replace_at
 
 DEFENSE_HELP = (
     f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}; one of "
-    "them may be given several times with settings of its own, as NAME:option=value (mjp:gamma=0.1 mjp:gamma=0.9)."
+    "them may be given several times with settings of its own, as NAME:option=value (mjp:gamma=0.1 mjp:gamma=0.9); "
+    "several act one after the other as a chain, NAME+NAME (mjp:gamma=0.5+noise)."
 )
 OBJECTIVE_HELP = objective_help()
 ATTACK_NAMES_HELP = f"Attacks to run. Choose from: {', '.join(ATTACKS)}."
@@ -169,15 +171,13 @@ class RunConfig:
     (pip install 'fedmjp[tensorboard]')."""
 
     def defence(self, entry: str) -> Defense:
-        """The defence of one entry of `defense`: a name, with this run's options and then those of the entry itself.
+        """The defence of one entry of `defense`, with this run's options and then those of the entry itself.
 
         Raises:
             UsageError: no such defence, one of another package that cannot be imported, or a setting that does not fit.
         """
-        name, settings = split_entry(entry, "--defense")
-        kind = DEFENSES.get(name)
         # A defence that was registered after this module has no options on the command line.
-        return with_settings(getattr(self.options, name, None) or kind(), settings, f"defence {name!r}")
+        return read_defense(entry, lambda name: getattr(self.options, name, None))
 
     def chosen_objective(self) -> Objective:
         """What the clients train.
@@ -198,7 +198,8 @@ class RunConfig:
             UsageError: one line that names the option and its choices.
         """
         for entry in self.defense:
-            DEFENSES.check(split_entry(entry, "--defense")[0])
+            for name, _ in split_chain(entry):
+                DEFENSES.check(name)
         if not self.defense or len(set(self.defense)) < len(self.defense):
             raise UsageError(f"--defense takes different entries of: {', '.join(DEFENSES.names())}")
         split_name(self.model.model)
@@ -275,7 +276,7 @@ class RunConfig:
     def to_json(self) -> str:
         """Canonical JSON of all that the run reads: the same for equal runs, whichever other defences are installed."""
         values = dataclasses.asdict(self)
-        names = dict.fromkeys(split_entry(entry, "--defense")[0] for entry in self.defense)
+        names = dict.fromkeys(name for entry in self.defense for name, _ in split_chain(entry))
         values["options"] = {name: values["options"][name] for name in names if name in values["options"]}
         return json.dumps(values, default=str, sort_keys=True)
 

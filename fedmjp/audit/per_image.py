@@ -9,7 +9,7 @@ gradient is computed. A test checks that the result equals the gradients compute
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from attacks import Observation, find_tokenizer
 from fedmjp.defenses import ClientInput
+from fedmjp.defenses.step import LocalStep, local_step
 from fedmjp.models import BuiltModel
 from fedmjp.objectives import TERMS, client_loss
 
@@ -102,6 +103,8 @@ def observe_groups(
     labels: Tensor,
     group: int,
     loss_weights: Mapping[str, float] = NO_TERMS,
+    gradients_of: Callable[[int, LocalStep], dict[str, Tensor]] = lambda client, step: step.gradients(),
+    freezes: Callable[[str], bool] = lambda name: False,
 ) -> list[Observation]:
     """One `Observation` of the whole update per client with `group` images, computed one client after the other.
 
@@ -111,17 +114,21 @@ def observe_groups(
         labels: (clients x group,) int64.
         group: images per client.
         loss_weights: weights of the terms added to the cross-entropy, by name.
+        gradients_of: (place in this batch, step) -> the client's gradient by parameter (`Defense.gradients`).
+        freezes: `Defense.freezes`.
     """
-    names, parameters = zip(*built.module.named_parameters(), strict=True)
+
+    def loss_of(views: tuple[ClientInput, ...], labels: Tensor) -> Tensor:
+        """The supervised loss of one view of a batch."""
+        return client_loss(built, views[0].images, labels, views[0].position_mask, loss_weights, views[0].origins)
+
     views = []
     for client, start in enumerate(range(0, len(labels), group)):
         own = slice(start, start + group)
         mask, origins = (None if t is None else t[own] for t in (seen.position_mask, seen.origins))
+        step = local_step(built, freezes, (ClientInput(seen.images[own], mask, origins),), labels[own], loss_of)
         with torch.enable_grad():
-            loss = client_loss(built, seen.images[own], labels[own], mask, loss_weights, origins)
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-        sent = zip(names, parameters, found, strict=True)
-        gradients = {name: torch.zeros_like(p) if g is None else g for name, p, g in sent}
+            gradients = gradients_of(client, step)
         views.append(_observation(built, gradients, group, client))
     return views
 

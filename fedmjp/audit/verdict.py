@@ -34,7 +34,8 @@ from typing import Any
 import pandas as pd
 
 from fedmjp.audit.strongest import IMAGE, by_image, gains_over_guesses, strongest
-from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses import Defense
+from fedmjp.defenses.chain import chain_name, known_defense
 from fedmjp.metrics import Interval, bootstrap_mean
 from fedmjp.records.reasons import grouped, in_one_sentence, pattern
 from fedmjp.records.rows import BASELINES
@@ -241,11 +242,11 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
 
 def _defense_of(rows: pd.DataFrame) -> dict[str, Any]:
     """`defense` and `knowing` of a verdict on rows of one defence."""
-    names = {str(label).partition(":")[0] for label in rows["defense"]}
-    kind = DEFENSES.available().get(min(names, default=""))
-    if len(names) > 1 or kind in (None, Defense):
+    labels = sorted(map(str, rows["defense"].unique()))
+    defense = known_defense(labels[0]) if labels else None
+    if len({chain_name(label) for label in labels}) != 1 or defense is None or type(defense) is Defense:
         return {}
-    return {"defense": min(names), "knowing": kind.known_by}
+    return {"defense": chain_name(labels[0]), "knowing": defense.known_by}
 
 
 def _most_patches(rows: pd.DataFrame, psnr: pd.DataFrame) -> str:

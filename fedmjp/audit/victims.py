@@ -130,6 +130,7 @@ class Victims:
         self.gallery, self.defense, self.seed, self.device, self.warn = gallery, defense, seed, device, warn
         self.group = group
         self.unreadable: set[int] = set()
+        self.memories: dict[int, dict[str, Tensor]] = {}  # what each client remembers after its last update
 
     def __len__(self) -> int:
         return len(self.gallery.images) // self.group
@@ -215,12 +216,10 @@ class Victims:
                 on updates; None where the clients are undefended.
         """
         attacks, labels = list(attacks), self.labels(built, clients)
-        defended = update is not None and type(self.defense).on_update is not Defense.on_update
-        if defended or self.group > 1 or any(attack.reads_every_parameter for attack in attacks):
-            views = observe_groups(built, seen, labels, self.group, loss_weights)
-            return (
-                [self._defended(view, c, update) for c, view in zip(clients, views, strict=True)] if defended else views
-            )
+        if update is not None and self.defense.acts_on_update:
+            return self._defended(built, seen, labels, clients, loss_weights, update)
+        if self.group > 1 or any(attack.reads_every_parameter for attack in attacks):
+            return observe_groups(built, seen, labels, self.group, loss_weights)
         width = find_tokenizer(built.module, (3, built.image_size, built.image_size)).width
         layers = dict.fromkeys(name for attack in attacks for name in attack.linear_layers(built.module, width))
         gradients = attacked_gradients(
@@ -247,8 +246,33 @@ class Victims:
                 return self.observe(subject.built, seen, clients, (), update=0 if setting.defended else None)
         return []
 
-    def _defended(self, view: Observation, client: int, update: int) -> Observation:
-        sent = self.defense.on_update(dict(view.gradients), self._generator(client, update, purpose=5))
+    def _defended(
+        self,
+        built: BuiltModel,
+        seen: ClientInput,
+        labels: Tensor,
+        clients: Sequence[int],
+        loss_weights: Mapping[str, float],
+        update: int,
+    ) -> list[Observation]:
+        """The updates as the defence lets them out; see `observe`."""
+        drawn = [self._generator(client, update, purpose=6) for client in clients]
+        views = observe_groups(
+            built,
+            seen,
+            labels,
+            self.group,
+            loss_weights,
+            gradients_of=lambda place, step: self.defense.gradients(step, drawn[place]),
+            freezes=self.defense.freezes,
+        )
+        return [self._message(view, client, update) for client, view in zip(clients, views, strict=True)]
+
+    def _message(self, view: Observation, client: int, update: int) -> Observation:
+        """The update as it is sent; what the defence remembers goes with the client's image."""
+        memory = self.memories.get(client, {}) if update else {}
+        generator = self._generator(client, update, purpose=5)
+        sent, self.memories[client] = self.defense.message(dict(view.gradients), generator, memory)
         return replace(view, gradients=sent)
 
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:

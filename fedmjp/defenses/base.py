@@ -1,9 +1,12 @@
-"""What a client may do about leakage: hooks on the model it trains, on its input, and on the update it sends.
+"""What a client may do about leakage: hooks on the model it trains, on its input, on the gradient of a step, and on the
+update it sends.
 
 A new defence is one file: a frozen dataclass whose fields are its options (they appear on the command line), and the
 hooks it needs. A line in `fedmjp.defenses.DEFENSES`, or an entry point of another package, makes it known by name.
-Defences are stateless; their randomness comes from a generator that is passed to them. Command lines import every
-defence for its options: a module that imports torch inside its hooks keeps `--help` fast.
+Several act one after the other as a chain (`fedmjp.defenses.chain`). Defences are stateless: what a client remembers
+from one update to the next is handed to them and handed back; their randomness comes from a generator that is passed to
+them. Command lines import every defence for its options: a module that imports torch inside its hooks keeps `--help`
+fast.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from fedmjp.defenses.step import LocalStep
     from fedmjp.models import BuiltModel
 
 
@@ -52,6 +56,7 @@ class Defense:
         known_by: registered attacks that take the defence into account. A verdict without one of them says so.
         moves_patches: whether the input's patches may stand at other places than in the image.
         hides_positions: whether it works by hiding or withholding the position embedding.
+        remembers: whether a client keeps something between updates (`send`).
         added: options that came after rows were written; see `parameters`.
     """
 
@@ -59,6 +64,7 @@ class Defense:
     known_by: ClassVar[tuple[str, ...]] = ()
     moves_patches: ClassVar[bool] = False
     hides_positions: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
     added: ClassVar[tuple[str, ...]] = ()
 
     def parameters(self) -> dict[str, Any]:
@@ -73,6 +79,13 @@ class Defense:
         """The variant of model `name` that the clients train under this defence."""
         return name
 
+    def adapt(self, module: nn.Module) -> None:
+        """Change a model whose weights are loaded, for clients and server alike; torch's seed is set to the run's."""
+
+    def freezes(self, name: str) -> bool:
+        """Whether the client leaves the parameter of that name as it is, and sends zeros for it."""
+        return False
+
     def on_input(self, images: Tensor, model: BuiltModel, generator: torch.Generator, round: int) -> ClientInput:
         """Transform a batch (B, C, H, W) in [0, 1]; `round` counts from 1."""
         return ClientInput(images)
@@ -81,9 +94,45 @@ class Defense:
         """Terms that the client adds to the cross-entropy, by name of the objective, with their weights."""
         return {}
 
+    def gradients(self, step: LocalStep, generator: torch.Generator) -> dict[str, Tensor]:
+        """The gradient of one local step by name of the parameter: that of the mean loss, if nothing else is done."""
+        return step.gradients()
+
     def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Transform the update (parameter name -> tensor) before it is sent."""
         return update
+
+    def send(
+        self, update: dict[str, Tensor], generator: torch.Generator, memory: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the client sends of an update, and what it remembers for its next one.
+
+        Args:
+            update: parameter name -> tensor.
+            generator: of the defence's random numbers.
+            memory: what the same client remembered after its last update, by name; empty before its first.
+        """
+        return self.on_update(update, generator), {}
+
+    def message(
+        self, update: dict[str, Tensor], generator: torch.Generator, memory: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What `send` makes of the parameters that are trained, with zeros for the frozen ones; clients call this."""
+        import torch
+
+        own = {name: tensor for name, tensor in update.items() if not self.freezes(name)}
+        sent, remembered = self.send(own, generator, memory)
+        return {n: sent[n] if n in own else torch.zeros_like(t) for n, t in update.items()}, remembered
+
+    @property
+    def acts_on_update(self) -> bool:
+        """Whether the update is another one than that of an undefended client with the same model and input."""
+        hooks = ("freezes", "gradients", "on_update", "send")
+        return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in hooks)
+
+    def bits(self, sent: Mapping[str, Tensor]) -> int:
+        """Size of a message that holds the update `sent`, in bits, without the frame that carries it."""
+        return 32 * sum(tensor.numel() for name, tensor in sent.items() if not self.freezes(name))
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""

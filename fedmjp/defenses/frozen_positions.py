@@ -7,26 +7,20 @@ and the gradients of the first block still span the tokens, from which `token_sp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from fedmjp.defenses.base import Defense
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class FrozenPositions(Defense):
-    """Drop the position embedding (MJP's unknown one and IDX's too) from the update: the server sees zeros."""
+    """Train no table that is added to tokens (MJP's unknown embedding and IDX's too): the server sees zeros."""
 
     hides_positions: ClassVar[bool] = True
     known_by: ClassVar[tuple[str, ...]] = ("token_span",)
 
-    def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Zero the entries of every table that is added to tokens."""
-        import torch
-
+    def freezes(self, name: str) -> bool:
+        """Whether the parameter is such a table."""
         from fedmjp.models import POSITION_TABLES
 
-        return {n: torch.zeros_like(t) if n in POSITION_TABLES else t for n, t in update.items()}
+        return name in POSITION_TABLES

@@ -5,7 +5,8 @@ the loss with the defence's terms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from attacks.registry import UsageError
 from fedmjp.config import ModelConfig
 from fedmjp.defenses import ClientInput, Defense
+from fedmjp.defenses.step import LocalStep, local_step
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.encoder import load_encoder
 from fedmjp.models.weights import Origin, classes_of, read_origin, read_state
@@ -89,6 +91,9 @@ class Learner:
             if origin.objective:
                 read_objective(origin.objective).begin_fine_tuning(built.module)
             built = dataclasses.replace(built, provenance=origin.provenance)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            defense.adapt(built.module)
         built.module.to(device)
         return cls(objective, defense, built)
 
@@ -121,6 +126,28 @@ class Learner:
         batch = TrainingBatch(views, labels, draws.objective, progress)
         loss = self.objective.loss(self.model, batch, self.local)
         return _add_terms(loss, self.model, views[0].position_mask, self.defense.loss_weights())
+
+    def step(
+        self,
+        views: tuple[ClientInput, ...],
+        labels: Tensor | None,
+        draws: Draws,
+        progress: float = 0.0,
+        context: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> LocalStep:
+        """What the defence computes the gradient of a step from.
+
+        Args:
+            views, labels, draws, progress: see `loss`.
+            context: makes the context in which a loss is computed, such as autocast.
+        """
+
+        def loss_of(views: tuple[ClientInput, ...], labels: Tensor | None) -> Tensor:
+            """The loss of these images."""
+            with context():
+                return self.loss(views, labels, draws, progress)
+
+        return local_step(self.model, self.defense.freezes, views, labels, loss_of)
 
     def after_step(self, progress: float) -> None:
         """Update what the objective keeps; called after each change of the weights."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from fedmjp.audit.strongest import gains_over_guesses
-from fedmjp.defenses import DEFENSES
+from fedmjp.defenses.chain import known_defense
 from fedmjp.records.rows import BASELINES, CASE
 
 MEANING = {
@@ -62,7 +62,8 @@ def _text(rows: pd.DataFrame, keys: list[str]) -> pd.Series:
 
 def _seen_once(rows: pd.DataFrame) -> Iterator[int]:
     chosen = [
-        d in DEFENSES and DEFENSES.get(d).random and a not in BASELINES for d, a in rows[["defense", "attack"]].values
+        a not in BASELINES and (defense := known_defense(d)) is not None and defense.random
+        for d, a in rows[["defense", "attack"]].values
     ]
     random = rows[chosen]
     if random.empty:

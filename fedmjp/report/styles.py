@@ -127,8 +127,11 @@ def defence_colour(name: str, strength: tuple[str, float] | None = None) -> str:
 
 
 def label_colour(label: str) -> str:
-    """Colour of a defence by its label, such as "mjp:gamma=0.1"."""
-    name, *settings = (part.strip() for part in defence_words(label).split(","))
+    """Colour of a defence by its label, such as "mjp:gamma=0.1"; a chain has one of its own."""
+    words = defence_words(label)
+    if " + " in words:
+        return defence_colour(words)
+    name, *settings = (part.strip() for part in words.split(","))
     for setting in settings:
         option, _, value = setting.rpartition(" ")
         if option in _SCALES:

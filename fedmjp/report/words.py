@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fedmjp.defenses.chain import JOINT
+
 
 def defence_words(label: str) -> str:
-    """A defence's label in words: "mjp:gamma=0.1,dal=none" is "mjp, gamma 0.1, dal none"."""
-    name, _, settings = str(label).partition(":")
-    return ", ".join([name, *(part.strip().replace("=", " ", 1) for part in settings.split(",") if part)])
+    """A defence's label in words: "mjp:gamma=0.1,dal=none" is "mjp, gamma 0.1, dal none"; chains have " + "."""
+    parts = (part.partition(":") for part in JOINT.split(str(label)))
+    return " + ".join(
+        ", ".join([name, *(setting.strip().replace("=", " ", 1) for setting in settings.split(",") if setting)])
+        for name, _, settings in parts
+    )
 
 
 def setting_words(settings: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from fedmjp.defenses.chain import chain_name
 from fedmjp.models.weights import ORIGIN
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
@@ -87,7 +88,7 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
         "data": data.name,
         "provenance": data.provenance,
         "start": trainer.model.provenance,
-        "defense": ", ".join([config.defense, *_options(trainer.defense)]),
+        "defense": ", ".join([chain_name(config.defense), *_options(trainer.defense)]),
         "epochs": len(history),
         "steps": steps,
         "recipe": ", ".join([*_options(config.recipe), *_options(config.start)[1:]]),

@@ -19,7 +19,8 @@ from attacks.registry import UsageError
 from fedmjp.config import DEFENSE_HELP, OBJECTIVE_HELP, DataConfig, EncoderConfig, ModelConfig
 from fedmjp.data.augmentations import DEIT, Augmentation
 from fedmjp.data.catalog import IMAGES, LABEL_MAPS, SPEECH, require_kind
-from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses import Defense
+from fedmjp.defenses.chain import read_defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import MODELS, split_name
 from fedmjp.models.registry import check_drop_path
@@ -123,13 +124,12 @@ class TrainConfig:
     """Go on with the unfinished training in --out; it ends in the same bits as an unbroken one."""
 
     def defence(self) -> Defense:
-        """The defence with this run's options (its defaults, if it was registered after this module).
+        """The defence with this run's options, and then those of the entry itself.
 
         Raises:
             UsageError: no such defence, or one of another package that cannot be imported.
         """
-        kind = DEFENSES.get(self.defense)
-        return getattr(self.options, self.defense, None) or kind()
+        return read_defense(self.defense, lambda name: getattr(self.options, name, None))
 
     def chosen_objective(self) -> Objective:
         """What is trained.

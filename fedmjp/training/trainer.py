@@ -52,6 +52,7 @@ class Trainer:
             self.data.require_labels(f"--objective {config.objective}")
         self.learner = build_learner(config, self.defense, len(self.data.classes), self.device)
         self.model = self.learner.model
+        self.memory: dict[str, Tensor] = {}  # what the defence remembers from step to step
         if config.start.drop_path:
             skip_blocks(self.model.module, config.start.drop_path)
         if self.device.type == "cpu":
@@ -130,21 +131,18 @@ class Trainer:
             UsageError: the loss is not finite.
         """
         views = self.learner.views(images, draws, epoch)
-        with self._autocast():
-            loss = self.learner.loss(views, labels, draws, progress)
-        if not torch.isfinite(loss):
-            raise UsageError(f"the loss is {float(loss.detach())} in epoch {epoch}; lower --learning-rate")
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        trained = {n: p for n, p in self.model.module.named_parameters() if p.grad is not None}
-        update = self.defense.on_update({n: p.grad for n, p in trained.items()}, draws.defense)
-        for name, parameter in trained.items():
-            parameter.grad = update[name]
+        local = self.learner.step(views, labels, draws, progress, self._autocast)
+        if not torch.isfinite(local.loss):
+            raise UsageError(f"the loss is {float(local.loss.detach())} in epoch {epoch}; lower --learning-rate")
+        update = self.defense.gradients(local, draws.defense)
+        update, self.memory = self.defense.message(update, draws.defense, self.memory)
+        for name, parameter in local.trained.items():
+            parameter.grad = None if name in local.unused else update[name]
         if self.recipe.clip_gradient:
-            torch.nn.utils.clip_grad_norm_(trained.values(), self.recipe.clip_gradient)
+            torch.nn.utils.clip_grad_norm_(local.trained.values(), self.recipe.clip_gradient)
         self.optimizer.step()
         self.learner.after_step(progress)
-        return float(loss.detach())
+        return float(local.loss.detach())
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.activations() == "bfloat16")
@@ -152,13 +150,14 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """State to resume from after an epoch; schedule and random numbers are determined by the epoch's number."""
         model, optimizer = self.model.module.state_dict(), self.optimizer.state_dict()
-        return {"model": model, "optimizer": optimizer, "kept": self.learner.kept()}
+        return {"model": model, "optimizer": optimizer, "kept": self.learner.kept(), "memory": self.memory}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.learner.begin(state["kept"])
+        self.memory = state["memory"]
 
     def _entropy(self, purpose: int, epoch: int) -> int:
         """Seed of the random numbers for one purpose in one epoch."""

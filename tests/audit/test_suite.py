@@ -156,7 +156,7 @@ def test_the_suite_takes_every_defence_into_account(defense: str) -> None:
     generator = torch.Generator().manual_seed(0)
     seen = kind().on_input(photographs(64, 1), model, generator, 1)
     view = observe(model, seen.images, mask=seen.position_mask)
-    sent = dict(kind().on_update(dict(view.gradients), generator))
+    sent = kind().message(dict(view.gradients), generator, {})[0]
     known = kind.known_by or ("patch_embedding",)
     assert chosen([dataclasses.replace(view, gradients=sent)]) & set(known)
 

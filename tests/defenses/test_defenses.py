@@ -37,7 +37,7 @@ def test_hooks_keep_shapes_and_repeat(name: str, mjp_model) -> None:
     assert first.images.shape == images.shape
     assert torch.equal(first.images, second.images)
     update = {"pos_embed": torch.randn(1, 65, 4), "w": torch.randn(7)}
-    sent, again = (defense.on_update({n: t.clone() for n, t in update.items()}, draw()) for _ in range(2))
+    sent, again = (defense.message({n: t.clone() for n, t in update.items()}, draw(), {})[0] for _ in range(2))
     assert all(torch.equal(sent[n], again[n]) and sent[n].shape == update[n].shape for n in update)
 
 
@@ -234,7 +234,7 @@ def test_noise_clips_then_adds() -> None:
 
 def test_frozen_positions_sends_zeros() -> None:
     update = {name: torch.ones(2) for name in ("pos_embed", "unk_embed", "idx_embed", "w")}
-    sent = DEFENSES.get("frozen_positions")().on_update(update, draw())
+    sent = DEFENSES.get("frozen_positions")().message(update, draw(), {})[0]
     assert not any(sent[name].any() for name in ("pos_embed", "unk_embed", "idx_embed"))
     assert sent["w"].all()
 
@@ -299,7 +299,8 @@ def test_options_of_one_name_carry_their_defence(command) -> None:
 def test_a_defence_registered_late_has_its_defaults(monkeypatch) -> None:
     table = Registry("defense", {"none": "fedmjp.defenses.base:Defense"})
     table.register("quiet")(Quiet)
-    monkeypatch.setattr("fedmjp.config.DEFENSES", table)
+    for module in ("fedmjp.config", "fedmjp.defenses.chain"):
+        monkeypatch.setattr(f"{module}.DEFENSES", table)
     config = RunConfig(defense=("quiet",))
     config.validate()
     assert RunConfig.from_json(config.to_json()).defence("quiet") == Quiet()

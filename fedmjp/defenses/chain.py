@@ -1,0 +1,191 @@
+"""Several defences that act one after the other, `--defense mjp+noise`, and the reading of such entries.
+
+An entry is NAME, NAME:option=value,option=value, or several of these joined by "+", in the order in which they act: on
+the model, on the input and on the update. Two defences that both hide positions behind a mask, or that both compute the
+gradient of a step, do not go together and are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from attacks.registry import UsageError
+from fedmjp.defenses import DEFENSES
+from fedmjp.defenses.base import ClientInput, Defense
+from fedmjp.settings import split_entry, with_settings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from fedmjp.defenses.step import LocalStep
+    from fedmjp.models import BuiltModel
+
+JOINT = re.compile(r"\+(?=[A-Za-z_]\w*(?:[:+]|$))")  # a "+" before a name, not one in a number such as 1e+3
+
+
+@dataclass(frozen=True)
+class Chain(Defense):
+    """Defences in the order in which they act.
+
+    Attributes:
+        parts: (name, defence), at least two.
+    """
+
+    parts: tuple[tuple[str, Defense], ...] = ()
+
+    @property
+    def random(self) -> bool:
+        """Whether a part is random."""
+        return any(part.random for _, part in self.parts)
+
+    @property
+    def moves_patches(self) -> bool:
+        """Whether a part moves patches."""
+        return any(part.moves_patches for _, part in self.parts)
+
+    @property
+    def hides_positions(self) -> bool:
+        """Whether a part hides positions."""
+        return any(part.hides_positions for _, part in self.parts)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a part remembers."""
+        return any(part.remembers for _, part in self.parts)
+
+    @property
+    def known_by(self) -> tuple[str, ...]:
+        """The attacks that take every part into account."""
+        first, *others = (part.known_by for _, part in self.parts)
+        return tuple(name for name in first if all(name in other for other in others))
+
+    @property
+    def dal(self) -> str:
+        """Map of the localisation loss of the part that has one, "none" if none has."""
+        return next((part.dal for _, part in self.parts if hasattr(part, "dal")), "none")
+
+    def parameters(self) -> dict[str, Any]:
+        """The options of all parts as rows hold them, by "name.option"."""
+        return {f"{name}.{option}": v for name, part in self.parts for option, v in part.parameters().items()}
+
+    def validate(self) -> None:
+        """Check every part, and that they go together.
+
+        Raises:
+            UsageError: options out of range, a part named twice, or two that compute the gradient of a step.
+        """
+        names = [name for name, _ in self.parts]
+        twice = next((name for name in names if names.count(name) > 1), "")
+        if twice:
+            raise UsageError(f"--defense {'+'.join(names)} names {twice} twice; name each defence of a chain once")
+        if "none" in names:
+            raise UsageError(f"--defense {'+'.join(names)}: none is no defence; leave it out of the chain")
+        for hook, what in (("gradients", "compute the gradient of a step"), ("on_input", "change the input")):
+            both = [name for name, part in self.parts if getattr(type(part), hook) is not getattr(Defense, hook)]
+            if len(both) > 1 and (hook == "gradients" or self._masks_twice(both)):
+                raise UsageError(f"--defense {'+'.join(names)}: {' and '.join(both)} both {what}; keep one of them")
+        for _, part in self.parts:
+            part.validate()
+
+    def _masks_twice(self, names: list[str]) -> bool:
+        return sum(part.moves_patches for name, part in self.parts if name in names) > 1
+
+    def model_name(self, name: str) -> str:
+        """The variant that the parts ask for, each from that of the part before it."""
+        for _, part in self.parts:
+            name = part.model_name(name)
+        return name
+
+    def adapt(self, module: nn.Module) -> None:
+        """Change a new model, part by part."""
+        for _, part in self.parts:
+            part.adapt(module)
+
+    def freezes(self, name: str) -> bool:
+        """Whether a part freezes the parameter."""
+        return any(part.freezes(name) for _, part in self.parts)
+
+    def on_input(self, images: Tensor, model: BuiltModel, generator: torch.Generator, round: int) -> ClientInput:
+        """Transform a batch, part by part; at most one part hides positions or moves patches."""
+        seen = ClientInput(images)
+        for _, part in self.parts:
+            after = part.on_input(seen.images, model, generator, round)
+            own = {name: value for name, value in vars(after).items() if name != "images" and value is not None}
+            seen = replace(seen, images=after.images, **own)
+        return seen
+
+    def loss_weights(self) -> Mapping[str, float]:
+        """The terms of all parts."""
+        return {term: weight for _, part in self.parts for term, weight in part.loss_weights().items()}
+
+    def gradients(self, step: LocalStep, generator: torch.Generator) -> dict[str, Tensor]:
+        """The gradient as the one part computes it that does; else that of the mean loss."""
+        own = (part for _, part in self.parts if type(part).gradients is not Defense.gradients)
+        return next(own, Defense()).gradients(step, generator)
+
+    def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Transform the update, part by part, without what clients remember."""
+        return self.send(update, generator, {})[0]
+
+    def send(
+        self, update: dict[str, Tensor], generator: torch.Generator, memory: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Transform the update, part by part; each part has a memory of its own, named "PART/NAME"."""
+        remembered: dict[str, Tensor] = {}
+        for name, part in self.parts:
+            own = {key.removeprefix(f"{name}/"): t for key, t in memory.items() if key.startswith(f"{name}/")}
+            update, own = part.send(update, generator, own)
+            remembered |= {f"{name}/{key}": t for key, t in own.items()}
+        return update, remembered
+
+    def bits(self, sent: Mapping[str, Tensor]) -> int:
+        """The shortest message that a part knows for the update."""
+        return min(part.bits(sent) for _, part in self.parts)
+
+
+def split_chain(entry: str) -> list[tuple[str, dict[str, str]]]:
+    """The defences of an entry as (name, settings), in order.
+
+    Raises:
+        UsageError: a setting without a value, or an empty part.
+    """
+    parts = JOINT.split(entry)
+    if any(not part or part.endswith("+") for part in parts):
+        raise UsageError(f"--defense takes NAME or NAME+NAME, each with :option=value where wanted, not {entry!r}")
+    return [split_entry(part, "--defense") for part in parts]
+
+
+def chain_name(entry: str) -> str:
+    """The names of an entry's defences without their settings, joined by "+"."""
+    return "+".join(name for name, _ in split_chain(entry))
+
+
+@lru_cache
+def known_defense(label: str) -> Defense | None:
+    """The defence of a row's label, with its settings; None for a label that names none that is installed here."""
+    try:
+        return read_defense(label)
+    except UsageError:
+        return None
+
+
+def read_defense(entry: str, usual: Callable[[str], Defense | None] = lambda name: None) -> Defense:
+    """The defence of an entry.
+
+    Args:
+        entry: see the module.
+        usual: name -> the defence with the options that hold where the entry gives none; None for its defaults.
+
+    Raises:
+        UsageError: no such defence, one of another package that cannot be imported, or a setting that does not fit.
+    """
+    parts = []
+    for name, settings in split_chain(entry):
+        kind = DEFENSES.get(name)
+        parts.append((name, with_settings(usual(name) or kind(), settings, f"defence {name!r}")))
+    return parts[0][1] if len(parts) == 1 else Chain(tuple(parts))
