@@ -32,7 +32,7 @@ class TopK(Defense):
     """Options of --defense topk."""
 
     # It takes an entry that was not sent for one that is no larger than those that were, or for an unknown one.
-    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding",)
+    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding", "sparse_rounds")
 
     topk_share: float = 0.1
     """Share of the entries that is sent, in (0, 1] (Zhu et al. prune 0.01 to 0.7; Lin et al. send 0.001)."""
