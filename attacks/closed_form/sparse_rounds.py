@@ -110,6 +110,5 @@ def _limit(observation: Observation, name: str) -> float:
 def _kind(rounds: Sequence[RoundsOfEntries]) -> tuple[float, bool]:
     """How much entries that were sent twice differ, and whether there is error feedback, by the largest tensor."""
     largest = max(rounds, key=lambda one: one.sent.shape[1])
-    with_memory, without = (largest.disagreement(memory=memory, apart=2) for memory in (True, False))
-    memory = not without < with_memory
+    memory = largest.has_memory()
     return largest.disagreement(memory=memory), memory
