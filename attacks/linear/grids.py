@@ -75,11 +75,13 @@ def signs_of(values: Tensor, slack: Tensor | None = None) -> Tensor | None:
     for rows, shape in _channels(values):
         sizes = rows.abs()
         middle = sizes.median(dim=1, keepdim=True).values
-        allowed = EQUAL * middle if slack is None else EQUAL * middle + 2 * _like(slack, values, shape)
+        allowed = EQUAL * middle
+        if slack is not None:  # the middle one may have any entry's error
+            allowed = allowed + 2 * _like(slack, values, shape).amax(dim=1, keepdim=True)
         shown = (allowed < LARGEST_SLACK * middle).expand_as(sizes)
         if rows.shape[1] == 1 or 2 * int(shown.sum()) < values.numel() or (slack is None and not shown.all()):
             continue
-        fits = ((sizes - middle).abs() <= allowed)[shown]
+        fits = ((sizes - middle).abs() <= allowed).expand_as(sizes)[shown]
         if float(fits.double().mean()) >= (1.0 if slack is None else ALMOST_ALL):
             return middle.reshape(shape)
     return None
