@@ -130,6 +130,11 @@ class Defense:
         hooks = ("freezes", "gradients", "on_update", "send")
         return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in hooks)
 
+    @property
+    def adapts(self) -> bool:
+        """Whether the clients' model has other layers than those of its name (`adapt`)."""
+        return type(self).adapt is not Defense.adapt
+
     def bits(self, sent: Mapping[str, Tensor]) -> int:
         """Size of a message that holds the update `sent`, in bits, without the frame that carries it."""
         return 32 * sum(tensor.numel() for name, tensor in sent.items() if not self.freezes(name))
