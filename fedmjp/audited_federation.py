@@ -121,6 +121,7 @@ class FederationAudit:
                     self.defense,
                     on_update=self.on_update,
                     on_round=self.on_round,
+                    on_failure=self.on_failure,
                     first_round=finished + 1,
                     optimizer=state.optimizer if state else None,
                 )
@@ -130,6 +131,11 @@ class FederationAudit:
         audited = (view.round, view.client) in self.attacked[BASELINES[0]]
         if audited or (self.memory is not None and view.client in self.config.audit.audit_clients):
             self._audit(view, audited)
+        self.progress.client_done()
+
+    def on_failure(self, number: int, client: int, reason: str) -> None:
+        """Note a client whose update is missing from a round."""
+        self.folder.note_failure(self.defense, number, client, reason)
         self.progress.client_done()
 
     def on_round(self, number: int, state: ServerState) -> None:

@@ -133,6 +133,9 @@ class FederationConfig:
     evaluate_every: int = 1
     """Rounds between evaluations of the global model on the test images; before the first and after the last round it
     is evaluated anyway."""
+    least_share: float = 1.0
+    """Share of a round's clients whose updates must arrive whole; with fewer the run stops (1: any client that fails or
+    sends something unusable stops it). Those left out are named in the report."""
     engine: Literal["local", "ray"] = "local"
     """local: Flower's apps in this process. ray: Flower's simulation (pip install 'fedmjp[ray]')."""
 
@@ -166,6 +169,8 @@ class FederationConfig:
             raise UsageError(
                 f"--clients-per-round must lie between 0 and --clients ({self.clients}), not {self.clients_per_round}"
             )
+        if not 0 < self.least_share <= 1:
+            raise UsageError(f"--least-share must lie in (0, 1], not {self.least_share}")
         read_alpha(self.partition)
         if not 0 < self.learning_rate < math.inf:
             raise UsageError(f"--learning-rate must be positive, not {self.learning_rate}")

@@ -45,7 +45,7 @@ class RunFolder:
         self.config, self.out = config, config.out
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
-        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}}
+        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}, "failures": []}
         self._open(identity)
 
     def _open(self, identity: dict) -> None:
@@ -83,6 +83,7 @@ class RunFolder:
         provenance.require_same(self.out, "run", before, identity)
         for entry in ("weights", "ran", "not_run", "findings"):
             self.description[entry] = before.get(entry, {})
+        self.description["failures"] = before.get("failures", [])
 
     def note_task(self, task: ClientTask) -> None:
         """Record what a federation runs on, in run.json."""
@@ -122,6 +123,13 @@ class RunFolder:
         fresh = {finding.name: finding.sentence for finding in findings if finding.name not in own}
         if fresh:
             own |= fresh
+            self._write_description()
+
+    def note_failure(self, defense: str, round: int, client: int, reason: str) -> None:
+        """Record in run.json a client that failed, or whose reply was refused, with the end of a sentence about it."""
+        failure = {"defense": defense, "round": round, "client": client, "reason": reason}
+        if failure not in self.description["failures"]:
+            self.description["failures"].append(failure)
             self._write_description()
 
     def finish(self) -> None:
