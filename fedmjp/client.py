@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attacks.arithmetic import use_exact_arithmetic
 from attacks.registry import UsageError
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
@@ -367,15 +368,16 @@ def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def usable_device(name: str) -> torch.device:
-    """The torch device called `name`.
+    """The torch device called `name`; the process computes in full float32 from now on (`attacks.arithmetic`).
 
     Raises:
-        UsageError: this machine has no such device.
+        UsageError: this machine has no such device, or it computes no numbers (meta).
     """
+    use_exact_arithmetic()
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        float(torch.ones(1, device=device).sum())
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
             f"--device {name} cannot be used here ({str(error).splitlines()[0][:80]}); try --device cpu"
         ) from error

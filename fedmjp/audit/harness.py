@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attacks import Attack, Observation, Reconstruction
+from attacks.arithmetic import exact_arithmetic
 from attacks.certificate import certify
 from attacks.findings import Finding
 from fedmjp.audit.assignment import match
@@ -87,7 +88,8 @@ def answer(attack: Attack, observations: Sequence[Observation], *, weights_grant
     found = attack(observations)
     if not weights_granted:
         return found
-    certified, residual = certify(observations[-1], found)
+    with exact_arithmetic():
+        certified, residual = certify(observations[-1], found)
     return replace(found, certified=certified, residual=residual)
 
 

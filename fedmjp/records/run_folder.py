@@ -22,6 +22,7 @@ from fedmjp.config import RunConfig
 from fedmjp.data.partitioning import statistics
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
+from fedmjp.records.lock import FolderLock
 from fedmjp.records.rows import RowLog
 from fedmjp.records.server_state import ServerState
 
@@ -38,7 +39,8 @@ class RunFolder:
         config: the run; `out` and `resume` decide what may be there already.
 
     Raises:
-        UsageError: the folder holds a run and `resume` is not set, or holds a run with other options.
+        UsageError: the folder holds a run and `resume` is not set, or one with other options, or another process writes
+            to it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -62,6 +64,7 @@ class RunFolder:
             raise UsageError(f"--out {self.out} cannot be made ({error.strerror}); pass another folder") from error
         if not os.access(self.out, os.W_OK):
             raise UsageError(f"--out {self.out} cannot be written to; pass another folder")
+        FolderLock(self.out)  # until the process ends
         self.description |= {
             "run_id": self.run_id,
             "command": provenance.command("python -m fedmjp.simulate"),
