@@ -21,7 +21,7 @@ from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
 from fedmjp.defenses.step import LocalStep
 from fedmjp.models import MODELS, split_name
-from fedmjp.models.vit import skip_blocks
+from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.settings import split_entry
 
@@ -144,6 +144,8 @@ class ClientTask:
         self.model = self.learner.model
         if config.local.drop_path:
             skip_blocks(self.model.module, config.local.drop_path)
+        if config.local.dropout:
+            drop_activations(self.model.module, config.local.dropout)
         self.augmented = None
         if (augmentation := config.local.augmentation()) is not None:
             from fedmjp.data.augmentation import AugmentedBatches
@@ -311,14 +313,12 @@ class ClientTask:
     def _gradients(self, client: int, round: int, step: int, progress: float) -> tuple[dict[str, Tensor], float]:
         """Gradient of every parameter by name in one step, as the defence has it, and the step's mean loss.
 
-        What the model draws itself (blocks that are skipped) has a seed of its own.
+        What the model draws itself (blocks that are skipped, dropout, a bottleneck's sample) has a seed of its own.
         """
         batch, draws = self.batch(client, round, step), self._draws(client, round, step)
         views = self._views(batch, draws, round)
         labels = batch.targets.to(self.device) if self.data.labelled else None
         local = self.learner.step(views, labels, draws, progress)
-        if not self.config.local.drop_path:
-            return self._defended(local, client, round, step)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self._entropy(7, client, round, step))
             return self._defended(local, client, round, step)

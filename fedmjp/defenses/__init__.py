@@ -15,9 +15,12 @@ DEFENSES: Registry[type[Defense]] = Registry(
     "defense",
     {
         "none": "fedmjp.defenses.base:Defense",
+        "ats": "fedmjp.defenses.ats:TransformationPolicy",
         "frozen_positions": "fedmjp.defenses.frozen_positions:FrozenPositions",
         "mjp": "fedmjp.defenses.mjp:MaskedJigsawPuzzle",
         "noise": "fedmjp.defenses.noise:ClippedNoise",
+        "precode": "fedmjp.defenses.precode:Precode",
+        "soteria": "fedmjp.defenses.soteria:Soteria",
         "spp": "fedmjp.defenses.spp:ShuffledPatchesAndPixels",
     },
     group="fedmjp.defenses",

@@ -177,6 +177,18 @@ def skip_blocks(module: ViT, rate: float) -> None:
         block.drop_path1, block.drop_path2 = (DropPath(share) if share else nn.Identity() for _ in range(2))
 
 
+def drop_activations(module: ViT, rate: float) -> None:
+    """Dropout in training as in ViT's paper (Dosovitskiy et al. 2021, appendix B.1): on the tokens with their positions
+    and after every linear layer of a block but that of queries, keys and values.
+
+    Args:
+        rate: probability that an activation is set to zero, in [0, 1).
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Dropout) and (name == "pos_drop" or name.endswith((".proj_drop", ".drop1", ".drop2"))):
+            layer.p = rate
+
+
 def attend_to_context(block: Block, tokens: Tensor, context: Tensor) -> Tensor:
     """A block in which all tokens (B, T, D) attend to those at `context` (B, K) alone (MP3, section 3.2).
 
