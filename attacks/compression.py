@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from attacks.findings import Finding
+from attacks.linear.grids import ALMOST_ALL, SAMPLE, grid_of, sample, signs_of
 from attacks.linear.intervals import (
-    ALMOST_ALL,
-    SAMPLE,
     SPARSE,
-    grid_of,
+    read_message,
     returns_weights,
-    sample,
+    rounding_of_weights,
     sent_format,
     without_zero_rows,
 )
@@ -29,7 +28,8 @@ from attacks.observation import Observation
 LEAST_LARGE = 4096
 # Updates of fewer entries have no statistics.
 LEAST_ENTRIES = 1000
-MEANS = "the attacks reach what that precision leaves of the image, about 20 to 45 dB"
+MEANS = "the attacks reach what that precision leaves of the image, about 10 to 45 dB"
+SIGNS = "closed forms need magnitudes"
 
 
 def find_precision(observation: Observation, values: Mapping[str, Tensor]) -> Finding | None:
@@ -47,12 +47,32 @@ def find_precision(observation: Observation, values: Mapping[str, Tensor]) -> Fi
         if fitting > ALMOST_ALL * formats.total():
             what = "returned weights" if returns_weights(observation) else "entries"
             return Finding("precision", f"all {what} are {str(kind).removeprefix('torch.')} numbers: {MEANS}")
-    steps = [grid_of(gradient) for gradient in values.values() if gradient.numel() >= LEAST_LARGE]
-    if sum(step is not None and step.numel() == 1 for step in steps) > ALMOST_ALL * len(steps):
-        return Finding("precision", f"no parameter's gradient has more than 256 different values (int8): {MEANS}")
-    if sum(step is not None for step in steps) > ALMOST_ALL * len(steps):
-        return Finding("precision", f"each channel's gradient lies on a grid of 256 values of its own (int8): {MEANS}")
-    return None
+    return _find_grids(observation, {n: g for n, g in values.items() if g.numel() >= LEAST_LARGE})
+
+
+def _find_grids(observation: Observation, large: Mapping[str, Tensor]) -> Finding | None:
+    """One magnitude, or a grid of 15 or 256 values, a parameter or a channel."""
+    known = dict(observation.model.named_parameters())
+    found: list[tuple[str, int]] = []  # kind, how many of them in a parameter
+    for name, gradient in large.items():
+        slack = rounding_of_weights(observation, name) if name in known else None
+        gradient = gradient.double()
+        magnitude = signs_of(gradient, slack)
+        step = None if magnitude is not None else grid_of(gradient, slack)
+        if magnitude is not None:
+            found.append(("signs", magnitude.numel()))
+        elif step is not None:
+            largest = float((gradient / step.clamp(min=1e-300)).abs().max())
+            found.append(("int4" if largest < 7.5 else "int8", step.numel()))
+    if not found or len(found) <= ALMOST_ALL * len(large):
+        return None
+    kinds = [kind for kind, _ in found]
+    kind = max(set(kinds), key=kinds.count)
+    where = "each channel's" if any(count > 1 for _, count in found) else "each parameter's"
+    if kind == "signs":
+        return Finding("precision", f"{where} entries have one magnitude (signs, as in signSGD): {SIGNS}", hinders=True)
+    values = "15 values (4 bits)" if kind == "int4" else "256 values (int8)"
+    return Finding("precision", f"{where} gradient lies on a grid of {values} of its own: {MEANS}")
 
 
 def find_sparsification(observation: Observation, values: Mapping[str, Tensor]) -> Finding | None:
@@ -66,10 +86,12 @@ def find_sparsification(observation: Observation, values: Mapping[str, Tensor]) 
         zeros, entries = zeros + rows.numel() - int(rows.count_nonzero()), entries + rows.numel()
     if entries < LEAST_ENTRIES or zeros < SPARSE * entries or _is_rounded(observation, values):
         return None
+    random = read_message(observation).chosen == "random"
+    chosen = "a random choice was sent" if random else "only the largest were sent (top-k sparsification)"
     return Finding(
         "sparsification",
-        f"{zeros / entries:.0%} of the entries are zero, scattered over rows and columns: only the largest were sent "
-        "(top-k sparsification); closed forms need all entries of the first layers",
+        f"{zeros / entries:.0%} of the entries are zero, scattered over rows and columns: {chosen}; closed forms need "
+        "all entries of the first layers",
         hinders=True,
     )
 

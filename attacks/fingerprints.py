@@ -36,7 +36,7 @@ from attacks.classifier import Step, read_step
 from attacks.compression import LEAST_ENTRIES, find_precision, find_sparsification
 from attacks.findings import Finding
 from attacks.identities import classifier_sums, position_balance, tokenizer_of
-from attacks.linear.intervals import sample
+from attacks.linear.grids import sample
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows, remove_localisation
 from attacks.observation import Observation

@@ -106,9 +106,11 @@ class FederationAudit:
         finished, state = self.folder.load_state(self.defense)
         rounds = self.config.federation.rounds
         if 0 < finished < rounds and self.task.clients_keep:
+            remembers = self.task.defense.remembers
+            cause = f"--defense {self.defense}" if remembers else f"--objective {self.task.objective_name}"
             raise UsageError(
-                f"round {finished + 1} needs what each client keeps under --objective {self.task.objective_name}, "
-                "which ended with the interrupted run; start again in another --out"
+                f"round {finished + 1} needs what each client keeps under {cause}, which ended with the interrupted "
+                "run; start again in another --out"
             )
         if state is not None:
             self.task.load(state.weights)

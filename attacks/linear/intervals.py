@@ -6,45 +6,76 @@ A rounded entry says that the true one lies in an interval around it, and how lo
 entry's own exponent. The lowest bit that is set anywhere in a float16 tensor shows where its subnormal numbers begin,
 also after a power of two was divided out (loss scaling); zeros are entries below half of it.
 
-*Grids* (int8 a tensor or a channel, symmetric or affine). The entries are whole multiples of one step, at most 255 of
-them: half a step.
+*Grids* (`attacks.linear.grids`; int4 and int8, a tensor or a channel, symmetric or affine). The entries are whole
+multiples of one step: half a step. Rounding at random (QSGD) errs by up to a whole one, with twice the variance. Sums
+that vanish for a gradient show which it is: the position rows and the bias of the patch projection add up to zero
+(`attacks.identities.position_balance`), and miss it by what the roundings add up to. Only where that is what rounding
+to nearest leaves is it taken for that; where rows are too small for the grid, or lack, it is taken for rounding at
+random, and where a localisation loss is added to them, for rounding to nearest. *Signs* with one magnitude a tensor or
+a channel say nothing of an entry's size but its mean: a deviation as large as the mean is taken, that of an exponential
+size.
 
-*Kept entries* (top-k). Zeros scattered over rows and columns that are not zero: an entry that was not sent is not above
-the smallest one that was; the others have their own format's spacing.
+*Entries left out.* Zeros scattered over rows and columns that are not zero. If the others leave a gap around zero
+(top-k), an entry that was not sent is not above the smallest one that was; if they do not (a random choice), it is
+taken to be of the size of the others. The others have their own format's spacing.
 
 *Returned weights.* An update that was computed as (sent - returned) / learning rate has the spacing of the returned
-weights, divided by the learning rate: large weights lose more digits than small ones.
+weights, divided by the learning rate: large weights lose more digits than small ones. Beside it stands what the
+difference itself shows, signs, a grid or entries left out.
 
-The error of an entry is taken for uniform in its interval: deviation = bound / sqrt(3). Float32 gradients have bounds
-too, but what their sums over tokens lose is more than the spacing of the result: closed forms measure that noise
-instead (`attacks.linear.least_squares`) and use these bounds only where they are `coarse`.
+The error of an entry is taken for uniform in its interval: deviation = bound / sqrt(3). For rounding at random, signs
+and random choices, whose errors are not, the bound is sqrt(3) deviations. Float32 gradients have bounds too, but what
+their sums over tokens lose is more than the spacing of the result: closed forms measure that noise instead
+(`attacks.linear.least_squares`) and use these bounds only where they are `coarse`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from attacks.identities import position_balance, tokenizer_of
+from attacks.linear.grids import ALMOST_ALL, grid_of, sample, signs_of
 from attacks.observation import Observation
 
 # Significant bits, the leading one included.
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 LEAST_FLOAT16 = 2.0**-24  # its smallest number
-# Steps between the smallest and the largest of 256 values; distance from a whole number of steps, in steps.
-STEPS, ON_GRID = 255, 0.01
-# Fewest different values that show a grid, least entries of a channel with one of its own, entries looked at first.
-LEAST_DIFFERENT, LEAST_IN_A_ROW, SOME = 4, 16, 1024
-# Share of scattered zeros from which entries were left out, and least ratio of the smallest entry to the lowest bit.
-SPARSE, ABOVE_UNDERFLOW = 0.2, 8.0
+# Share of scattered zeros from which entries were left out, with a gap around zero and without one (a ResNet's own are
+# 0.02 to 0.14), and least ratio of the smallest entry to the lowest bit.
+SPARSE_WITH_GAP, SPARSE, ABOVE_UNDERFLOW = 0.02, 0.2, 8.0
+# Smallest entry that was sent relative to the median one: at least, where the largest were chosen (measured 0.02 to
+# 0.6), and in units of what a random choice of n entries leaves, about 1 / n.
+GAP, GAP_OF_CHANCE = 3e-3, 10.0
+# Entries that returned weights round to zero have as many neighbours that are a few roundings large.
+FEW_ROUNDINGS, NEIGHBOURS = 4.0, 0.25
+# Mean square of sums that vanish, relative to what rounding to nearest leaves: between these where it is that (measured
+# 0.8 to 1.2; rounding at random 1.3 to 2.4, and less than 1 only where most rows are below the step).
+NEAREST = (0.75, 1.2)
 # Deviation of an entry relative to the rms entry above which bounds matter more than the round-off of float32 sums.
 COARSE = 1e-6
 # Largest ratio of what another update of the same image leaves outside of a row space to what the target itself leaves
 # (measured 1.1 to 2.0 at bfloat16 and below; with more digits, where it is up to 10, the geometric mean decides). What
 # another photograph leaves there: at least, and at least for all but very flat photographs. Round-off in float32.
 SAME, OTHER_SHARE, USUAL_OTHER_SHARE, LEAST_SHARE = 3.0, 3e-3, 3e-2, 1e-7
-# Gradients and weights are compared with a format on at most so many entries; differences of weights may miss it by
-# this much, and this share of them must not.
-SAMPLE, SLACK, ALMOST_ALL = 65536, 4 * torch.finfo(torch.float32).eps, 0.98
+# Differences of weights may miss the numbers of a format by this much.
+SLACK = 4 * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Message:
+    """How an update as a whole was made.
+
+    Attributes:
+        chosen: which entries were left out: "none", those below the "largest", or "random" ones.
+        whole_steps: grids may be rounded at random, by up to a whole step.
+    """
+
+    chosen: str = "none"
+    whole_steps: bool = False
 
 
 def error_bounds(observation: Observation, name: str) -> Tensor:
@@ -55,8 +86,18 @@ def error_bounds(observation: Observation, name: str) -> Tensor:
     """
     if name in observation.bounds:
         return observation.bounds[name]
+    values, message = observation.gradient_of(name).detach(), read_message(observation)
+    return bounds_of(values, message, rounding_of_weights(observation, name))
+
+
+def rounding_of_weights(observation: Observation, name: str) -> Tensor | None:
+    """What the entries called `name` lose where weights were returned, float64; None for gradients.
+
+    Raises:
+        UsageError: the update lacks the gradient.
+    """
     if not returns_weights(observation):
-        return bounds_of(observation.gradient_of(name).detach())
+        return None
     returned, kind = _numbers_sent(observation, name), sent_format(observation, name)
     least = LEAST_FLOAT16 / 2 if kind == torch.float16 else 0.0
     # Every local step rounds anew.
@@ -88,22 +129,100 @@ def _numbers_sent(observation: Observation, name: str) -> Tensor:
     return returned.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
-def bounds_of(gradient: Tensor) -> Tensor:
-    """`error_bounds` of a tensor that was sent as it is."""
+def bounds_of(gradient: Tensor, message: Message | None = None, rounding: Tensor | None = None) -> Tensor:
+    """`error_bounds` of a tensor.
+
+    Args:
+        message: the update that it is part of; None where it is the only one.
+        rounding: see `rounding_of_weights`.
+    """
     values = gradient.double()
     if not values.any():
-        return torch.zeros_like(values)
-    step = grid_of(values)
+        return torch.zeros_like(values) if rounding is None else rounding
+    beside = 0.0 if rounding is None else rounding
+    message = Message(_choice([(values, rounding)])) if message is None else message
+    magnitude = signs_of(values, rounding)
+    if magnitude is not None:
+        return (3**0.5 * magnitude + beside).expand(values.shape)
+    step = grid_of(values, rounding)
     if step is not None:
-        return (step / 2).expand(values.shape)
-    kind = _format(gradient, 0.0)
-    bounds = _half_spacing(values, kind)
-    floor = _lowest_bit(values[values != 0]) if kind == torch.float16 else 0.0
-    bounds = bounds.clamp(min=floor / 2)
-    smallest = float(values[values != 0].abs().min())
-    if float((without_zero_rows(values) == 0).double().mean()) > SPARSE and smallest > ABOVE_UNDERFLOW * floor:
-        bounds = torch.where(values == 0, smallest * (1 + 2.0 ** -BITS[kind]), bounds)
+        return (step * (0.5**0.5 if message.whole_steps else 0.5) + beside).expand(values.shape)
+    kind = torch.float32 if rounding is not None else _format(gradient, 0.0)
+    bounds, floor = _half_spacing(values, kind) if rounding is None else rounding, 0.0
+    if kind == torch.float16:
+        floor = _lowest_bit(values[values != 0])
+        bounds = bounds.clamp(min=floor / 2)
+    sizes = values[values != 0].abs()
+    if message.chosen == "largest" and float(sizes.min()) > ABOVE_UNDERFLOW * floor:
+        return torch.where(values == 0, float(sizes.min()) * (1 + 2.0 ** -BITS[kind]) + beside, bounds)
+    if message.chosen == "random":
+        return torch.where(values == 0, (3 * sizes.square().mean()).sqrt() + beside, bounds)
     return bounds
+
+
+def read_message(observation: Observation) -> Message:
+    """How an update was made, by its entries."""
+    return observation.once(_read_message)
+
+
+def _read_message(observation: Observation) -> Message:
+    parts = ((g.detach().double(), _rounding(observation, n)) for n, g in observation.gradients.items() if g.dim() > 1)
+    return Message(_choice(parts), _rounds_by_whole_steps(observation))
+
+
+def _rounding(observation: Observation, name: str) -> Tensor | None:
+    known = not returns_weights(observation) or name in dict(observation.model.named_parameters())
+    return rounding_of_weights(observation, name) if known else None
+
+
+def _choice(parts: Iterable[tuple[Tensor, Tensor | None]]) -> str:
+    """`Message.chosen` by the tensors of an update and what returning weights costs their entries."""
+    zeros = entries = 0
+    sent, gap = 1, 0.0  # of the tensor with scattered zeros of which most entries were sent
+    for values, rounding in parts:
+        if values.all() or not values.any():
+            continue
+        rows = without_zero_rows(values)
+        missing, sizes = int((rows == 0).sum()), values[values != 0].abs()
+        if rounding is not None and _rounded_to_zero(values, rounding):
+            missing = 0
+        zeros, entries = zeros + missing, entries + rows.numel()
+        if missing >= SPARSE_WITH_GAP * rows.numel() and len(sizes) > sent:
+            sent, gap = len(sizes), float(sizes.min() / sizes.median())
+    if not entries or zeros < SPARSE_WITH_GAP * entries:
+        return "none"
+    if gap > max(GAP, GAP_OF_CHANCE / sent):
+        return "largest"
+    return "random" if zeros >= SPARSE * entries else "none"
+
+
+def _rounded_to_zero(values: Tensor, rounding: Tensor) -> bool:
+    """Whether the rounding of returned weights explains the entries that are zero."""
+    small = (values != 0) & (values.abs() <= FEW_ROUNDINGS * rounding)
+    return int(small.sum()) >= NEIGHBOURS * int((values == 0).sum())
+
+
+def _rounds_by_whole_steps(observation: Observation) -> bool:
+    """Whether the grids of an update may be rounded at random, by the sum of its position rows and its bias."""
+    tokenizer, balance = tokenizer_of(observation), position_balance(observation)
+    if tokenizer is None or balance is None:
+        return True
+    if tokenizer.localisation is not None:
+        return False
+    bounds = {}
+    for name in (tokenizer.positions, tokenizer.shared_position, tokenizer.bias):
+        if name in observation.gradients:
+            values = observation.gradients[name].detach().double()
+            step = grid_of(values, _rounding(observation, name))
+            bounds[name] = torch.zeros_like(values) if step is None else (step / 2).expand(values.shape)
+    rows = tokenizer.position_rows(bounds)
+    parts = [tokenizer.shared_embedding(bounds), bounds.get(tokenizer.bias), rows]
+    rows = None if rows is None else rows[tokenizer.prefix :]
+    parts = [part.reshape(-1, tokenizer.width) for part in (*parts[:2], rows) if part is not None]
+    explained = float(torch.cat(parts).square().sum(dim=0).mean()) / 3
+    if not explained:
+        return False
+    return not NEAREST[0] < float(balance.of_update.square().mean()) / explained < NEAREST[1]
 
 
 def relative_deviation(gradient: Tensor, bounds: Tensor) -> float:
@@ -149,12 +268,6 @@ def largest_share_of_same_image(own: float) -> float:
     return max((own * OTHER_SHARE) ** 0.5, min(SAME * own, USUAL_OTHER_SHARE))
 
 
-def sample(tensor: Tensor) -> Tensor:
-    """At most `SAMPLE` entries, spread evenly, flat."""
-    flat = tensor.flatten()
-    return flat[:: -(-len(flat) // SAMPLE)]
-
-
 def _format(values: Tensor, slack: float) -> torch.dtype:
     """The coarsest floating-point format whose numbers all entries are, but for a relative `slack`."""
     if values.dtype in (torch.float16, torch.bfloat16):
@@ -185,49 +298,6 @@ def _lowest_bit(values: Tensor) -> float:
     whole = (mantissas.abs() * 2.0 ** BITS[torch.float32]).long()  # exact for float32 numbers
     lowest = (whole & -whole).double()
     return float((lowest * torch.ldexp(torch.ones_like(values), exponents - BITS[torch.float32])).min())
-
-
-def grid_of(values: Tensor) -> Tensor | None:
-    """The step of the grid on which all values lie: (), or a step a channel, broadcastable; None where they do not.
-
-    A channel is a row of a matrix, of a table or of filters, or a column of them.
-    """
-    step = _step_of(values.flatten())
-    if step is not None or values.dim() < 2:
-        return None if step is None else torch.tensor(step).to(values)
-    ones = [1] * (values.dim() - 1)
-    for rows, shape in (
-        (values.flatten(1), (-1, *ones)),
-        (values.reshape(-1, values.shape[-1]), (*values.shape[:-1], 1)),
-        (values.flatten(1).mT, (1, *values.shape[1:])),
-    ):
-        if len(rows) == 1 or rows.shape[1] < LEAST_IN_A_ROW:
-            continue
-        steps = []
-        for row in rows:
-            found = _step_of(row) if row.any() else 0.0
-            if found is None:
-                break
-            steps.append(found)
-        else:
-            return torch.tensor(steps).to(values).reshape(shape)
-    return None
-
-
-def _step_of(values: Tensor) -> float | None:
-    """The step whose whole multiples, at most `STEPS`, the differences of all values are; None where there is none."""
-    if any(len(some.unique()) > STEPS + 1 for some in (values[:SOME], sample(values))):
-        return None
-    different = values.unique().double()
-    if not LEAST_DIFFERENT <= len(different) <= STEPS + 1:
-        return None
-    offsets = different - different[0]
-    extent, largest = float(offsets[-1]), float(different.abs().max())
-    for step in (largest / 127, extent / 255, float(offsets.diff().min())):
-        multiples = offsets / step
-        if extent / step < STEPS + 1 and float((multiples - multiples.round()).abs().max()) < ON_GRID:
-            return step
-    return None
 
 
 def without_zero_rows(values: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""What leaks when a part of the update is not sent."""
+"""What leaks when the message has fewer digits, or fewer entries."""

@@ -6,10 +6,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attacks.registry import UsageError
-from experiments.message_precision.precisions import PRECISIONS
 from experiments.scaffold import AttackOptions, check_positive
 
-ATTACKS = ("patch_embedding", "token_span", "mjp_subspace", "mjp_rounds")
+ATTACKS = ("patch_embedding", "token_span", "mjp_subspace", "mjp_rounds", "sparse_rounds")
+RETURNED, DECAYED, FEEDBACK = "returned weights", "weight decay", " with feedback"
+# Message -> entry of the defence that makes it; none for those that a client's recipe makes.
+PRECISIONS = {
+    "float32": "none",
+    "float16": "quantise:quantise_format=float16",
+    "bfloat16": "quantise:quantise_format=bfloat16",
+    "int8 per channel": "quantise:quantise_per=row",
+    "int8 stochastic per channel": "quantise:quantise_per=row,quantise_rounding=stochastic",
+    "int8 per tensor": "quantise",
+    "int8 stochastic per tensor": "quantise:quantise_rounding=stochastic",
+    "int4 per channel": "quantise:quantise_format=int4,quantise_per=row",
+    "int4 stochastic per channel": "quantise:quantise_format=int4,quantise_per=row,quantise_rounding=stochastic",
+    "int4 per tensor": "quantise:quantise_format=int4",
+    "signs per channel": "quantise:quantise_format=sign,quantise_per=row",
+    "signs per tensor": "quantise:quantise_format=sign",
+    "largest 30 %": "topk:topk_share=0.3",
+    "largest 10 %": "topk:topk_share=0.1",
+    "largest 1 %": "topk:topk_share=0.01",
+    "largest 30 % of the update": "topk:topk_share=0.3,topk_over=update",
+    "largest 10 % of the update": "topk:topk_share=0.1,topk_over=update",
+    "random 30 %": "topk:topk_share=0.3,topk_choice=random",
+    "random 10 %": "topk:topk_share=0.1,topk_choice=random",
+    "random 1 %": "topk:topk_share=0.01,topk_choice=random",
+    f"largest 30 %{FEEDBACK}": "topk:topk_share=0.3,topk_feedback=true",
+    f"largest 10 %{FEEDBACK}": "topk:topk_share=0.1,topk_feedback=true",
+    f"largest 1 %{FEEDBACK}": "topk:topk_share=0.01,topk_feedback=true",
+    RETURNED: "none",
+    DECAYED: "none",
+}
 
 
 @dataclass(frozen=True)
@@ -22,6 +50,9 @@ class Options(AttackOptions):
     them). Every message is sent in each of --precisions. Attacks that know the errors of a message's entries run twice,
     without and with them; weight decay is left in the update for the first and removed for the second.
 
+    `sparse_rounds` reads --sparse-updates updates, weights drifting likewise, of an undefended client that sends a share
+    of the entries; messages with feedback are for it alone.
+
     Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models and
     images to a finished one.
     """
@@ -33,7 +64,7 @@ class Options(AttackOptions):
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     """Of the message."""
     attacks: tuple[str, ...] = ATTACKS
-    """Of patch_embedding, token_span, mjp_subspace and mjp_rounds."""
+    """Of patch_embedding, token_span, mjp_subspace, mjp_rounds and sparse_rounds."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None
@@ -44,6 +75,8 @@ class Options(AttackOptions):
     """MJP's masking ratio."""
     updates: int = 6
     """Of a client under MJP."""
+    sparse_updates: int = 40
+    """Of a client that sends a share of the entries."""
     drift: float = 1e-3
     """Change of the weights between two updates, relative."""
     rate: float = 1e-3
@@ -57,7 +90,7 @@ class Options(AttackOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        check_positive(self, "num_images", "updates")
+        check_positive(self, "num_images", "updates", "sparse_updates")
         for kind, given, known in (("precisions", self.precisions, PRECISIONS), ("attacks", self.attacks, ATTACKS)):
             unknown = [name for name in given if name not in known]
             if unknown or not given:

@@ -13,8 +13,8 @@ from rich.console import Console
 from attacks import Attack, Observation
 from attacks.fingerprints import repair
 from attacks.registry import UsageError
-from experiments.message_precision.options import Options
-from experiments.message_precision.precisions import send
+from experiments.message_precision.options import DECAYED, Options
+from experiments.message_precision.precisions import has_memory, is_sparse, send
 from experiments.message_precision.render import KNOWN, MESSAGE_PRECISION, PLAIN
 from experiments.session import AttackSession
 from fedmjp.audit.harness import Scored, run_attack
@@ -28,7 +28,7 @@ from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
-UNDEFENDED = ("patch_embedding", "token_span")
+UNDEFENDED = ("patch_embedding", "token_span", "sparse_rounds")
 
 
 def run(options: Options, console: Console) -> None:
@@ -91,26 +91,46 @@ class Run:
             case = victims.case(subject, defense, "no message", name, {})
             if not rows.done(case, ids):
                 yield case, Scored(name, {}, None, score(guess, originals), 0.0, ""), float("nan")
-        history: list[Observation] = []
+        histories: dict[int, list[Observation]] = {}
+        for precision, name, way, attack in self.cases(names):
+            case = victims.case(subject, defense, f"{precision}, {way}", name, attack.parameters())
+            if rows.done(case, ids):
+                continue
+            length = self.length(name, defense)
+            if length not in histories:
+                histories[length] = self.history(subject, victims, clients, originals, defense, length)
+            o = self.options
+            sent = send(histories[length], precision, rate=o.rate, decay=o.decay, seed=100 * o.seed + client)
+            if way == KNOWN and precision == DECAYED:
+                sent = [repair(view)[0] for view in sent]
+            found = run_attack(attack, name, sent, originals, score, weights_granted=True)
+            yield case, found, sent[-1].gradient_norm()
+
+    def cases(self, names: Sequence[str]) -> Iterator[tuple[str, str, str, Attack]]:
+        """Message, name of the attack, way in which it takes the message, and the attack."""
         for precision in self.options.precisions:
             for name in names:
-                for way, attack in _ways(name, precision).items():
-                    case = victims.case(subject, defense, f"{precision}, {way}", name, attack.parameters())
-                    if rows.done(case, ids):
-                        continue
-                    history = history or self.history(subject, victims, clients, originals, defense)
-                    sent = [send(v, precision, rate=self.options.rate, decay=self.options.decay) for v in history]
-                    if way == KNOWN and precision == "weight decay":
-                        sent = [repair(view)[0] for view in sent]
-                    found = run_attack(attack, name, sent, originals, score, weights_granted=True)
-                    yield case, found, sent[-1].gradient_norm()
+                if _reads(name, precision):
+                    yield from ((precision, name, way, attack) for way, attack in _ways(name, precision).items())
+
+    def length(self, name: str, defense: str) -> int:
+        """How many updates an attack reads."""
+        if name == "sparse_rounds":
+            return self.options.sparse_updates
+        return self.options.updates if defense == "mjp" else 1
 
     def history(
-        self, subject: Subject, victims: Victims, clients: Sequence[int], originals: torch.Tensor, defense: str
+        self,
+        subject: Subject,
+        victims: Victims,
+        clients: Sequence[int],
+        originals: torch.Tensor,
+        defense: str,
+        length: int,
     ) -> list[Observation]:
-        """A client's updates before anything happens to them, oldest first."""
+        """So many updates of a client before anything happens to them, oldest first."""
         o, built, found = self.options, subject.built, []
-        for number in range(o.updates if defense == "mjp" else 1):
+        for number in range(length):
             built = drifted(built, o.drift, o.seed, number) if number else built
             seen = victims.seen(built, MASKED, clients, originals, update=number)
             terms = victims.defense.loss_weights()
@@ -125,11 +145,18 @@ def _term(defense: Any) -> dict[str, str]:
     return {"dal": defense.dal} if hasattr(defense, "dal") else {}
 
 
+def _reads(name: str, precision: str) -> bool:
+    """Whether an attack is for such messages."""
+    return is_sparse(precision) if name == "sparse_rounds" else not has_memory(precision)
+
+
 def _ways(name: str, precision: str) -> dict[str, Attack]:
     """The attack without and with what the message's precision says of its errors, where that makes a difference."""
     if precision == "float32":
         return {PLAIN: build_attack(name)}
-    if precision == "weight decay":
+    if name == "sparse_rounds":
+        return {KNOWN: build_attack(name)}
+    if precision == DECAYED:
         return {PLAIN: build_attack(name), KNOWN: build_attack(name)}
     try:
         return {PLAIN: build_attack(name, {"intervals": False}), KNOWN: build_attack(name)}

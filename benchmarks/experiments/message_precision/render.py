@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from experiments.message_precision.precisions import PRECISIONS
+from experiments.message_precision.options import PRECISIONS
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.records.rows import BASELINES
 
@@ -114,4 +114,5 @@ def _cell(row, name: str, sign: str = "") -> str:
 
 
 MESSAGE_PRECISION = Rendering("message_precision", table_files, {"message_precision": table_block})
-RENDERINGS = (MESSAGE_PRECISION,)
+COMPRESSION = Rendering("compression", table_files, {"compression": table_block})
+RENDERINGS = (MESSAGE_PRECISION, COMPRESSION)
