@@ -42,9 +42,10 @@ def attack_line(name: str, rows: pd.DataFrame) -> dict[str, Any]:
     """Leakage under one attack, or of a guess that needs no gradient.
 
     Returns:
-        attack, guess (bool), passes (forward and backward, of attacks that search; else None), count (images), failed (of them, without an image), psnr and patches (share of
-        patches above 25 dB) each as mean, low, high, psnr_median, psnr_worst (dB, `WORST`), ssim, lpips (means),
-        certified and reidentified (shares of images; None where not checked), seconds, diagnosis (the most common).
+        attack, guess (bool), passes (forward and backward, of attacks that search; else None), count (images), failed
+        (of them, without an image), psnr and patches (share of patches above 25 dB) each as mean, low, high,
+        psnr_median, psnr_worst (dB, `WORST`), ssim, lpips (means), certified and reidentified (shares of images; None
+        where not checked), seconds, diagnosis (the most common).
     """
     returned, ranks = rows[rows["psnr"].notna()], rows[RANK].dropna()
     certified, settings = rows["certified"].dropna(), rows["attack_parameters"].iloc[0]

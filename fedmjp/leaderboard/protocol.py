@@ -17,6 +17,7 @@ from fedmjp.config import AuditConfig, DataConfig, ModelConfig, RunConfig
 from fedmjp.federation_options import FederationConfig
 
 SEARCH = "inverting_gradients"  # the one search that every submission gets, beside the suite
+SLOW = ("unmix", "unmix_rounds")  # seconds an update
 IMAGES = "photos-in-order"
 PLAIN = (Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT)
 NOT_RUN = "no attack here yet"
@@ -100,11 +101,13 @@ class Track:
         name: in files.
         meaning: one line, with its measured cost.
         images: clients under attack; each holds one image.
-        models: the attacked models, with shipped weights.
+        models: the models of which one update is attacked, with shipped weights.
+        joined: the models of which several updates are attacked.
         rounds: updates of an image where a tier has several.
         budget: seconds of one CPU core that the suite may plan for an update, as `--budget` takes it.
         search_steps: steps (forward and backward passes) of `SEARCH` on an update.
         search_updates: updates that `SEARCH` gets in a federation.
+        slow_updates: updates that each attack of `SLOW` gets in a federation.
         tuned_model: model of the fine-tuning that gives accuracy and cost.
         tuning_rounds: its rounds.
         tuning_clients: its clients, each with as many images in a batch as it holds.
@@ -116,10 +119,12 @@ class Track:
     meaning: str
     images: int
     models: tuple[str, ...] = ("vit_mini_32", "vit_mini_64")
+    joined: tuple[str, ...] = ("vit_mini_64",)
     rounds: int = 6
     budget: str = "10s"
     search_steps: int = 100
-    search_updates: int = 2
+    search_updates: int = 1
+    slow_updates: int = 4
     tuned_model: str = "vit_mini_64"
     tuning_rounds: int = 15
     tuning_clients: int = 12
@@ -131,12 +136,21 @@ TRACKS = {
     track.name: track
     for track in (
         Track("small", "8 photographs", 8),
-        Track("full", "32 photographs", 32),
+        Track(
+            "full",
+            "32 photographs",
+            32,
+            joined=("vit_mini_32", "vit_mini_64"),
+            search_steps=960,
+            search_updates=4,
+            slow_updates=32,
+        ),
         Track(
             "trial",
             "2 photographs, seconds, to see whether a defence runs; not comparable",
             2,
             models=("vit_mini_32",),
+            joined=("vit_mini_32",),
             rounds=2,
             budget="2s",
             search_steps=2,
@@ -198,13 +212,14 @@ def parts(entry: str, track: Track, out: Path, data: str = IMAGES) -> Iterator[P
         data: the images, as --data takes them.
     """
     for tier in RUN_TIERS:
-        for model in track.models:
+        rounds = track.rounds if tier.several else 1
+        for model in track.joined if tier.several else track.models:
             config = RunConfig(
                 defense=(entry,),
-                federation=FederationConfig(clients=track.images, rounds=track.rounds if tier.several else 1),
+                federation=FederationConfig(clients=track.images, rounds=rounds, evaluate_every=rounds),
                 model=ModelConfig(model=model),
                 data=DataConfig(data=data, train_limit=track.images, test_limit=40),
-                audit=_audit(tier, track),
+                audit=_audit(tier, track, rounds),
                 threads=1,
                 seed=SEED,
                 out=out / f"{tier.name}-{model}",
@@ -213,15 +228,16 @@ def parts(entry: str, track: Track, out: Path, data: str = IMAGES) -> Iterator[P
             yield Part(tier, model, config)
 
 
-def _audit(tier: Tier, track: Track) -> AuditConfig:
-    """The suite within the budget, on every client's last update, and one search on some."""
-    searched = tier.searched
+def _audit(tier: Tier, track: Track, rounds: int) -> AuditConfig:
+    """The suite within the budget on every client's last update, its slow attacks and one search on some."""
+    searched, limits = tier.searched, dict.fromkeys(SLOW, track.slow_updates)
+    limits |= {SEARCH: track.search_updates} if searched else {}
     return AuditConfig(
         attacks=(AUTO, SEARCH) if searched else (AUTO,),
         budget=track.budget,
         audit_clients=tuple(range(track.images)),
-        audit_rounds=(track.rounds if tier.several else 1,),
-        at_most=(f"{SEARCH}={track.search_updates}",) if searched else (),
+        audit_rounds=(rounds,),
+        at_most=tuple(f"{name}={count}" for name, count in limits.items()),
         steps=(f"{SEARCH}={track.search_steps}",) if searched else (),
         grants=tuple(sorted(grant.value for grant in tier.grants)),
     )

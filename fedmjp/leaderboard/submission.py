@@ -251,6 +251,7 @@ def _protocol(track: Track) -> dict[str, Any]:
     return {
         "budget": track.budget,
         "search": {"attack": protocol.SEARCH, "passes": track.search_steps, "updates": track.search_updates},
+        "slow": dict.fromkeys(protocol.SLOW, track.slow_updates),
         "rounds": track.rounds,
         "candidates": track.candidates,
         "tuning": tuning,
@@ -288,31 +289,32 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-SHOWN, SIDE = 4, 64  # pictures of a card, and pixels of each
+SHOWN, SIDE = 4, 64  # images of a card's picture, and pixels of each
 
 
 def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, Any]) -> str:
-    """Write what the deciding attack makes of the first images of the list; "" for a user's own images.
+    """Write the originals, and below them what the deciding attack makes of them, as one picture.
 
-    An image that the attack was not run on, or returned nothing of, stays grey.
+    Of the images that the attack was run on, the first ones of the list; grey where it returned nothing.
 
     Returns:
-        path of the PNG file in the folder of the leaderboard.
+        path of the PNG file in the folder of the leaderboard; "" for a user's own images, or without an attack.
     """
     if submission.images is not None or not worst["attack"]:
         return ""
     part = next(part for part in every if (part.tier.name, part.model) == (worst["tier"], worst["model"]))
     rows = load_rows(part.config.out / "rows.jsonl")
-    rows = rows[rows["attack"] == worst["attack"]]
-    strip = Image.new("RGB", (SHOWN * SIDE, SIDE), (128, 128, 128))
-    for place, image_id in enumerate(list(fixed_images(submission.track.images))[:SHOWN]):
-        for row in rows[rows["image_id"] == image_id].to_dict("records"):
-            path = image_path(
-                part.config.out, row["defense"], row["round"], row["client"], row["image"], worst["attack"]
-            )
+    rows = rows[rows["attack"] == worst["attack"]].set_index("image_id")
+    shown = [image for image in fixed_images(submission.track.images) if image in rows.index][:SHOWN]
+    sheet = Image.new("RGB", (SHOWN * SIDE, 2 * SIDE), (128, 128, 128))
+    for column, image_id in enumerate(shown):
+        row = rows.loc[image_id]
+        for line, what in enumerate(("original", worst["attack"])):
+            path = image_path(part.config.out, row["defense"], row["round"], row["client"], row["image"], what)
             if path.exists():
-                strip.paste(Image.open(path).resize((SIDE, SIDE), Image.Resampling.NEAREST), (place * SIDE, 0))
+                cell = Image.open(path).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+                sheet.paste(cell, (column * SIDE, line * SIDE))
     target = submission.results / "pictures" / f"{submission.name}.png"
     target.parent.mkdir(parents=True, exist_ok=True)
-    strip.save(target, optimize=True)
+    sheet.save(target, optimize=True)
     return f"pictures/{target.name}"
