@@ -6,7 +6,9 @@ What computes is imported after the options are read and checked.
 
 from __future__ import annotations
 
+import secrets
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,61 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """Compute a submission's figures again from its rows, and run a random tenth of its updates again; code 1 where
+    something differs."""
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """The submission's JSON file; its rows are beside it."""
+    seed: int | None = None
+    """Of the choice of updates (none given: a new one, which is printed)."""
+    images: Path | None = None
+    """The folder of a submission on images of its own."""
+    record: bool = False
+    """Note in the file that the re-run gave the same."""
+
+    def run(self, console: Console) -> None:
+        """Do it.
+
+        Raises:
+            Differs: the submission is not what a re-run gives.
+            UsageError, ClientFailure: see `verify.differences`.
+        """
+        from fedmjp.leaderboard.verify import differences, record
+
+        seed = secrets.randbelow(2**31) if self.seed is None else self.seed
+        with tempfile.TemporaryDirectory() as folder:
+            found = differences(self.file, seed, Path(folder), console, self.images)
+        if found:
+            raise Differs("\n".join([f"{self.file.name} differs:", *found]))
+        if self.record:
+            record(self.file, seed)
+        console.print(f"{self.file.name}: nothing differs", highlight=False)
+
+
+@dataclass(frozen=True)
+class Render:
+    """Fill the leaderboard's blocks in pages: <!-- leaderboard --> (table, plane and cards) and
+    <!-- leaderboard_small -->."""
+
+    results: Path = Path("results/leaderboard")
+    """Folder of the leaderboard."""
+    pages: tuple[Path, ...] = (Path("docs/leaderboard.md"), Path("README.md"))
+    """Markdown files with such blocks."""
+
+    def run(self, console: Console) -> None:
+        """Do it.
+
+        Raises:
+            UsageError: see `page.render`.
+        """
+        from fedmjp.leaderboard.page import render
+
+        for one in render(self.results, self.pages) or ["nothing differs"]:
+            console.print(one, highlight=False)
+
+
+@dataclass(frozen=True)
 class List:
     """Name the submissions, the worst case of each, and whether they can be compared."""
 
@@ -75,7 +132,12 @@ class List:
         console.print(listing(self.results))
 
 
-Command = Annotated[Add, tyro.conf.subcommand("add")] | Annotated[List, tyro.conf.subcommand("list")]
+Command = (
+    Annotated[Add, tyro.conf.subcommand("add")]
+    | Annotated[Render, tyro.conf.subcommand("render")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[List, tyro.conf.subcommand("list")]
+)
 DESCRIPTION = "The leaderboard of defences: one protocol for all, a file for each."
 
 

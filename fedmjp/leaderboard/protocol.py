@@ -268,12 +268,6 @@ def tuning(entry: str, track: Track, out: Path) -> RunConfig:
 def for_rows(part: Part, clients: tuple[int, ...], attacks: tuple[str, ...], out: Path) -> RunConfig:
     """The run that repeats some rows of a part: only these clients' updates, only these attacks."""
     audit = part.config.audit
-    searched = SEARCH in attacks
-    audit = replace(
-        audit,
-        attacks=attacks,
-        audit_clients=clients,
-        at_most=(),
-        steps=audit.steps if searched else (),
-    )
+    steps = audit.steps if SEARCH in attacks else ()
+    audit = replace(audit, attacks=attacks, audit_clients=clients, at_most=(), steps=steps)
     return replace(part.config, audit=audit, out=out / part.config.out.name)
