@@ -48,7 +48,7 @@ def differences(path: Path, seed: int, work: Path, console: Console, images: Pat
     document = schema.read(path)
     if document["data"]["name"].startswith("folder:") and images is None:
         raise UsageError(f"{path.name} is on {document['data']['name']}; pass its images with --images")
-    found = list(_static(document, path))
+    found = list(static_differences(document, path))
     if found:
         return found
     rows = load_rows(path.parent / document["rows"]["file"], measure.ROWS)
@@ -63,7 +63,7 @@ def record(path: Path, seed: int) -> None:
     write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
-def _static(document: Mapping[str, Any], path: Path) -> Iterator[str]:
+def static_differences(document: Mapping[str, Any], path: Path) -> Iterator[str]:
     """What can be checked without running anything."""
     packed = path.parent / document["rows"]["file"]
     if not packed.is_file():
