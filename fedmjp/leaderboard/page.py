@@ -216,7 +216,21 @@ def _percent(value: float | None, digits: int = 0, unit: str = "") -> str:
     return NONE if value is None else f"{100 * value:.{digits}f}{unit}"
 
 
-BLOCKS: Mapping[str, Callable[[Path], str]] = {"leaderboard": leaderboard, "leaderboard_small": small}
+def tiers(folder: Path) -> str:
+    """The threat tiers, with the capabilities that each grants."""
+    heads = ["tier", "the server", "nearest in Carletti et al.", "grants", "attacked here"]
+    lines = []
+    for tier in protocol.TIERS:
+        grants = ", ".join(f"`{grant.value}`" for grant in tier.grants)
+        lines.append([tier.title, tier.meaning, tier.published, grants, tier.why_not or "yes"])
+    return markdown_table(heads, lines)
+
+
+BLOCKS: Mapping[str, Callable[[Path], str]] = {
+    "leaderboard": leaderboard,
+    "leaderboard_small": small,
+    "leaderboard_tiers": tiers,
+}
 
 
 def render(results: Path, pages: Sequence[Path]) -> list[str]:

@@ -34,6 +34,7 @@ class Tier:
         several: whether the attacked update is the last of several of the same image.
         searched: whether `SEARCH` runs beside the suite.
         meaning: one sentence.
+        published: the nearest threat model of Carletti et al. (USENIX Security 2025).
         why_not: why this protocol runs nothing under it; "" where it does.
     """
 
@@ -41,6 +42,7 @@ class Tier:
     title: str
     grants: tuple[Capability, ...]
     meaning: str
+    published: str = "none"
     several: bool = False
     searched: bool = False
     why_not: str = ""
@@ -52,6 +54,7 @@ TIERS = (
         "passive, one update",
         PLAIN,
         "an honest-but-curious server that has one update of a client and knows the model that it sent",
+        "B, informed eavesdropper",
         searched=True,
     ),
     Tier(
@@ -59,6 +62,7 @@ TIERS = (
         "passive, several updates",
         (*PLAIN, Capability.SEVERAL_ROUNDS),
         "the same server, which keeps a client's updates over the rounds; the client uses its image in every round",
+        "B, over several rounds",
         several=True,
     ),
     Tier(
@@ -66,6 +70,7 @@ TIERS = (
         "passive with auxiliary data",
         (*PLAIN, Capability.SEVERAL_ROUNDS, Capability.AUXILIARY_DATA),
         "the same server, which also has public photographs to fit priors and predictors to",
+        "D, data-enhanced eavesdropper",
         several=True,
     ),
     Tier(
@@ -73,6 +78,7 @@ TIERS = (
         "active on parameters",
         PLAIN,
         "a malicious server that chooses the weights it sends",
+        "F, active manipulator",
         why_not=NOT_RUN,
     ),
     Tier(
@@ -80,6 +86,7 @@ TIERS = (
         "active on architecture",
         (*PLAIN, Capability.MODIFIED_MODEL),
         "a malicious server that chooses the architecture it sends",
+        "F, active manipulator",
         why_not=NOT_RUN,
     ),
     Tier(
