@@ -11,7 +11,8 @@ from html import escape
 from typing import Any
 
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 16, 46
+LEFT, RIGHT, TOP, BOTTOM = 56, 24, 42, 46
+RADIUS = 9
 MOST = 60.0  # dB; reconstructions above it are exact to the eye
 COLOURS = {"leaks": "#D55E00", "partly": "#E69F00", "no leak shown": "#009E73", "not tested": "#9a9a9a"}
 
@@ -43,7 +44,7 @@ SCRIPT = """<script>
       const place = JSON.parse(point.dataset.y)[event.target.value];
       point.style.display = place ? "" : "none";
       if (!place) return;
-      point.setAttribute("transform", `translate(${point.dataset.x} ${place[0]})`);
+      point.setAttribute("transform", `translate(${place[3]} ${place[0]})`);
       point.querySelector("circle").setAttribute("fill", place[1]);
       point.querySelector("title").textContent = place[2];
     });
@@ -71,10 +72,10 @@ def plane(points: Sequence[Mapping[str, Any]], tiers: Mapping[str, str]) -> str:
         "<div>",  # Markdown leaves what stands in it as it is
         f'<p><label>Threat tier: <select id="leaderboard-tier"><option value="worst">the worst of all</option>{options}'
         "</select></label></p>",
-        f'<svg id="leaderboard-plane" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" style="max-width:100%;font:12px '
+        f'<svg id="leaderboard-plane" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" style="max-width:min(100%, 900px);font:12px '
         f'sans-serif" aria-label="Accuracy against leakage of {len(points)} submissions">',
         *_axes(low, high, across),
-        *(_point(point, across(point["accuracy"])) for point in points),
+        *(_point(point, spread) for point, spread in zip(points, _spread(points, across), strict=True)),
         *_legend(),
         "</svg>",
         "</div>",
@@ -111,17 +112,39 @@ def _axes(low: float, high: float, across: Any) -> list[str]:
     return lines
 
 
-def _point(point: Mapping[str, Any], x: float) -> str:
+def _spread(points: Sequence[Mapping[str, Any]], across: Any) -> list[dict[str, float]]:
+    """For each point the x of each tier: that of its accuracy, or beside the points that stand there already."""
+    taken: dict[str, list[tuple[float, float]]] = {}
+    found = []
+    for point in points:
+        own = {}
+        for tier, (psnr, _, _) in point["places"].items():
+            y, others = _down(psnr or 0.0), taken.setdefault(tier, [])
+            steps = (sign * 2 * RADIUS * step for step in range(len(points)) for sign in (1, -1))
+            own[tier] = next(
+                round(across(point["accuracy"]) + step, 1)
+                for step in steps
+                if all(
+                    abs(across(point["accuracy"]) + step - x) >= 2 * RADIUS or abs(y - other) >= 2 * RADIUS
+                    for x, other in others
+                )
+            )
+            others.append((own[tier], y))
+        found.append(own)
+    return found
+
+
+def _point(point: Mapping[str, Any], spread: Mapping[str, float]) -> str:
     """A numbered circle that links to its card; `data-y` holds its places under all tiers."""
     places = {
-        tier: None if psnr is None else [_down(psnr), COLOURS[answer], words]
+        tier: None if psnr is None else [_down(psnr), COLOURS[answer], words, spread[tier]]
         for tier, (psnr, answer, words) in point["places"].items()
     }
-    worst = places["worst"] or [_down(0), COLOURS["not tested"], point["places"]["worst"][2]]
+    worst = places["worst"] or [_down(0), COLOURS["not tested"], point["places"]["worst"][2], spread["worst"]]
     data = escape(json.dumps(places | {"worst": worst}, ensure_ascii=False), quote=True)
     return (
-        f'<g data-x="{x}" data-y="{data}" transform="translate({x} {worst[0]})"><a href="#{point["link"]}">'
-        f'<title>{escape(worst[2])}</title><circle r="9" fill="{worst[1]}" fill-opacity=".85"/>'
+        f'<g data-y="{data}" transform="translate({worst[3]} {worst[0]})"><a href="#{point["link"]}">'
+        f'<title>{escape(worst[2])}</title><circle r="{RADIUS}" fill="{worst[1]}" fill-opacity=".85"/>'
         f'<text y="4" text-anchor="middle" fill="#fff" font-size="10">{point["number"]}</text></a></g>'
     )
 
@@ -131,7 +154,7 @@ def _legend() -> list[str]:
     for place, (answer, colour) in enumerate(COLOURS.items()):
         x = LEFT + 20 + place * 130
         lines.append(
-            f'<circle cx="{x}" cy="{TOP + 2}" r="5" fill="{colour}"/>'
-            f'<text x="{x + 10}" y="{TOP + 6}" fill="currentColor">{answer}</text>'
+            f'<circle cx="{x}" cy="12" r="5" fill="{colour}"/>'
+            f'<text x="{x + 10}" y="16" fill="currentColor">{answer}</text>'
         )
     return lines

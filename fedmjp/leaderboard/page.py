@@ -13,7 +13,7 @@ from fedmjp.leaderboard import figure, measure, protocol
 from fedmjp.leaderboard.listing import submissions, tier_title
 from fedmjp.report.blocks import differing_blocks, markdown_table
 
-SHORT = 3  # submissions in the README beside no defence
+SHORT = 2  # submissions in the README beside no defence
 NONE = "–"
 HEADS = (
     "#",

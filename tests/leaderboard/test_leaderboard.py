@@ -272,7 +272,7 @@ def test_the_page_is_the_same_twice_and_names_every_submission(added: Path, tmp_
     text = page.leaderboard(tmp_path / "results")
     assert text == page.leaderboard(tmp_path / "results")
     assert [one["entry"] for one in submissions(tmp_path / "results")] == ["none", ENTRY]
-    assert text.count("\n### ") == text.count("<g data-x=") == 2
+    assert text.count("\n### ") == text.count("<g data-y=") == 2
     assert "[toy, gamma 0.5](#toy-gamma-05)" in text
     assert "### toy, gamma 0.5" in text
     assert "**No adaptive attack:**" in text
