@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from rich.console import Console
 from torch import Tensor
 
 from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
@@ -31,7 +32,7 @@ from fedmjp.metrics.baselines import mean_image
 from fedmjp.progress import RunProgress
 from fedmjp.records import provenance
 from fedmjp.records.rows import BASELINES, RowLog
-from fedmjp.records.run_folder import RunFolder
+from fedmjp.records.run_folder import RunFolder, holds_finished
 from fedmjp.records.server_state import ServerState
 from fedmjp.records.tracking import Tracker, open_tracker
 
@@ -48,6 +49,24 @@ def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) 
     ENGINES.get(config.federation.engine)(
         lambda grid: run_on_grid(grid, config, folder, progress), config.federation.clients
     )
+
+
+def run_or_resume(config: RunConfig, title: str, console: Console) -> None:
+    """Run or take up the federations of `config` in `config.out`, unless they are finished.
+
+    Args:
+        title: for a line of progress.
+
+    Raises:
+        UsageError, ClientFailure: see `run_experiment`.
+    """
+    if holds_finished(config):
+        console.print(f"{title}: finished before", highlight=False)
+        return
+    console.print(title, style="bold", highlight=False)
+    folder = RunFolder(config)
+    run_experiment(config, folder, RunProgress(console))
+    folder.finish()
 
 
 def run_on_grid(grid: Any, config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:

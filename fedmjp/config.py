@@ -91,9 +91,10 @@ class DataConfig:
     """What is trained on."""
 
     data: str = "photos"
-    """photos (embedded), cifar10, cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files; without class
-    folders there are no labels). For segmentation: mosaics (made from the photographs), or masks:PATH (ADE20K's
-    layout). For models of speech: speech:PATH (WORD/NAME.wav), or spoken (by espeak-ng)."""
+    """photos (embedded; photos-in-order is the same, but limits take the first ones, best views first), cifar10,
+    cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files; without class folders there are no labels).
+    For segmentation: mosaics (made from the photographs), or masks:PATH (ADE20K's layout). For models of speech:
+    speech:PATH (WORD/NAME.wav), or spoken (by espeak-ng)."""
     data_path: Path | None = None
     """Local copy of a named data set: parquet files in the hub's layout, or an image folder for imagenet."""
     train_limit: int | None = None

@@ -15,13 +15,13 @@ import pandas as pd
 from rich.console import Console
 
 from attacks import UsageError
-from experiments.federations import gather_rows, reasons_not_run, train
+from experiments.federations import gather_rows, reasons_not_run
 from experiments.rendering import read_rows
 from experiments.scaffold import Failure
 from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.render import TRADEOFF
 from experiments.tradeoff.table import point_of
-from fedmjp.audited_federation import check_before_start
+from fedmjp.audited_federation import check_before_start, run_or_resume
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import Defense
@@ -170,7 +170,7 @@ def run(options: Options, console: Console) -> None:
     every = list(federations(options))
     try:
         for number, one in enumerate(every, start=1):
-            train(one.config, f"federation {number} of {len(every)}: {one.title}", console)
+            run_or_resume(one.config, f"federation {number} of {len(every)}: {one.title}", console)
     except ClientFailure as error:
         raise Failure(f"{error}\n{options.resume_hint()}") from error
     finally:
