@@ -81,11 +81,12 @@ def observe_update(
         round: number of the round, from 1.
         client: the client's number, from 0.
         sent: weights and buffers that the client was sent, by name.
-        received: gradients, or weights, that the client returned, by parameter name.
+        received: gradients, or weights, that the client returned, by parameter name; the server knows which of them
+            its clients leave as they are, and the observation is without those.
         labels: (B,) int64, included only if the threat model grants them.
     """
     f, built = task.config.federation, task.model
-    gradients = {n: t.to(task.device) for n, t in received.items()}
+    gradients = {n: t.to(task.device) for n, t in received.items() if not task.defense.freezes(n)}
     steps = task.steps(client)
     if f.update == "weights":
         gradients = {n: (sent[n].to(t) - t) / f.learning_rate for n, t in gradients.items()}

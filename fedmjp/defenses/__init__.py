@@ -19,6 +19,7 @@ DEFENSES: Registry[type[Defense]] = Registry(
         "mjp": "fedmjp.defenses.mjp:MaskedJigsawPuzzle",
         "noise": "fedmjp.defenses.noise:ClippedNoise",
         "spp": "fedmjp.defenses.spp:ShuffledPatchesAndPixels",
+        "withheld": "fedmjp.defenses.withheld:Withheld",
     },
     group="fedmjp.defenses",
     base="fedmjp.defenses.base:Defense",
