@@ -54,6 +54,11 @@ class Withheld(Defense):
         """The attacks that solve with what is still sent."""
         return tuple(name for name, needed in SOLVES_WITH.items() if not any(map(self.freezes, needed)))
 
+    @property
+    def adapts(self) -> bool:
+        """No: `adapt` only checks."""
+        return False
+
     def parameters(self) -> dict[str, Any]:
         """The option that decides, as rows hold it."""
         return {"train_only": self.train_only} if self.train_only else {"withhold": self.withhold}

@@ -41,6 +41,8 @@ def test_a_group_is_left_out_and_nothing_else() -> None:
     assert left["nothing"] - left["first query, key, value"] == {"blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias"}
     assert len(left["nothing"] - left["first block"]) == 12
     assert left["all but the classifier"] == {"head.weight", "head.bias"}
+    assert left["all but biases and classifier"] == {n for n in left["nothing"] if n.endswith("bias")} | {"head.weight"}
+    assert len(left["all but norms and classifier"]) == 2 * (2 * 6 + 1) + 2
 
 
 def test_the_span_takes_over_where_positions_are_withheld(finished) -> None:

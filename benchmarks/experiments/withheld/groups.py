@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attacks import Observation
-from fedmjp.defenses.parameter_groups import belongs
+from fedmjp.defenses import Defense
+from fedmjp.defenses.withheld import Withheld
 
-# Row of the table -> entries of `fedmjp.defenses.parameter_groups`.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "nothing": (),
-    "position embedding": ("positions",),
-    "patch projection": ("patch_projection",),
-    "positions and projection": ("positions", "patch_projection"),
-    "first query, key, value": ("first_attention",),
-    "first block": ("first_block",),
-    "positions and first block": ("positions", "first_block"),
-    "all but the classifier": ("all_but_head",),
+# Row of the table -> the defence whose frozen parameters are left out.
+GROUPS: dict[str, Defense] = {
+    "nothing": Defense(),
+    "position embedding": Withheld(withhold=("positions",)),
+    "patch projection": Withheld(withhold=("patch_projection",)),
+    "positions and projection": Withheld(withhold=("positions", "patch_projection")),
+    "first query, key, value": Withheld(withhold=("first_attention",)),
+    "first block": Withheld(withhold=("first_block",)),
+    "positions and first block": Withheld(withhold=("positions", "first_block")),
+    "all but biases and classifier": Withheld(train_only=("biases", "head")),
+    "all but norms and classifier": Withheld(train_only=("norms", "head")),
+    "all but the classifier": Withheld(train_only=("head",)),
 }
 
 
 def without(observation: Observation, group: str) -> Observation:
     """The update without the parameters of a group."""
-    gone = GROUPS[group]
-    return replace(observation, gradients={n: g for n, g in observation.gradients.items() if not belongs(n, gone)})
+    gone = GROUPS[group].freezes
+    return replace(observation, gradients={n: g for n, g in observation.gradients.items() if not gone(n)})
