@@ -268,8 +268,8 @@ class RunConfig:
             return self.federation.clients
         if not 2 <= size <= sampled or sampled % size:
             raise UsageError(
-                f"--secure-aggregation {size} makes no equal groups of the {sampled} clients of a round; pass a divisor "
-                f"of {sampled} from 2 on, or 0 for none"
+                f"--secure-aggregation {size} makes no equal groups of the {sampled} clients of a round; pass a "
+                f"divisor of {sampled} from 2 on, or 0 for none"
             )
         if self.federation.local_epochs:
             raise UsageError("--secure-aggregation needs clients of equally many steps: pass --local-steps instead")

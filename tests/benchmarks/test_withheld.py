@@ -79,7 +79,7 @@ def test_one_group_alone_and_others_later(tmp_path) -> None:
         (["--models", "vit_mini_32"], "write MODEL=SOURCE"),
         (["--models", "vit_mini_33=auto"], "unknown model"),
         (["--models", "vit_mini_32=auto@31"], "do not divide"),
-        (["--budget", "0"], "--budget must be positive"),
+        (["--budget", "soon"], "--budget takes"),
         (["--groups", "positions"], "--groups 'positions': choose from: 'nothing', 'position embedding'"),
     ],
 )

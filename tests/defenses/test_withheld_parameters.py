@@ -142,8 +142,11 @@ def test_it_acts_in_chains() -> None:
     ],
 )
 def test_bad_options_are_one_line(entry: str, words: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    def start() -> None:
         read_defense(entry).validate()
         ClientTask(config_of(entry), entry)
+
+    with pytest.raises(UsageError) as caught:
+        start()
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
