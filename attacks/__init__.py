@@ -61,6 +61,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "breaching_april": "attacks.breaching:BreachingApril",
         "april": "attacks.closed_form.april:April",
         "batch_rounds": "attacks.closed_form.batch_rounds:BatchRounds",
+        "lora_span": "attacks.closed_form.lora_span:LoRASpan",
         "patch_embedding": "attacks.closed_form.patch_embedding:PatchEmbedding",
         "position_head": "attacks.heads.position_head:PositionHead",
         "token_span": "attacks.closed_form.token_span:TokenSpan",

@@ -16,6 +16,7 @@ DEFENSES: Registry[type[Defense]] = Registry(
     {
         "none": "fedmjp.defenses.base:Defense",
         "frozen_positions": "fedmjp.defenses.frozen_positions:FrozenPositions",
+        "lora": "fedmjp.defenses.lora:LowRankAdaptation",
         "mjp": "fedmjp.defenses.mjp:MaskedJigsawPuzzle",
         "noise": "fedmjp.defenses.noise:ClippedNoise",
         "spp": "fedmjp.defenses.spp:ShuffledPatchesAndPixels",

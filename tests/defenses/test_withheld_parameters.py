@@ -7,10 +7,9 @@ from fnmatch import fnmatch
 import pytest
 import torch
 
-from attacks import ATTACKS, ThreatModel, UsageError
+from attacks import ATTACKS, UsageError
 from attacks.gradient_matching.matched_update import extract_matched_update
 from attacks.gradient_matching.simulation import build_simulation
-from fedmjp.audit.observe import observe_update
 from fedmjp.client import ClientTask
 from fedmjp.config import DataConfig, ModelConfig, RunConfig
 from fedmjp.defenses import DEFENSES
@@ -19,6 +18,7 @@ from fedmjp.defenses.parameter_groups import GROUPS, belongs
 from fedmjp.federation_options import FederationConfig
 from fedmjp.metrics import psnr
 from fedmjp.models import POSITION_TABLES, build_model
+from tests.conftest import federated_rounds, observed_update
 
 WITHHELD = DEFENSES.get("withheld")
 
@@ -71,10 +71,8 @@ def config_of(defense: str, **federation) -> RunConfig:
 def observed(defense: str, **federation):
     """The task, and the observation of client 0's first update."""
     task = ClientTask(config_of(defense, **federation), defense)
-    weights = {n: p.detach().clone() for n, p in task.parameters.items()}
-    received = task.update(0, 1, weights).tensors
-    model = task.model.module.eval()
-    view = observe_update(task, ThreatModel(), model=model, round=1, client=0, sent=weights, received=received)
+    number, sent, (received, *_) = next(federated_rounds(task, 1))
+    view = observed_update(task, sent, received, number)
     return task, view
 
 

@@ -7,48 +7,31 @@ import json
 import pytest
 import torch
 
-from attacks import ATTACKS, ThreatModel
+from attacks import ATTACKS, UsageError
 from fedmjp import simulate
 from fedmjp.audit.aggregate import Aggregation
 from fedmjp.audit.assignment import match
-from fedmjp.audit.observe import model_as_sent, observe_update
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
 from fedmjp.federation import ServerView
 from fedmjp.metrics import psnr
+from tests.conftest import federated_rounds, observed_update
 
 GROUP = {"clients": 2, "secure_aggregation": 2, "audit_clients": "0", "test_limit": 2}
-
-
-def rounds_of(task: ClientTask, rounds: int):
-    """The single updates and what the server sees of them, round by round; the weights move by the mean gradient."""
-    weights = {n: p.detach().clone() for n, p in task.parameters.items()}
-    aggregation, size = Aggregation(task.config.audit.secure_aggregation), len(task.parts)
-    for number in range(1, rounds + 1):
-        results = [task.update(client, number, weights).tensors for client in range(size)]
-        sent = {n: w.clone() for n, w in weights.items()}
-        seen = [aggregation.add(ServerView(number, client, sent, r)) for client, r in enumerate(results)]
-        yield results, sent, seen
-        rate = task.config.federation.learning_rate
-        weights = {n: w - rate * sum(r[n] for r in results) / size for n, w in weights.items()}
-
-
-def observe(task: ClientTask, sent, received, number: int, **kwargs):
-    model = model_as_sent(task.model.module, sent)
-    kwargs = {"client": 0} | kwargs
-    return observe_update(task, ThreatModel(), model=model, round=number, sent=sent, received=received, **kwargs)
 
 
 @pytest.mark.parametrize("update", ["gradient", "weights"])
 def test_the_observation_of_a_group_is_the_mean_of_the_single_ones(update: str) -> None:
     options = GROUP | {"model": "vit_micro8_32", "clients": 4, "update": update, "train_limit": 8, "batch_size": 2}
     task = ClientTask(from_flat(options), "none")
-    results, sent, seen = next(rounds_of(task, 1))
+    _, sent, results = next(federated_rounds(task, 1))
+    aggregation = Aggregation(2)
+    seen = [aggregation.add(ServerView(1, client, sent, r)) for client, r in enumerate(results)]
     assert [view is None for view in seen] == [True, False, True, False]
     assert [view.members for view in seen if view] == [(0, 1), (2, 3)]
     assert [view.client for view in seen if view] == [0, 1]
-    whole = observe(task, sent, seen[3].received, 1, client=1, clients=2)
-    single = [observe(task, sent, received, 1, client=c) for c, received in enumerate(results)]
+    whole = observed_update(task, sent, seen[3].received, 1, client=1, clients=2)
+    single = [observed_update(task, sent, received, 1, client=c) for c, received in enumerate(results)]
     assert (whole.num_examples, whole.kind) == (4, update)
     for name, gradient in whole.gradients.items():
         mean = torch.stack([view.gradients[name].double() for view in single[2:]]).mean(dim=0)
@@ -66,9 +49,10 @@ def test_groups_start_anew_in_every_round() -> None:
 def test_sums_of_two_clients_over_rounds_leak_their_images() -> None:
     """Trained weights; each client has three photographs, which meet different ones of the other client."""
     task = ClientTask(from_flat(GROUP | {"model": "vit_mini_64", "train_limit": 6}), "none")
-    views = []
-    for number, (_, sent, seen) in enumerate(rounds_of(task, 9), start=1):
-        views.append(observe(task, sent, seen[-1].received, number, clients=2))
+    aggregation, views = Aggregation(2), []
+    for number, sent, updates in federated_rounds(task, 9):
+        *_, seen = [aggregation.add(ServerView(number, c, sent, update)) for c, update in enumerate(updates)]
+        views.append(observed_update(task, sent, seen.received, number, clients=2))
     found = ATTACKS.get("batch_rounds")()(views)
     originals = torch.cat([task.batch(client, 9, 0).images for client in (0, 1)])
     scores = psnr(found.images[match(found.images, originals)], originals)
@@ -104,8 +88,6 @@ def test_a_run_names_the_view_in_its_rows(tmp_path) -> None:
     ],
 )
 def test_mistakes_are_one_line(options: dict, words: str) -> None:
-    from attacks import UsageError
-
     with pytest.raises(UsageError) as caught:
         from_flat(options, RunConfig()).validate()
     assert words in str(caught.value)
