@@ -33,7 +33,7 @@ from attacks.base import Attack
 from attacks.certificate import certify
 from attacks.closed_form.token_equations import prefix_tokens, was_sent
 from attacks.closed_form.token_span import TokenSpan
-from attacks.linear.input_spans import count_inputs
+from attacks.linear.input_spans import bias_of, count_inputs
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
@@ -69,9 +69,9 @@ class LoRASpan(Attack):
         received, relative to its size (difference).
         """
         target = observations[-1]
-        weight, rows = _names(target)[0], _collected(observations)
+        rows = _collected(observations)
         tokens, stacked = _tokens(target), torch.cat(rows)
-        found = TokenSpan(steps=0).reconstruct([replace(target, gradients={**target.gradients, weight: stacked})])
+        found = TokenSpan(steps=0).reconstruct([_as_whole_layer(target, stacked)])
         directions, residual = count_inputs(stacked, stacked.dtype), certify(target, found)[1]
         reasons = [found.diagnosis] if found.diagnosis else []
         if directions > tokens:
@@ -89,20 +89,27 @@ class LoRASpan(Attack):
         return replace(found, known=known, diagnosis="; ".join(reasons), details=details)
 
 
-def _names(observation: Observation) -> tuple[str, str]:
-    """The first attention's weight, and the factor A beside it.
+def _factors(observation: Observation) -> list[str]:
+    """Names of the factors A beside the first attention's weights.
 
     Raises:
         UsageError: there is none.
     """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    for weight in find_first_attention(observation.model, tokenizer.width).weights:
-        factor = input_factor(observation.model, weight)
-        if factor is not None:
-            return weight, factor
-    raise UsageError(
-        "the first attention has no low-rank factors (LoRA), whose gradients over rounds are collected here"
-    )
+    weights = find_first_attention(observation.model, tokenizer.width).weights
+    found = [name for name in (input_factor(observation.model, weight) for weight in weights) if name]
+    if not found:
+        raise UsageError("the first attention has no low-rank factors (LoRA), whose gradients are collected here")
+    return found
+
+
+def _as_whole_layer(observation: Observation, rows: Tensor) -> Observation:
+    """The update as if the rows were the gradient of the first attention's weights, without biases."""
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    weights = find_first_attention(observation.model, tokenizer.width).weights
+    biases = {bias_of(weight) for weight in weights}
+    others = {n: g for n, g in observation.gradients.items() if n not in biases}
+    return replace(observation, gradients=others | dict.fromkeys(weights, rows))
 
 
 def _tokens(observation: Observation) -> int:
@@ -118,16 +125,17 @@ def _collected(observations: Sequence[Observation]) -> list[Tensor]:
         UsageError: there is none, or they have fewer rows than an image has tokens.
     """
     target = observations[-1]
-    factor, tokens = _names(target)[1], _tokens(target)
+    factors, tokens = _factors(target), _tokens(target)
     before = _before_attention(target)
     found = [
-        o.gradients[factor]
+        torch.cat([o.gradients[name] for name in factors if was_sent(o, name)])
         for o in observations
-        if was_sent(o, factor) and all(torch.equal(t, before[n]) for n, t in _before_attention(o).items())
+        if any(was_sent(o, name) for name in factors)
+        and all(torch.equal(t, before[n]) for n, t in _before_attention(o).items())
     ]
     if not found:
         raise UsageError(
-            f"the gradient of {factor} is zero or not sent: the factor B starts at zero, so that a client's first "
+            f"the gradient of {factors[0]} is zero or not sent: the factor B starts at zero, so that a client's first "
             "update holds nothing of it; attack later ones"
         )
     if sum(map(len, found)) <= tokens:
