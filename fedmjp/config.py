@@ -273,6 +273,8 @@ class RunConfig:
             )
         if self.federation.local_epochs:
             raise UsageError("--secure-aggregation needs clients of equally many steps: pass --local-steps instead")
+        if self.federation.least_share < 1:
+            raise UsageError("--secure-aggregation needs every client of a round: leave --least-share at 1")
         return sampled // size
 
     def attack_settings(self) -> dict[str, dict[str, Any]]:

@@ -84,6 +84,7 @@ def test_a_run_names_the_view_in_its_rows(tmp_path) -> None:
         ({"secure_aggregation": 1}, "from 2 on"),
         ({"secure_aggregation": 4, "audit_clients": "2"}, "--audit-clients 2 is no group of 4 clients; choose from 0"),
         ({"secure_aggregation": 2, "local_epochs": 1, "update": "weights"}, "pass --local-steps instead"),
+        ({"secure_aggregation": 2, "least_share": 0.5}, "leave --least-share at 1"),
         ({"grants": "aggregate_only"}, "is set by --secure-aggregation"),
     ],
 )
