@@ -62,6 +62,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "april": "attacks.closed_form.april:April",
         "batch_rounds": "attacks.closed_form.batch_rounds:BatchRounds",
         "sparse_rounds": "attacks.closed_form.sparse_rounds:SparseRounds",
+        "lora_span": "attacks.closed_form.lora_span:LoRASpan",
         "patch_embedding": "attacks.closed_form.patch_embedding:PatchEmbedding",
         "position_head": "attacks.heads.position_head:PositionHead",
         "token_span": "attacks.closed_form.token_span:TokenSpan",

@@ -35,6 +35,7 @@ class Capability(StrEnum):
     TOKEN_GRADIENT = "token_gradient"  # dL/dz a token even where no position embedding sends it (no message holds it)
     MODIFIED_MODEL = "modified_model"  # the server chose the architecture to its advantage
     AUXILIARY_DATA = "auxiliary_data"  # public photographs, to which a prior was fitted
+    AGGREGATE_ONLY = "aggregate_only"  # a restriction: the server sees sums over several clients, no single update
 
 
 @dataclass(frozen=True)

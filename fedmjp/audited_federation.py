@@ -14,19 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
 from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
 from attacks.findings import Finding
 from attacks.fingerprints import repair
+from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
 from fedmjp.audit.harness import Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import SentModels, observe_update, undo_adam
 from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
-from fedmjp.federation import ENGINES, ServerView, run_rounds
+from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.metrics import load_lpips
 from fedmjp.metrics.baselines import mean_image
 from fedmjp.progress import RunProgress
@@ -103,6 +105,7 @@ class FederationAudit:
         names = (*BASELINES, *ATTACKS)
         self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
         self.memory, self.models = self._memory(), SentModels(task.model.module)
+        self.aggregation = Aggregation(self.config.audit.secure_aggregation)
         self.round_started = time.perf_counter()
 
     def _memory(self) -> Memory | None:
@@ -147,11 +150,13 @@ class FederationAudit:
                     optimizer=state.optimizer if state else None,
                 )
 
-    def on_update(self, view: ServerView) -> None:
-        """Audit one client's update, if the run asks for it."""
-        audited = (view.round, view.client) in self.attacked[BASELINES[0]]
-        if audited or (self.memory is not None and view.client in self.config.audit.audit_clients):
-            self._audit(view, audited)
+    def on_update(self, view: SingleUpdate) -> None:
+        """Audit one client's update, or that of its group once it is complete, if the run asks for it."""
+        seen = self.aggregation.add(view)
+        if seen is not None:
+            audited = (seen.round, seen.client) in self.attacked[BASELINES[0]]
+            if audited or (self.memory is not None and seen.client in self.config.audit.audit_clients):
+                self._audit(seen, audited)
         self.progress.client_done()
 
     def on_failure(self, number: int, client: int, reason: str) -> None:
@@ -177,17 +182,27 @@ class FederationAudit:
     def _track(self, values: Mapping[str, float], number: int) -> None:
         self.tracker.scalars({f"{self.defense}/{name}": value for name, value in values.items()}, number)
 
-    def _wanted(self, view: ServerView, suite: Suite) -> list[str]:
+    def _wanted(self, view: SeenUpdate, suite: Suite) -> list[str]:
         """The guesses and attacks of the suite that are due on this update and have no rows yet."""
-        place, ids = (view.round, view.client), self.task.batch_ids(view.client, view.round, 0)
+        place = view.round, view.client
+        ids = [i for member in view.members for i in self.task.batch_ids(member, view.round, 0)]
         parameters = dict.fromkeys(BASELINES, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
         due = {name: own for name, own in parameters.items() if place in self.attacked[name]}
         return [n for n, own in due.items() if not self.rows.done(self._case(n, own, *place), ids)]
 
-    def _audit(self, view: ServerView, audited: bool) -> None:
+    def _batch(self, view: SeenUpdate) -> tuple[Batch, Tensor]:
+        """The first local step's batch of all members together, and their images as the models saw them."""
         # Local steps after the first see other images; an attack on a summed update is scored on the first step's.
-        batch = self.task.batch(view.client, view.round, 0)
-        seen = self.task.seen(batch, view.client, view.round, 0)
+        own = [self.task.batch(member, view.round, 0) for member in view.members]
+        pairs = zip(own, view.members, strict=True)
+        seen = torch.cat([self.task.seen(batch, member, view.round, 0).images for batch, member in pairs])
+        if len(own) == 1:
+            return own[0], seen
+        images, labels, targets = (torch.cat([getattr(b, n) for b in own]) for n in ("images", "labels", "targets"))
+        return Batch(images, labels, tuple(i for batch in own for i in batch.ids), targets), seen
+
+    def _audit(self, view: SeenUpdate, audited: bool) -> None:
+        batch, seen = self._batch(view)
         observation = observe_update(
             self.task,
             self.threat_model,
@@ -197,6 +212,7 @@ class FederationAudit:
             sent=view.sent,
             received=view.received,
             labels=batch.labels,
+            clients=len(view.members),
         )
         first_step = self.config.local.optimizer == "adamw" and observation.local_steps == 1
         observation, findings = undo_adam(observation) if first_step else repair(observation)
@@ -212,7 +228,7 @@ class FederationAudit:
             )
             self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
             self.folder.note_findings(self.defense, findings)
-            self._attack(observations, suite, self._wanted(view, suite), batch, seen.images, view, findings)
+            self._attack(observations, suite, self._wanted(view, suite), batch, seen, view, findings)
         if self.memory:
             self.memory.add(observation)
 
@@ -223,7 +239,7 @@ class FederationAudit:
         wanted: list[str],
         batch: Batch,
         seen: Tensor,
-        view: ServerView,
+        view: SeenUpdate,
         findings: Sequence[Finding],
     ) -> None:
         """Write rows and pictures of the guesses and attacks that are wanted."""
@@ -244,7 +260,7 @@ class FederationAudit:
         ):
             self._write(scored, observation, batch, norm)
 
-    def _baselines(self, view: ServerView, size: int) -> dict[str, Tensor]:
+    def _baselines(self, view: SeenUpdate, size: int) -> dict[str, Tensor]:
         """The two guesses that need no gradient, (B, C, H, W) each."""
         test = self.task.data.test
         others = [(view.round * 101 + view.client * 7 + i) % len(test) for i in range(size)]
@@ -267,7 +283,7 @@ class FederationAudit:
 
     def _case(self, attack: str, parameters: Mapping[str, Any], round: int, client: int) -> dict[str, Any]:
         """The columns that identify this batch's rows, `records.rows.CASE`."""
-        config = self.config
+        config, group = self.config, self.config.audit.secure_aggregation
         return {
             "dataset": self.task.data.name,
             "model": self.task.model.name,
@@ -277,10 +293,10 @@ class FederationAudit:
             "defense_parameters": self.task.defense.parameters(),
             "objective": self.task.objective_name,
             "objective_parameters": dict(vars(self.task.learner.objective)),
-            "setting": self.task.setting,
+            "setting": self.task.setting + (f", sum of {group} clients" if group else ""),
             "precision": "float32",
             "update": config.federation.update,
-            "batch_size": config.federation.batch_size,
+            "batch_size": config.federation.batch_size * max(group, 1),
             "local_steps": self.task.steps(client),
             "seed": config.seed,
             "threat_model": sorted(c.value for c in config.threat_model().grants),

@@ -41,6 +41,15 @@ TRAITS = {
     # Batches of two alone: what stands in the way of those has tests of its own.
     "batch_tokens": Traits(single_image=False, needs_positions=False, needs_table=False, reads_masks=True, images=2),
     "token_span": Traits(exact_on=(("standard", torch.float64, 110.0), SPAN), needs_positions=False),
+    # Of a rank above the number of tokens one update is enough; rounds have tests of their own.
+    "lora_span": Traits(
+        needs_positions=False,
+        needs_table=False,
+        reads_masks=True,
+        single_image=False,
+        single_step=False,
+        own=contract.low_rank,
+    ),
     "position_head": Traits(
         needs_positions=False, needs_table=False, without_table=True, own=contract.places_predicted
     ),
