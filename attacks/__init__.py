@@ -62,6 +62,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "april": "attacks.closed_form.april:April",
         "batch_rounds": "attacks.closed_form.batch_rounds:BatchRounds",
         "patch_embedding": "attacks.closed_form.patch_embedding:PatchEmbedding",
+        "pixel_head": "attacks.heads.pixel_head:PixelHead",
         "position_head": "attacks.heads.position_head:PositionHead",
         "token_span": "attacks.closed_form.token_span:TokenSpan",
         "batch_tokens": "attacks.mjp.batch_tokens:BatchTokens",
