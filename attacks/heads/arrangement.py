@@ -9,7 +9,7 @@ those that its gradient holds, and tokens are exchanged as long as that lowers t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -88,32 +88,30 @@ def improved(
     least, lowered = difference(arrangement), True
     while lowered:
         lowered = False
-        for trial in _exchanges(arrangement, surprise, masked):
-            found = difference(trial)
-            if found < least * (1 - LOWERED):
-                arrangement, least, lowered = trial, found, True
-                break
+        for one, other in combinations(range(len(arrangement.tokens)), 2):
+            for trial in _exchanged(arrangement, surprise, masked, one, other):
+                found = difference(trial)
+                if found < least * (1 - LOWERED):
+                    arrangement, least, lowered = trial, found, True
     return arrangement
 
 
-def _exchanges(own: Arrangement, surprise: Tensor, masked: Tensor) -> Iterator[Arrangement]:
-    """Arrangements one exchange away: a place between views, what is masked at a place, two places of one view."""
-    places, count = len(masked), len(own.tokens)
-    for one, other in combinations(range(count), 2):
-        same, within = one % places == other % places, one // places == other // places
-        pair = [one, other]
-        if same and masked[one % places]:
-            for flags in ((True, False), (False, True), (True, True)):
-                hidden = own.hidden.clone()
-                hidden[pair] = torch.tensor(flags, device=hidden.device)
-                if not torch.equal(hidden, own.hidden):
-                    yield replace(own, hidden=hidden)
-        if same or within and _cost(own.tokens, surprise, one, other) < LARGEST_COST:
-            tokens, hidden = own.tokens.clone(), own.hidden.clone()
-            tokens[pair] = tokens[pair[::-1]]
-            if same:
-                hidden[pair] = hidden[pair[::-1]]
-            yield Arrangement(tokens, hidden)
+def _exchanged(own: Arrangement, surprise: Tensor, masked: Tensor, one: int, other: int) -> list[Arrangement]:
+    """What two places allow: their tokens exchanged, within a view or a place; or other masks of one place."""
+    places, pair, found = len(masked), [one, other], []
+    same, within = one % places == other % places, one // places == other // places
+    if same and masked[one % places]:
+        for flags in ((True, False), (False, True), (True, True)):
+            hidden = own.hidden.clone()
+            hidden[pair] = torch.tensor(flags, device=hidden.device)
+            found.append(replace(own, hidden=hidden))
+    if same or within and _cost(own.tokens, surprise, one, other) < LARGEST_COST:
+        tokens, hidden = own.tokens.clone(), own.hidden.clone()
+        tokens[pair] = tokens[pair[::-1]]
+        if same:
+            hidden[pair] = hidden[pair[::-1]]
+        found.append(Arrangement(tokens, hidden))
+    return found
 
 
 def _cost(tokens: Tensor, surprise: Tensor, one: int, other: int) -> float:

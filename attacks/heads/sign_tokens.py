@@ -4,17 +4,17 @@ A head y_i = W h_i + b whose outputs are compared with targets x_i (pixels of pa
 
     dL/dW = c S^T H,    dL/db = c S^T 1,    S = sign(Y - X)  (T, K),    H (T, D) the features of the T tokens.
 
-Only S and H are unknown, and S is binary: its rows are vectors of signs within the column space of dL/dW, U (K, T). This
-is blind separation of binary sources (van der Veen, "Analytical method for blind binary signal separation", IEEE Trans.
-Signal Processing 45, 1997), solved here by minimising sum_k (v_k^2 - 1)^2 over v = U w from random starts (constant
-modulus; the step is the fixed point of Hyvarinen and Oja 1997) and rounding. What is an exact vector of signs in U is
-kept, up to its sign.
+Only S and H are unknown, and S is binary: its rows are vectors of signs within the column space of dL/dW, U (K, T).
+This is blind separation of binary sources (van der Veen, "Analytical method for blind binary signal separation", IEEE
+Trans. Signal Processing 45, 1997), solved here by minimising sum_k (v_k^2 - 1)^2 over v = U w from random starts
+(constant modulus; the step is the fixed point of Hyvarinen and Oja 1997) and rounding. What is an exact vector of signs
+in U is kept, up to its sign.
 
-Where three tokens' signs combine, s_a + s_b - s_c or the like is a vector of signs as well, so more than T may be found.
-Which of them are tokens follows from the features: with the tokens themselves, dL/db has the coefficient c on every one.
-With other vectors some coefficients differ. The smallest sum of coefficients is sought channel by channel (linear
-programmes), vectors that other channels use weighing less (Candes, Wakin and Boyd 2008). Coefficients of dL/db that are
-all equal prove the solution: that of other vectors was never seen to have them.
+Where three tokens' signs combine, s_a + s_b - s_c or the like is a vector of signs as well, so that more than T may be
+found. Which of them are tokens follows from dL/db, which has the coefficient c on every token: on other vectors some
+coefficients differ. The least sum of coefficients is sought channel by channel (linear programmes), vectors that other
+channels use weighing less (Candes, Wakin and Boyd 2008); the solution is accepted where all coefficients of dL/db are
+equal.
 
 Then x_ik > y_ik where s_ik < 0, with y = W h + b known: one bit of every pixel at a known threshold, masked patches
 included. The order of the tokens is not in the head's gradient.
@@ -36,10 +36,8 @@ from torch.nn import functional
 from attacks.heads.dense_head import DenseHead
 from attacks.registry import UsageError
 
-# Random starts of a batch, batches at most, steps of a start, and their length; roundings into the span.
-STARTS, BATCHES, STEPS, LENGTH, ROUNDINGS = 500, 12, 150, 0.3, 10
-# A batch that finds nothing new ends the search after so many batches.
-LEAST_BATCHES = 4
+# Random starts of a batch, batches, steps of a start, and their length; roundings into the span.
+STARTS, BATCHES, STEPS, LENGTH, ROUNDINGS = 500, 20, 150, 0.3, 10
 # Distance from the span up to which a vector of signs lies in it; it is 2 sqrt(1 - T / K) where one sign is wrong.
 INSIDE = 1e-2
 # Sign vectors for each token up to which linear programmes choose among them, and how often they are weighed.
@@ -80,8 +78,8 @@ def read_sign_tokens(head: DenseHead) -> SignTokens:
     rank = int(torch.linalg.matrix_rank(found)) if len(found) else 0
     if rank < head.rank:
         raise UsageError(
-            f"the gradient of {head.name} has rank {head.rank}, and vectors of signs span {rank} of it: its loss is not "
-            "an L1 distance, or uniform patches share their signs with others"
+            f"the gradient of {head.name} has rank {head.rank}, and vectors of signs span {rank} of it: its loss is "
+            "not an L1 distance, or its tokens are too many for its rows to be separated"
         )
     sent = torch.cat([head.weight_gradient, head.bias_gradient[:, None]], dim=1)  # (K, D + 1)
     chosen = found if len(found) == rank else _choose(found, span, sent)
@@ -89,21 +87,19 @@ def read_sign_tokens(head: DenseHead) -> SignTokens:
     scales = solution[:, -1].abs()
     if float(scales.max() - scales.min()) > EQUAL * float(scales.median()):
         raise UsageError(
-            f"{len(found)} vectors of signs lie in the span of the gradient of {head.name}, of rank {head.rank}, and no "
-            "choice among them was found that gives all tokens the same weight: uniform patches share signs with others"
+            f"{len(found)} vectors of signs lie in the span of the gradient of {head.name}, of rank {head.rank}, and "
+            "no choice among them was found that gives all tokens the same weight: the signs of uniform patches combine"
         )
     turned = solution[:, -1].sign()[:, None]
     features = (turned * solution)[:, :-1] / scales.mean()
-    return SignTokens(
-        turned * chosen, features, features @ head.weight.T + head.bias, float(scales.mean()), len(found)
-    )
+    return SignTokens(turned * chosen, features, features @ head.weight.T + head.bias, float(scales.mean()), len(found))
 
 
 def sign_vectors(span: Tensor) -> Tensor:
     """The vectors of signs that were found in a space, (m, K) with first entry +1, for its orthonormal basis (K, T)."""
     generator = torch.Generator().manual_seed(0)
     found = span.new_zeros(0, len(span))
-    for batch in range(BATCHES):
+    for _ in range(BATCHES):
         start = torch.randn(span.shape[1], STARTS, generator=generator, dtype=torch.float64).to(span)
         w = functional.normalize(start, dim=0) * len(span) ** 0.5
         for _ in range(STEPS):
@@ -112,10 +108,7 @@ def sign_vectors(span: Tensor) -> Tensor:
         for _ in range(ROUNDINGS):
             signs = (span @ (span.T @ signs)).sign()
         inside = (span @ (span.T @ signs) - signs).norm(dim=0) < INSIDE
-        known = len(found)
         found = torch.unique(torch.cat([found, (signs[:, inside] * signs[:1, inside]).T]), dim=0)
-        if len(found) == known and batch + 1 >= LEAST_BATCHES:
-            break
     return found
 
 
