@@ -22,7 +22,7 @@ from attacks.mjp.jigsaw_solver import Costs, border_costs, solve
 # Weight of a standard deviation of the borders' costs, beside the logarithm of a probability; annealings, moves of one.
 BORDER, RESTARTS, MOST_MOVES = 10.0, 4, 5_000
 # Two tokens of a view are exchanged only where that costs less than this, as a logarithm of a probability.
-LARGEST_COST = 60.0
+LARGEST_COST = 40.0
 # An exchange has to lower the difference by this share.
 LOWERED = 1e-3
 

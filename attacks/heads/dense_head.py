@@ -128,8 +128,8 @@ def _too_many_tokens(head: DenseHead, tokens: int) -> str:
     if tokens >= min(rows, width):
         return (
             f"the gradient of {head.name} is a sum over {tokens} tokens, which must be fewer than its {rows} rows and "
-            f"{width} channels: {rows} x {width} numbers would hold {tokens} x {width} of features and {tokens} x {rows} "
-            "signs"
+            f"{width} channels: {rows} x {width} numbers would hold {tokens} x {width} of features and "
+            f"{tokens} x {rows} signs"
         )
     if head.rank < tokens:
         return (

@@ -170,7 +170,7 @@ class Views:
         if search.residual > LARGEST_RESIDUAL:
             reason = (
                 f"the views found leave {search.residual**0.5:.1%} of the head's gradient unexplained after "
-                f"{search.evaluations} evaluations: some tokens are in wrong places or views"
+                f"{search.evaluations} evaluations (--steps pixel_head=NUMBER for more; or tokens are in wrong places)"
             )
         sure = (misses < LARGEST_MISS) & ~hidden & (not reason)
         shape = (self.target.num_examples, len(self.masked))

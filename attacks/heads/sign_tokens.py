@@ -11,10 +11,10 @@ Trans. Signal Processing 45, 1997), solved here by minimising sum_k (v_k^2 - 1)^
 in U is kept, up to its sign.
 
 Where three tokens' signs combine, s_a + s_b - s_c or the like is a vector of signs as well, so that more than T may be
-found. Which of them are tokens follows from dL/db, which has the coefficient c on every token: on other vectors some
-coefficients differ. The least sum of coefficients is sought channel by channel (linear programmes), vectors that other
-channels use weighing less (Candes, Wakin and Boyd 2008); the solution is accepted where all coefficients of dL/db are
-equal.
+found. Which of them are tokens follows from the coefficients: on the tokens, dL/db / c has the coefficient 1 on every
+one, and dL/dW / c features that are not negative, as after a ReLU (before the last layer of MST's decoder). A search
+exchanges vectors until that is so; the solution is accepted where all coefficients of dL/db are equal. Heads whose
+features can be negative were not tried.
 
 Then x_ik > y_ik where s_ik < 0, with y = W h + b known: one bit of every pixel at a known threshold, masked patches
 included. The order of the tokens is not in the head's gradient.
@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import scipy.optimize
+import scipy.linalg
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -40,10 +39,10 @@ from attacks.registry import UsageError
 STARTS, BATCHES, STEPS, LENGTH, ROUNDINGS = 500, 20, 150, 0.3, 10
 # Distance from the span up to which a vector of signs lies in it; it is 2 sqrt(1 - T / K) where one sign is wrong.
 INSIDE = 1e-2
-# Sign vectors for each token up to which linear programmes choose among them, and how often they are weighed.
-MOST_A_TOKEN, WEIGHINGS = 4, 8
-# Share of the most used vector's use that is added before uses become weights; least use that counts.
-SOFTENED, USED = 0.03, 1e-6
+# Sign vectors for each token up to which a search chooses among them: searches, moves of one, and moves for which a
+# vector that left may not come back. Shares of a vector below this are zero; weight of the ones beside the features;
+# violation at which the search ends.
+MOST_A_TOKEN, SEARCHES, MOVES, TABU, LEAST_SHARE, WEIGHT_OF_ONES, ALLOWED = 16, 3, 300, 10, 0.2, 5.0, 1e-2
 # Largest relative difference of the coefficients of dL/db.
 EQUAL = 1e-3
 
@@ -113,7 +112,9 @@ def sign_vectors(span: Tensor) -> Tensor:
 
 
 def _choose(found: Tensor, span: Tensor, sent: Tensor) -> Tensor:
-    """T of the vectors of signs (m, K), independent, on which the gradient (K, D + 1) has the least coefficients.
+    """T of the vectors of signs (m, K), independent, on which the gradient (K, D + 1) has coefficients of tokens.
+
+    A tabu search: of all exchanges of one chosen vector the one with the least violation is made, until there is none.
 
     Raises:
         UsageError: there are too many to choose from.
@@ -124,21 +125,59 @@ def _choose(found: Tensor, span: Tensor, sent: Tensor) -> Tensor:
             f"{count} vectors of signs lie in the span of a head's gradient of rank {tokens}: uniform patches, whose "
             "signs combine, leave open which of them are tokens"
         )
-    vectors, targets = (span.T @ found.T).cpu().numpy(), (span.T @ sent).cpu().numpy()
-    both, targets = np.concatenate([vectors, -vectors], axis=1), targets / np.linalg.norm(targets, axis=0)
-    weights = np.ones(2 * count)
-    for _ in range(WEIGHINGS):
-        programmes = (scipy.optimize.linprog(weights, A_eq=both, b_eq=target, method="highs") for target in targets.T)
-        use = sum((np.maximum(solved.x, 0) for solved in programmes if solved.x is not None), np.zeros(2 * count))
-        if int((use > USED).sum()) == tokens:
+    vectors, targets = span.T @ found.T, span.T @ sent / _scale(sent[:, -1])  # (T, m), (T, D + 1)
+    best, least = torch.arange(tokens), float("inf")
+    for start in range(SEARCHES):
+        chosen, left = _independent(vectors, start), torch.zeros(count, dtype=torch.int64)
+        for move in range(MOVES):
+            solved = torch.linalg.solve(vectors[:, chosen], torch.cat([vectors, targets], dim=1))
+            shares, coefficients = solved[:, :count], solved[:, count:]  # (T, m), (T, D + 1)
+            violation = float(_violation(coefficients))
+            if violation < least:
+                best, least = chosen.clone(), violation
+            open_ = left <= move
+            open_[chosen] = False
+            out, into = ((shares.abs() > LEAST_SHARE) & open_).nonzero().T
+            if least < ALLOWED or not len(out):
+                break
+            chosen, left = _best_exchange(chosen, left, shares, coefficients, out, into, move)
+        if least < ALLOWED:
             break
-        weights = 1 / (use + SOFTENED * use.max())
-        weights /= weights.min()
-    use = np.maximum(use[:count], use[count:])
-    chosen: list[int] = []
-    for candidate in np.argsort(-use):
-        if np.linalg.matrix_rank(vectors[:, [*chosen, candidate]]) > len(chosen):
-            chosen.append(int(candidate))
-        if len(chosen) == tokens:
-            break
-    return found[chosen]
+    return found[best]
+
+
+def _best_exchange(
+    chosen: Tensor, left: Tensor, shares: Tensor, coefficients: Tensor, out: Tensor, into: Tensor, move: int
+) -> tuple[Tensor, Tensor]:
+    """The chosen vectors (T,) after one of the exchanges out -> into (n,), and until when vectors may not come back."""
+    shares, each = shares[:, into].T, torch.arange(len(out))  # (n, T)
+    pivot = coefficients[out] / shares[each, out][:, None]  # (n, D + 1), of the vector that comes in
+    changed = coefficients - shares[:, :, None] * pivot[:, None]  # (n, T, D + 1)
+    changed[each, out] = pivot
+    best = int(_violation(changed).argmin())
+    chosen, left = chosen.clone(), left.clone()
+    left[chosen[out[best]]] = move + TABU
+    chosen[out[best]] = into[best]
+    return chosen, left
+
+
+def _violation(coefficients: Tensor) -> Tensor:
+    """How far coefficients [H, 1] (..., T, D + 1), each row up to its sign, are from features >= 0 and from ones."""
+    turned = coefficients * torch.where(coefficients[..., -1:] < 0, -1.0, 1.0)
+    negative = (-turned[..., :-1]).clamp(min=0).sum(dim=(-1, -2))
+    return negative + WEIGHT_OF_ONES * (turned[..., -1] - 1).abs().sum(dim=-1)
+
+
+def _scale(bias_gradient: Tensor) -> Tensor:
+    """c of c S^T 1, (K,), whose entries differ by multiples of 2 c."""
+    values = bias_gradient.sort().values
+    steps = values.diff()
+    steps = steps[steps > EQUAL * values.abs().max()]
+    return steps.min() / 2 if len(steps) else values.abs().max()
+
+
+def _independent(vectors: Tensor, seed: int) -> Tensor:
+    """(T,) int64, some T of the vectors (T, m) that are independent: others for another seed."""
+    weights = 0.5 + torch.rand(vectors.shape[1], generator=torch.Generator().manual_seed(seed))
+    _, _, order = scipy.linalg.qr((vectors * weights.to(vectors)).cpu().numpy(), mode="economic", pivoting=True)
+    return torch.as_tensor(order[: len(vectors)], dtype=torch.int64)

@@ -80,6 +80,11 @@ def places_predicted() -> Observation:
     return observe_under("mp3:eta=0.5", "vit_micro8_32", photographs(32, 1))
 
 
+def pixels_restored() -> Observation:
+    """MST: two views of a photograph without uniform patches are restored."""
+    return observe_under("mst:local_crops=0,outputs=16,hidden=16,bottleneck=8", "vit_micro8_32", photographs(32, 8)[7:])
+
+
 def withheld() -> Observation:
     """The position embedding's gradient is not part of the update."""
     view = observe(small(), photographs(64, 1))
