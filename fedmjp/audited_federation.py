@@ -158,7 +158,8 @@ class FederationAudit:
 
     def _wanted(self, view: ServerView, suite: Suite) -> list[str]:
         """The guesses and attacks of the suite that are due on this update and have no rows yet."""
-        place, ids = (view.round, view.client), self.task.batch_ids(view.client, view.round, 0)
+        place = view.round, view.client
+        ids = self.task.batch_ids(view.client, view.round, 0) * self.task.learner.objective.whole_views
         parameters = dict.fromkeys(BASELINES, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
         due = {name: own for name, own in parameters.items() if place in self.attacked[name]}
         return [n for n, own in due.items() if not self.rows.done(self._case(n, own, *place), ids)]
@@ -207,6 +208,8 @@ class FederationAudit:
     ) -> None:
         """Write rows and pictures of the guesses and attacks that are wanted."""
         originals, observation = batch.images.to(self.task.device), observations[-1]
+        if self.task.learner.objective.whole_views > 1:  # an update holds the views, and the image only through them
+            originals = self.task.whole_views(batch, view.client, view.round, 0)
         if wanted:
             self.folder.save_images(self.defense, view.round, view.client, "original", originals)
             self.folder.save_images(self.defense, view.round, view.client, "seen", seen)
@@ -238,7 +241,7 @@ class FederationAudit:
             mask = scored.known.float().expand(-1, 3, -1, -1)
             self.folder.save_images(*place, f"{scored.attack}_known", mask)
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
-        for index, image_id in enumerate(batch.ids):
+        for index, image_id in enumerate(batch.ids * self.task.learner.objective.whole_views):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
         found = [r["psnr"] for r in scored.records]
         self.psnr[scored.attack] += filter(math.isfinite, found)  # of images that came back

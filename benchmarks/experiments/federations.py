@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,8 +15,13 @@ from fedmjp.records.rows import pack_rows
 from fedmjp.records.run_folder import RunFolder, holds_finished
 
 
-def train(config: RunConfig, title: str, console: Console) -> None:
+def train(
+    config: RunConfig, title: str, console: Console, measure: Callable[[RunConfig, RunFolder], None] | None = None
+) -> None:
     """Run or take up one federation in `config.out`, unless it is finished.
+
+    Args:
+        measure: called with the trained federation while its last state is still in its folder.
 
     Raises:
         UsageError, ClientFailure: see `run_experiment`.
@@ -27,6 +32,8 @@ def train(config: RunConfig, title: str, console: Console) -> None:
     console.print(title, style="bold", highlight=False)
     folder = RunFolder(config)
     run_experiment(config, folder, RunProgress(console))
+    if measure is not None:
+        measure(config, folder)
     folder.finish()
 
 
