@@ -34,7 +34,6 @@ class Line:
 
 _DROPPOS = "droppos:tau=inf,decoder_width=64"
 _MST = "mst:local_crops=0,outputs=64,hidden=64,bottleneck=32"
-_VIEWS = ("patch_embedding", "batch_rounds", "batch_tokens", "pixel_head")
 LINES = {
     "supervised": Line("supervised", "vit_mini_32", "auto", ("patch_embedding",)),
     "mp3_trained": Line("mp3:eta=0.5", "vit_micro8_32", PRETRAINED, ("position_head",)),
@@ -44,7 +43,8 @@ LINES = {
     "droppos_learned": Line(
         f"{_DROPPOS},positions=learned", "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.2
     ),
-    "mst": Line(_MST, "vit_micro8_32", "random", _VIEWS, (1, 8), images=0.2),
+    "mst": Line(_MST, "vit_micro8_32", "random", ("patch_embedding", "batch_rounds"), (1, 8), images=0.2),
+    "mst_one_update": Line(_MST, "vit_micro8_32", "random", ("batch_tokens", "pixel_head"), images=0.2),
 }
 
 
