@@ -64,6 +64,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "sparse_rounds": "attacks.closed_form.sparse_rounds:SparseRounds",
         "lora_span": "attacks.closed_form.lora_span:LoRASpan",
         "patch_embedding": "attacks.closed_form.patch_embedding:PatchEmbedding",
+        "pixel_head": "attacks.heads.pixel_head:PixelHead",
         "position_head": "attacks.heads.position_head:PositionHead",
         "token_span": "attacks.closed_form.token_span:TokenSpan",
         "batch_tokens": "attacks.mjp.batch_tokens:BatchTokens",

@@ -53,11 +53,14 @@ def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) 
     )
 
 
-def run_or_resume(config: RunConfig, title: str, console: Console) -> None:
+def run_or_resume(
+    config: RunConfig, title: str, console: Console, measure: Callable[[RunConfig, RunFolder], None] | None = None
+) -> None:
     """Run or take up the federations of `config` in `config.out`, unless they are finished.
 
     Args:
         title: for a line of progress.
+        measure: called with the trained federations while their last states are still in the folder.
 
     Raises:
         UsageError, ClientFailure: see `run_experiment`.
@@ -68,6 +71,8 @@ def run_or_resume(config: RunConfig, title: str, console: Console) -> None:
     console.print(title, style="bold", highlight=False)
     folder = RunFolder(config)
     run_experiment(config, folder, RunProgress(console))
+    if measure is not None:
+        measure(config, folder)
     folder.finish()
 
 
@@ -186,6 +191,7 @@ class FederationAudit:
         """The guesses and attacks of the suite that are due on this update and have no rows yet."""
         place = view.round, view.client
         ids = [i for member in view.members for i in self.task.batch_ids(member, view.round, 0)]
+        ids *= self.task.learner.objective.whole_views
         parameters = dict.fromkeys(BASELINES, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
         due = {name: own for name, own in parameters.items() if place in self.attacked[name]}
         return [n for n, own in due.items() if not self.rows.done(self._case(n, own, *place), ids)]
@@ -244,6 +250,8 @@ class FederationAudit:
     ) -> None:
         """Write rows and pictures of the guesses and attacks that are wanted."""
         originals, observation = batch.images.to(self.task.device), observations[-1]
+        if self.task.learner.objective.whole_views > 1:  # an update holds the views, and the image only through them
+            originals = self.task.whole_views(batch, view.client, view.round, 0)
         if wanted:
             self.folder.save_images(self.defense, view.round, view.client, "original", originals)
             self.folder.save_images(self.defense, view.round, view.client, "seen", seen)
@@ -275,7 +283,7 @@ class FederationAudit:
             mask = scored.known.float().expand(-1, 3, -1, -1)
             self.folder.save_images(*place, f"{scored.attack}_known", mask)
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
-        for index, image_id in enumerate(batch.ids):
+        for index, image_id in enumerate(batch.ids * self.task.learner.objective.whole_views):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
         found = [r["psnr"] for r in scored.records]
         self.psnr[scored.attack] += filter(math.isfinite, found)  # of images that came back

@@ -166,6 +166,7 @@ class ClientTask:
         f, recipe = self.config.federation, self.config.local.words()
         strategy = [] if f.strategy == "fedavg" else [f.strategy]
         fed = "the original" if self.augmented is None else "the image that the client fed"
+        fed = fed if self.learner.objective.whole_views == 1 else "the crops fed"
         return ", ".join(["federation", f.partition, *strategy, *([recipe] if recipe else []), f"scored against {fed}"])
 
     def steps(self, client: int) -> int:
@@ -203,6 +204,11 @@ class ClientTask:
         Of an objective with several views, the first.
         """
         return self._views(batch, self._draws(client, round, step), round)[0]
+
+    def whole_views(self, batch: Batch, client: int, round: int, step: int) -> Tensor:
+        """The views of the images' own size as the model sees them, (B * whole_views, C, H, W), view by view."""
+        views = self._views(batch, self._draws(client, round, step), round)
+        return torch.cat([view.images for view in views[: self.learner.objective.whole_views]])
 
     def _views(self, batch: Batch, draws: Draws, round: int) -> tuple[ClientInput, ...]:
         return self.learner.views(batch.images.to(self.device), draws, round)

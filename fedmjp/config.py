@@ -276,6 +276,8 @@ class RunConfig:
             raise UsageError("--secure-aggregation needs clients of equally many steps: pass --local-steps instead")
         if self.federation.least_share < 1:
             raise UsageError("--secure-aggregation needs every client of a round: leave --least-share at 1")
+        if self.chosen_objective().whole_views > 1:
+            raise UsageError(f"--secure-aggregation has no sums of several views: --objective {self.objective}")
         return sampled // size
 
     def attack_settings(self) -> dict[str, dict[str, Any]]:

@@ -91,7 +91,8 @@ def observe_under(objective: str, model: str, images: Tensor, seed: int = 0, wei
         seed: of the defence's draws; the objective's are of seed + 1.
     """
     learner = learner_under(objective, model, weights)
-    learner.model.module.to(images.dtype)
+    for module in filter(None, (learner.model.module, learner.local)):
+        module.to(images.dtype)
     return observe_step(learner, images, Draws.seeded(seed, seed + 1))[0]
 
 

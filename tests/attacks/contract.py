@@ -87,6 +87,9 @@ def low_rank() -> Observation:
     add_low_rank(built.module, ["*attn.qkv"], rank=80, alpha=80.0)
     nn.init.normal_(built.module.blocks[0].attn.qkv.lora_B, std=0.1)
     return observe(built, photographs(64, 1))
+def pixels_restored() -> Observation:
+    """MST: two views of a photograph without uniform patches are restored."""
+    return observe_under("mst:local_crops=0,outputs=16,hidden=16,bottleneck=8", "vit_micro8_32", photographs(32, 8)[7:])
 
 
 def withheld() -> Observation:

@@ -31,6 +31,7 @@ BRIEF = TokenSearch(rounds=1, steps=8)
 QUICK = {
     "token_span": {"steps": 0},
     "position_head": {"steps": 40},
+    "pixel_head": {"steps": 1},
     "patch_set": {"search": BRIEF, "placement": Placement(restarts=1)},
     "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=8)},
 }
@@ -52,6 +53,10 @@ TRAITS = {
     ),
     "position_head": Traits(
         needs_positions=False, needs_table=False, without_table=True, own=contract.places_predicted
+    ),
+    # Of a head of pixels alone: what stands in the way of reading one has tests of its own.
+    "pixel_head": Traits(
+        single_image=False, needs_positions=False, needs_table=False, reads_masks=True, own=contract.pixels_restored
     ),
     "patch_set": Traits(needs_positions=False, needs_table=False, without_table=True, vouches=False),
     "unmix": Traits(exact_on=(STANDARD,)),
