@@ -2,13 +2,13 @@
 #   make simulate   create the environment, run the main job on the embedded photographs, print the path of the report
 #   make test       create the environment, run the tests (make test-fast: without the slow ones)
 # make notebook runs examples/audit.ipynb from top to bottom, make docs builds the documentation into site/,
-# make lint checks style and format.
+# make lint checks style and format, make fuzz sends the server 100,000 malformed replies.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: simulate test test-fast notebook tables lint docs clean
+.PHONY: simulate test test-fast fuzz notebook tables lint docs clean
 
 simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense none mjp:gamma=0.1 mjp:gamma=0.9 --budget 3s $(ARGS)
@@ -21,6 +21,10 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(TEST) -m "not slow" $(ARGS)
+
+# Malformed replies of clients, many more of them than the tests send.
+fuzz: $(STAMP)
+	FEDMJP_FUZZ=100000 $(TEST) tests/federation/test_boundary.py -k fuzz $(ARGS)
 
 # Runs it in a kernel of its own; the file keeps no outputs.
 notebook: $(STAMP)

@@ -74,3 +74,9 @@ def _outside_attention(model: nn.Module, block: str, first: str) -> tuple[str, .
 def _siblings(query: str) -> tuple[str, ...]:
     kinds = ("query", "key", "value") if "query" in query else ("q_proj", "k_proj", "v_proj")
     return tuple(query.replace(kinds[0], kind) for kind in kinds)
+
+
+def input_factor(model: nn.Module, weight: str) -> str | None:
+    """Name of the factor A (r, D) of a low-rank term (LoRA) beside a layer's weight; None where there is none."""
+    name = f"{weight.removesuffix('weight')}lora_A"
+    return name if name in dict(model.named_parameters()) else None

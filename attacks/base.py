@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import nn
 
+from attacks.arithmetic import exact_arithmetic
 from attacks.observation import SUPERVISED, Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
 from attacks.tokenizer import SecondTable, find_tokenizer
@@ -81,7 +82,7 @@ class Attack(ABC):
         started = time.perf_counter()
         refused = [_refusal(case) or self.misfit(case) for case in cases]
         open_cases = [case for case, reason in zip(cases, refused, strict=True) if not reason]
-        with torch.no_grad():
+        with torch.no_grad(), exact_arithmetic():
             found = iter(self._answers(open_cases) if open_cases else [])
         results = [Reconstruction(images=None, diagnosis=reason) if reason else next(found) for reason in refused]
         share = (time.perf_counter() - started) / max(len(cases), 1)

@@ -10,6 +10,12 @@ can be certified. A message of low precision (read from its values, `attacks.lin
 rounding at best: that much is allowed, up to half the residual of wrong answers, so that nothing is certified in
 messages of int8 or top-k.
 
+Compared are all gradients that the classification loss reaches (`certify`). A defence may change those of the
+classifier (Soteria), or make them depend on random numbers of the client (PRECODE); labels may be mixed or smoothed. Of
+one image the encoder's gradients can be compared all the same (`certify_encoder`): what they hold of classifier and
+loss is the gradient at the representation, which the message holds as well. Rows then carry the flag
+`classifier_left_out`.
+
 Masked positions are read from the update. Jigsawing needs no care: masked patches share one embedding and attention
 does not depend on order, so the gradient is the same wherever they stand. Position tables are left out of the
 comparison, because a localisation loss may have been added to them.
@@ -18,6 +24,7 @@ comparison, because a localisation loss may have been added to them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import permutations
 from typing import Any
 
@@ -65,11 +72,47 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
     if not residuals:
         return False, float("nan")
     least = min(residuals)
+    return _agrees(observation, found, compared, least, size), least
+
+
+def certify_encoder(observation: Observation, found: Reconstruction) -> tuple[bool, float]:
+    """Compare the encoder's gradients alone, given the one at its output.
+
+    Let y_t be the tokens after the last layer norm, y_t = gamma * (...) + beta. The classifier reads the class token or
+    the mean of the tokens, so that dL/dy_t = w_t dL/dbeta with weights w_t that follow from the architecture, and
+    dL/dbeta is in the message. It is carried back through the encoder on the answer, whatever the loss was.
+
+    Args:
+        observation: one update of one image, with the model as it was sent.
+        found: an attack's answer to it.
+
+    Returns:
+        As `certify` does, over the parameters of the encoder; (False, NaN) where that cannot be computed.
+    """
+    nothing = False, float("nan")
+    one_step = observation.num_examples == 1 and observation.local_steps == 1
+    if found.images is None or not one_step or not _reproducible(observation, len(found.images)):
+        return nothing
+    tokenizer = _tokenizer(observation)
+    compared = _compared(observation, tokenizer)
+    recomputed = _encoder_gradients(observation, found.images, compared, tokenizer)
+    compared = {name: compared[name] for name in recomputed}
+    size = _norm(compared)
+    if not size > 0:
+        return nothing
+    residual = _norm({name: gradient - compared[name] for name, gradient in recomputed.items()}) / size
+    return _agrees(observation, found, compared, residual, size), residual
+
+
+def _agrees(
+    observation: Observation, found: Reconstruction, compared: Mapping[str, Tensor], residual: float, size: float
+) -> bool:
+    """Whether a relative residual over gradients of norm `size` certifies the answer."""
     if ORDER_GUESSED in found.flags:
-        return False, least
-    if not TOLERANCE < least < DOUBTFUL:
-        return least <= TOLERANCE, least
-    return least <= ROUND_OFF_UNITS * _rounding(observation, compared) / size, least
+        return False
+    if not TOLERANCE < residual < DOUBTFUL:
+        return residual <= TOLERANCE
+    return residual <= ROUND_OFF_UNITS * _rounding(observation, compared) / size
 
 
 def reproduce(observation: Observation, images: Tensor) -> tuple[float, float]:
@@ -144,36 +187,87 @@ def _gradients(
     orders: Iterable[tuple[int, ...]] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """The client's gradient on the reconstruction, for the given orders of the labels or for every one."""
+    with _differentiable(observation, compared) as parameters, torch.enable_grad():
+        inputs, extra = _normalised(observation, images), _mask(observation, tokenizer, len(images))
+        logits = logits_of(observation.model(inputs, **extra))
+        if orders is None:
+            labels = observation.labels if observation.labels is not None else inferred
+            labels = _labels(compared, logits) if labels is None else labels
+            orders = set(permutations(labels.tolist())) if labels is not None else ()
+        for order in orders:
+            if observation.local_steps > 1:
+                summed = _local_steps(observation, inputs, torch.tensor(order, device=logits.device), extra)
+                yield {name: summed[name] for name in parameters}
+                continue
+            loss = functional.cross_entropy(logits, torch.tensor(order, device=logits.device))
+            found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+            pairs = zip(parameters.items(), found, strict=True)
+            yield {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
+
+
+def _encoder_gradients(
+    observation: Observation, image: Tensor, compared: Mapping[str, Tensor], tokenizer: Tokenizer | None
+) -> dict[str, Tensor]:
+    """The encoder's gradient on the reconstruction (1, C, H, W), from the received one of the last norm's bias.
+
+    Empty where the model ends in no layer norm whose tokens are read alike, or the update lacks that bias.
+    """
+    with _differentiable(observation, compared) as parameters, torch.enable_grad():
+        with _recorded_norms(observation.model) as calls:
+            inputs, extra = _normalised(observation, image), _mask(observation, tokenizer, 1)
+            logits = logits_of(observation.model(inputs, **extra))
+        bias, tokens = calls[-1] if calls else ("", logits)  # (1, T, D), or (1, D)
+        if bias not in parameters:
+            return {}
+        slopes = torch.autograd.grad(functional.log_softmax(logits, -1)[0, 0], tokens, retain_graph=True)[0]
+        slopes = slopes.flatten(0, -2)  # (T, D)
+        total = slopes.sum(dim=0)
+        weights = slopes @ total / total.square().sum()  # (T,)
+        if not (slopes - weights[:, None] * total).norm() < TOLERANCE * slopes.norm():
+            return {}
+        carried = (weights[:, None] * compared[bias].to(weights)).view_as(tokens)
+        names = [name for name in parameters if name != bias]
+        found = torch.autograd.grad(tokens, [parameters[n] for n in names], carried, allow_unused=True)
+    return {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
+
+
+@contextmanager
+def _recorded_norms(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """Context in which each layer norm's call is recorded: the name of its bias, and its output."""
+    calls: list[tuple[str, Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: calls.append((f"{name}.bias", output)))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _differentiable(observation: Observation, compared: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Context in which the model's parameters that are in `compared` require gradients; they, by name."""
     parameters = {n: p for n, p in observation.model.named_parameters() if n in compared}
-    like = next(iter(parameters.values()))
-    shape = (1, -1, 1, 1)
-    mean, std = (
-        torch.tensor(v, dtype=like.dtype, device=like.device).view(shape) for v in (observation.mean, observation.std)
-    )
-    inputs = (images.to(like) - mean) / std
     required = {n: p.requires_grad for n, p in parameters.items()}
     try:
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        with torch.enable_grad():
-            extra = _mask(observation, tokenizer, len(images))
-            logits = logits_of(observation.model(inputs, **extra))
-            if orders is None:
-                labels = observation.labels if observation.labels is not None else inferred
-                labels = _labels(compared, logits) if labels is None else labels
-                orders = set(permutations(labels.tolist())) if labels is not None else ()
-            for order in orders:
-                if observation.local_steps > 1:
-                    summed = _local_steps(observation, inputs, torch.tensor(order, device=logits.device), extra)
-                    yield {name: summed[name] for name in parameters}
-                    continue
-                loss = functional.cross_entropy(logits, torch.tensor(order, device=logits.device))
-                found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
-                pairs = zip(parameters.items(), found, strict=True)
-                yield {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
+        yield parameters
     finally:
         for name, parameter in parameters.items():
             parameter.requires_grad_(required[name])
+
+
+def _normalised(observation: Observation, images: Tensor) -> Tensor:
+    """Images (B, C, H, W) in [0, 1] as the model's input, in its type and on its device."""
+    like, shape = next(observation.model.parameters()), (1, -1, 1, 1)
+    mean, std = (
+        torch.tensor(v, dtype=like.dtype, device=like.device).view(shape) for v in (observation.mean, observation.std)
+    )
+    return (images.to(like) - mean) / std
 
 
 def _local_steps(

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from attacks.attention import find_first_attention
+from attacks.attention import find_first_attention, input_factor
 from attacks.linear.input_spans import bias_of
 from attacks.linear.position_rows import position_gradient
 from attacks.observation import Observation
@@ -32,7 +32,7 @@ def remember(observation: Observation) -> Observation:
     kept = {tokenizer.weight, tokenizer.bias, tokenizer.positions, tokenizer.shared_position}
     sent = tokenizer.positions is None or position_gradient(observation, tokenizer) is not None
     spans = () if sent else _first_attention(observation.model, tokenizer.width)
-    kept |= {name for weight in spans for name in (weight, bias_of(weight))}
+    kept |= {name for weight in spans for name in (weight, bias_of(weight), input_factor(observation.model, weight))}
     # Copies: a gradient may be a view of the whole message, which would live on as long as the view.
     gradients = {n: g.clone() for n, g in observation.gradients.items() if n in kept}
     bounds = {n: b.clone() for n, b in observation.bounds.items() if n in kept}

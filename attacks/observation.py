@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ORDER_GUESSED = "order_guessed"  # see `Reconstruction.flags`
+CLASSIFIER_LEFT_OUT = "classifier_left_out"  # see `Reconstruction.flags`
 SUPERVISED = "supervised"  # cross-entropy of the model's output and the labels
 
 
@@ -34,6 +35,7 @@ class Capability(StrEnum):
     TOKEN_GRADIENT = "token_gradient"  # dL/dz a token even where no position embedding sends it (no message holds it)
     MODIFIED_MODEL = "modified_model"  # the server chose the architecture to its advantage
     AUXILIARY_DATA = "auxiliary_data"  # public photographs, to which a prior was fitted
+    AGGREGATE_ONLY = "aggregate_only"  # a restriction: the server sees sums over several clients, no single update
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class Reconstruction:
         flags: warnings that an evaluation may be unreliable, in short names: loss_above_start, gradient_near_zero,
             zero_rows_ignored (masked positions taken for visible ones), one_mask_assumed (for all images of a batch),
             labels_given (not inferred), batch_statistics_assumed (the model has batch norms), order_guessed (of patches
-            whose order the update does not hold).
+            whose order the update does not hold), classifier_left_out (certified by the encoder's gradients alone).
     """
 
     images: Tensor | None

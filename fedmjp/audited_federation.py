@@ -14,24 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+import torch
+from rich.console import Console
 from torch import Tensor
 
 from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
 from attacks.findings import Finding
 from attacks.fingerprints import repair
+from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
 from fedmjp.audit.harness import Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import SentModels, observe_update, undo_adam
 from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
-from fedmjp.federation import ENGINES, ServerView, run_rounds
+from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.metrics import load_lpips
 from fedmjp.metrics.baselines import mean_image
 from fedmjp.progress import RunProgress
 from fedmjp.records import provenance
 from fedmjp.records.rows import BASELINES, RowLog
-from fedmjp.records.run_folder import RunFolder
+from fedmjp.records.run_folder import RunFolder, holds_finished
 from fedmjp.records.server_state import ServerState
 from fedmjp.records.tracking import Tracker, open_tracker
 
@@ -48,6 +51,29 @@ def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) 
     ENGINES.get(config.federation.engine)(
         lambda grid: run_on_grid(grid, config, folder, progress), config.federation.clients
     )
+
+
+def run_or_resume(
+    config: RunConfig, title: str, console: Console, measure: Callable[[RunConfig, RunFolder], None] | None = None
+) -> None:
+    """Run or take up the federations of `config` in `config.out`, unless they are finished.
+
+    Args:
+        title: for a line of progress.
+        measure: called with the trained federations while their last states are still in the folder.
+
+    Raises:
+        UsageError, ClientFailure: see `run_experiment`.
+    """
+    if holds_finished(config):
+        console.print(f"{title}: finished before", highlight=False)
+        return
+    console.print(title, style="bold", highlight=False)
+    folder = RunFolder(config)
+    run_experiment(config, folder, RunProgress(console))
+    if measure is not None:
+        measure(config, folder)
+    folder.finish()
 
 
 def run_on_grid(grid: Any, config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
@@ -84,6 +110,7 @@ class FederationAudit:
         names = (*BASELINES, *ATTACKS)
         self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
         self.memory, self.models = self._memory(), SentModels(task.model.module)
+        self.aggregation = Aggregation(self.config.audit.secure_aggregation)
         self.round_started = time.perf_counter()
 
     def _memory(self) -> Memory | None:
@@ -123,15 +150,23 @@ class FederationAudit:
                     self.defense,
                     on_update=self.on_update,
                     on_round=self.on_round,
+                    on_failure=self.on_failure,
                     first_round=finished + 1,
                     optimizer=state.optimizer if state else None,
                 )
 
-    def on_update(self, view: ServerView) -> None:
-        """Audit one client's update, if the run asks for it."""
-        audited = (view.round, view.client) in self.attacked[BASELINES[0]]
-        if audited or (self.memory is not None and view.client in self.config.audit.audit_clients):
-            self._audit(view, audited)
+    def on_update(self, view: SingleUpdate) -> None:
+        """Audit one client's update, or that of its group once it is complete, if the run asks for it."""
+        seen = self.aggregation.add(view)
+        if seen is not None:
+            audited = (seen.round, seen.client) in self.attacked[BASELINES[0]]
+            if audited or (self.memory is not None and seen.client in self.config.audit.audit_clients):
+                self._audit(seen, audited)
+        self.progress.client_done()
+
+    def on_failure(self, number: int, client: int, reason: str) -> None:
+        """Note a client whose update is missing from a round."""
+        self.folder.note_failure(self.defense, number, client, reason)
         self.progress.client_done()
 
     def on_round(self, number: int, state: ServerState) -> None:
@@ -152,17 +187,28 @@ class FederationAudit:
     def _track(self, values: Mapping[str, float], number: int) -> None:
         self.tracker.scalars({f"{self.defense}/{name}": value for name, value in values.items()}, number)
 
-    def _wanted(self, view: ServerView, suite: Suite) -> list[str]:
+    def _wanted(self, view: SeenUpdate, suite: Suite) -> list[str]:
         """The guesses and attacks of the suite that are due on this update and have no rows yet."""
-        place, ids = (view.round, view.client), self.task.batch_ids(view.client, view.round, 0)
+        place = view.round, view.client
+        ids = [i for member in view.members for i in self.task.batch_ids(member, view.round, 0)]
+        ids *= self.task.learner.objective.whole_views
         parameters = dict.fromkeys(BASELINES, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
         due = {name: own for name, own in parameters.items() if place in self.attacked[name]}
         return [n for n, own in due.items() if not self.rows.done(self._case(n, own, *place), ids)]
 
-    def _audit(self, view: ServerView, audited: bool) -> None:
+    def _batch(self, view: SeenUpdate) -> tuple[Batch, Tensor]:
+        """The first local step's batch of all members together, and their images as the models saw them."""
         # Local steps after the first see other images; an attack on a summed update is scored on the first step's.
-        batch = self.task.batch(view.client, view.round, 0)
-        seen = self.task.seen(batch, view.client, view.round, 0)
+        own = [self.task.batch(member, view.round, 0) for member in view.members]
+        pairs = zip(own, view.members, strict=True)
+        seen = torch.cat([self.task.seen(batch, member, view.round, 0).images for batch, member in pairs])
+        if len(own) == 1:
+            return own[0], seen
+        images, labels, targets = (torch.cat([getattr(b, n) for b in own]) for n in ("images", "labels", "targets"))
+        return Batch(images, labels, tuple(i for batch in own for i in batch.ids), targets), seen
+
+    def _audit(self, view: SeenUpdate, audited: bool) -> None:
+        batch, seen = self._batch(view)
         observation = observe_update(
             self.task,
             self.threat_model,
@@ -172,6 +218,7 @@ class FederationAudit:
             sent=view.sent,
             received=view.received,
             labels=batch.labels,
+            clients=len(view.members),
         )
         first_step = self.config.local.optimizer == "adamw" and observation.local_steps == 1
         observation, findings = undo_adam(observation) if first_step else repair(observation)
@@ -187,7 +234,7 @@ class FederationAudit:
             )
             self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
             self.folder.note_findings(self.defense, findings)
-            self._attack(observations, suite, self._wanted(view, suite), batch, seen.images, view, findings)
+            self._attack(observations, suite, self._wanted(view, suite), batch, seen, view, findings)
         if self.memory:
             self.memory.add(observation)
 
@@ -198,11 +245,13 @@ class FederationAudit:
         wanted: list[str],
         batch: Batch,
         seen: Tensor,
-        view: ServerView,
+        view: SeenUpdate,
         findings: Sequence[Finding],
     ) -> None:
         """Write rows and pictures of the guesses and attacks that are wanted."""
         originals, observation = batch.images.to(self.task.device), observations[-1]
+        if self.task.learner.objective.whole_views > 1:  # an update holds the views, and the image only through them
+            originals = self.task.whole_views(batch, view.client, view.round, 0)
         if wanted:
             self.folder.save_images(self.defense, view.round, view.client, "original", originals)
             self.folder.save_images(self.defense, view.round, view.client, "seen", seen)
@@ -219,7 +268,7 @@ class FederationAudit:
         ):
             self._write(scored, observation, batch, norm)
 
-    def _baselines(self, view: ServerView, size: int) -> dict[str, Tensor]:
+    def _baselines(self, view: SeenUpdate, size: int) -> dict[str, Tensor]:
         """The two guesses that need no gradient, (B, C, H, W) each."""
         test = self.task.data.test
         others = [(view.round * 101 + view.client * 7 + i) % len(test) for i in range(size)]
@@ -234,7 +283,7 @@ class FederationAudit:
             mask = scored.known.float().expand(-1, 3, -1, -1)
             self.folder.save_images(*place, f"{scored.attack}_known", mask)
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
-        for index, image_id in enumerate(batch.ids):
+        for index, image_id in enumerate(batch.ids * self.task.learner.objective.whole_views):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
         found = [r["psnr"] for r in scored.records]
         self.psnr[scored.attack] += filter(math.isfinite, found)  # of images that came back
@@ -242,7 +291,7 @@ class FederationAudit:
 
     def _case(self, attack: str, parameters: Mapping[str, Any], round: int, client: int) -> dict[str, Any]:
         """The columns that identify this batch's rows, `records.rows.CASE`."""
-        config = self.config
+        config, group = self.config, self.config.audit.secure_aggregation
         return {
             "dataset": self.task.data.name,
             "model": self.task.model.name,
@@ -252,10 +301,10 @@ class FederationAudit:
             "defense_parameters": self.task.defense.parameters(),
             "objective": self.task.objective_name,
             "objective_parameters": dict(vars(self.task.learner.objective)),
-            "setting": self.task.setting,
+            "setting": self.task.setting + (f", sum of {group} clients" if group else ""),
             "precision": "float32",
             "update": config.federation.update,
-            "batch_size": config.federation.batch_size,
+            "batch_size": config.federation.batch_size * max(group, 1),
             "local_steps": self.task.steps(client),
             "seed": config.seed,
             "threat_model": sorted(c.value for c in config.threat_model().grants),

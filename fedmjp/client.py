@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attacks.arithmetic import use_exact_arithmetic
 from attacks.registry import UsageError
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
 from fedmjp.defenses.step import LocalStep
 from fedmjp.models import MODELS, split_name
-from fedmjp.models.vit import skip_blocks
+from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.settings import split_entry
 
@@ -143,6 +144,8 @@ class ClientTask:
         self.model = self.learner.model
         if config.local.drop_path:
             skip_blocks(self.model.module, config.local.drop_path)
+        if config.local.dropout:
+            drop_activations(self.model.module, config.local.dropout)
         self.augmented = None
         if (augmentation := config.local.augmentation()) is not None:
             from fedmjp.data.augmentation import AugmentedBatches
@@ -163,6 +166,7 @@ class ClientTask:
         f, recipe = self.config.federation, self.config.local.words()
         strategy = [] if f.strategy == "fedavg" else [f.strategy]
         fed = "the original" if self.augmented is None else "the image that the client fed"
+        fed = fed if self.learner.objective.whole_views == 1 else "the crops fed"
         return ", ".join(["federation", f.partition, *strategy, *([recipe] if recipe else []), f"scored against {fed}"])
 
     def steps(self, client: int) -> int:
@@ -200,6 +204,11 @@ class ClientTask:
         Of an objective with several views, the first.
         """
         return self._views(batch, self._draws(client, round, step), round)[0]
+
+    def whole_views(self, batch: Batch, client: int, round: int, step: int) -> Tensor:
+        """The views of the images' own size as the model sees them, (B * whole_views, C, H, W), view by view."""
+        views = self._views(batch, self._draws(client, round, step), round)
+        return torch.cat([view.images for view in views[: self.learner.objective.whole_views]])
 
     def _views(self, batch: Batch, draws: Draws, round: int) -> tuple[ClientInput, ...]:
         return self.learner.views(batch.images.to(self.device), draws, round)
@@ -310,14 +319,12 @@ class ClientTask:
     def _gradients(self, client: int, round: int, step: int, progress: float) -> tuple[dict[str, Tensor], float]:
         """Gradient of every parameter by name in one step, as the defence has it, and the step's mean loss.
 
-        What the model draws itself (blocks that are skipped) has a seed of its own.
+        What the model draws itself (blocks that are skipped, dropout, a bottleneck's sample) has a seed of its own.
         """
         batch, draws = self.batch(client, round, step), self._draws(client, round, step)
         views = self._views(batch, draws, round)
         labels = batch.targets.to(self.device) if self.data.labelled else None
         local = self.learner.step(views, labels, draws, progress)
-        if not self.config.local.drop_path:
-            return self._defended(local, client, round, step)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self._entropy(7, client, round, step))
             return self._defended(local, client, round, step)
@@ -367,15 +374,16 @@ def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def usable_device(name: str) -> torch.device:
-    """The torch device called `name`.
+    """The torch device called `name`; the process computes in full float32 from now on (`attacks.arithmetic`).
 
     Raises:
-        UsageError: this machine has no such device.
+        UsageError: this machine has no such device, or it computes no numbers (meta).
     """
+    use_exact_arithmetic()
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        float(torch.ones(1, device=device).sum())
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
             f"--device {name} cannot be used here ({str(error).splitlines()[0][:80]}); try --device cpu"
         ) from error

@@ -91,9 +91,10 @@ class DataConfig:
     """What is trained on."""
 
     data: str = "photos"
-    """photos (embedded), cifar10, cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files; without class
-    folders there are no labels). For segmentation: mosaics (made from the photographs), or masks:PATH (ADE20K's
-    layout). For models of speech: speech:PATH (WORD/NAME.wav), or spoken (by espeak-ng)."""
+    """photos (embedded; photos-in-order is the same, but limits take the first ones, best views first), cifar10,
+    cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files; without class folders there are no labels).
+    For segmentation: mosaics (made from the photographs), or masks:PATH (ADE20K's layout). For models of speech:
+    speech:PATH (WORD/NAME.wav), or spoken (by espeak-ng)."""
     data_path: Path | None = None
     """Local copy of a named data set: parquet files in the hub's layout, or an image folder for imagenet."""
     train_limit: int | None = None
@@ -114,6 +115,9 @@ class AuditConfig:
     """Ids of the clients whose updates are attacked."""
     audit_rounds: tuple[int, ...] = ()
     """Rounds whose updates are attacked (none given: every round)."""
+    secure_aggregation: int = 0
+    """Clients of a round of whose updates the server sees the sum alone (0: it sees each one). Groups are formed in the
+    order of the clients' ids; --audit-clients then names groups, counted from 0."""
     at_most: tuple[str, ...] = ()
     """Audited updates that slow attacks get, as ATTACK=NUMBER or a NUMBER for all: so many a federation, spread evenly
     over its audited rounds and clients."""
@@ -124,7 +128,8 @@ class AuditConfig:
     ATTACK.steps=NUMBER."""
     grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
     """What the adversary sees beyond an update: model_weights, position_gradient, several_rounds, labels,
-    token_gradient, modified_model, auxiliary_data. An attack that needs more is refused."""
+    token_gradient, modified_model, auxiliary_data; aggregate_only comes with --secure-aggregation. An attack that needs
+    more is refused."""
     lpips_net: Literal["squeeze", "alex", "vgg"] = "squeeze"
     """Backbone of the LPIPS metric."""
     lpips_weights: Path | None = None
@@ -240,15 +245,40 @@ class RunConfig:
             build_attack(name, settings.get(name)).require(threat, name)
 
     def _validate_audited(self) -> None:
-        f = self.federation
+        f, count = self.federation, self._audited_updates()
         if not self.audit.audit_clients:
-            raise UsageError(f"--audit-clients takes at least one client, from 0 to {f.clients - 1}")
-        strange = [c for c in self.audit.audit_clients if not 0 <= c < f.clients]
+            raise UsageError(f"--audit-clients takes at least one client, from 0 to {count - 1}")
+        strange = [c for c in self.audit.audit_clients if not 0 <= c < count]
         if strange and self.audit.audit_clients != AuditConfig().audit_clients:
-            raise UsageError(f"--audit-clients {strange[0]} is no client; choose from 0 to {f.clients - 1}")
+            what = f"group of {self.audit.secure_aggregation} clients" if self.audit.secure_aggregation else "client"
+            raise UsageError(f"--audit-clients {strange[0]} is no {what}; choose from 0 to {count - 1}")
         strange = [r for r in self.audit.audit_rounds if not 1 <= r <= f.rounds]
         if strange:
             raise UsageError(f"--audit-rounds {strange[0]} is no round; choose from 1 to {f.rounds}")
+
+    def _audited_updates(self) -> int:
+        """Numbers that --audit-clients has to choose from: clients, or groups of them in a round.
+
+        Raises:
+            UsageError: the clients of a round do not make groups of --secure-aggregation.
+        """
+        size, sampled = self.audit.secure_aggregation, self.sampled()
+        if not size:
+            if Capability.AGGREGATE_ONLY.value in self.audit.grants:
+                raise UsageError("--grants aggregate_only is set by --secure-aggregation NUMBER; pass that instead")
+            return self.federation.clients
+        if not 2 <= size <= sampled or sampled % size:
+            raise UsageError(
+                f"--secure-aggregation {size} makes no equal groups of the {sampled} clients of a round; pass a "
+                f"divisor of {sampled} from 2 on, or 0 for none"
+            )
+        if self.federation.local_epochs:
+            raise UsageError("--secure-aggregation needs clients of equally many steps: pass --local-steps instead")
+        if self.federation.least_share < 1:
+            raise UsageError("--secure-aggregation needs every client of a round: leave --least-share at 1")
+        if self.chosen_objective().whole_views > 1:
+            raise UsageError(f"--secure-aggregation has no sums of several views: --objective {self.objective}")
+        return sampled // size
 
     def attack_settings(self) -> dict[str, dict[str, Any]]:
         """The settings given for attacks, by attack; `build_attack` reads their values.
@@ -262,7 +292,7 @@ class RunConfig:
         """The (round, client) whose updates the attack (or guess) called `name` gets, in order."""
         a, f = self.audit, self.federation
         rounds = sorted(a.audit_rounds) or range(1, f.rounds + 1)
-        clients = sorted(c for c in set(a.audit_clients) if c < f.clients)
+        clients = sorted(c for c in set(a.audit_clients) if c < self._audited_updates())
         limits = read_budget(a.at_most, "--at-most") if name in ATTACKS else {}
         return spread_evenly([(r, c) for r in rounds for c in clients], limits.get(name, limits.get(EVERY)))
 
@@ -271,6 +301,8 @@ class RunConfig:
         grants = set(self.audit.grants)
         if self.model.block == "april":  # the server that hands out such a block chose the architecture
             grants.add(Capability.MODIFIED_MODEL.value)
+        if self.audit.secure_aggregation:
+            grants.add(Capability.AGGREGATE_ONLY.value)
         return ThreatModel.parse(sorted(grants))
 
     def to_json(self) -> str:

@@ -14,7 +14,7 @@ import tyro
 from attacks.registry import UsageError
 from fedmjp.data.augmentations import AUGMENTATIONS, NO_AUGMENTATION, Augmentation
 from fedmjp.data.partitioning import read_alpha
-from fedmjp.models.registry import check_drop_path
+from fedmjp.models.registry import check_drop_rate
 from fedmjp.settings import split_entry, with_settings
 
 
@@ -102,8 +102,9 @@ STRATEGY_HELP = (
 )
 AUGMENT_HELP = (
     "How clients augment the images of each step: none; flip (left to right); crop+flip (random resized crops of 8 to "
-    "100 % of the area); deit (these, RandAugment, erasing, Mixup and CutMix; an even batch). Attacks are scored "
-    "against the images that the client fed."
+    "100 % of the area); colour (brightness, contrast and saturation by up to 40 %); mixup or cutmix, DeiT's (an even "
+    "batch); deit (crop+flip, RandAugment, erasing, Mixup and CutMix; an even batch). Attacks are scored against the "
+    "images that the client fed: cropped, recoloured or mixed."
 )
 
 
@@ -133,6 +134,9 @@ class FederationConfig:
     evaluate_every: int = 1
     """Rounds between evaluations of the global model on the test images; before the first and after the last round it
     is evaluated anyway."""
+    least_share: float = 1.0
+    """Share of a round's clients whose updates must arrive whole; with fewer the run stops (1: any client that fails or
+    sends something unusable stops it). Those left out are named in the report."""
     engine: Literal["local", "ray"] = "local"
     """local: Flower's apps in this process. ray: Flower's simulation (pip install 'fedmjp[ray]')."""
 
@@ -166,6 +170,8 @@ class FederationConfig:
             raise UsageError(
                 f"--clients-per-round must lie between 0 and --clients ({self.clients}), not {self.clients_per_round}"
             )
+        if not 0 < self.least_share <= 1:
+            raise UsageError(f"--least-share must lie in (0, 1], not {self.least_share}")
         read_alpha(self.partition)
         if not 0 < self.learning_rate < math.inf:
             raise UsageError(f"--learning-rate must be positive, not {self.learning_rate}")
@@ -193,6 +199,9 @@ class LocalConfig:
     augment: Annotated[str, tyro.conf.arg(help=AUGMENT_HELP)] = NO_AUGMENTATION
     drop_path: float = 0.0
     """Largest probability that a block is skipped for an image in training, rising linearly with depth."""
+    dropout: float = 0.0
+    """Probability that an activation is set to zero in training, on the tokens and after the linear layers of a block
+    (queries, keys and values excepted)."""
 
     def augmentation(self) -> Augmentation | None:
         """What `augment` names, None for none."""
@@ -201,7 +210,8 @@ class LocalConfig:
     def words(self) -> str:
         """What differs from plain SGD on the images as they are, in short; "" where nothing does."""
         optimizer = [self.optimizer] if self.optimizer != "sgd" else []
-        numbers = {"momentum": self.momentum, "weight decay": self.weight_decay, "drop path": self.drop_path}
+        rates = {"drop path": self.drop_path, "dropout": self.dropout}
+        numbers = {"momentum": self.momentum, "weight decay": self.weight_decay} | rates
         named = [f"{name} {value:g}" for name, value in numbers.items() if value]
         return ", ".join([*optimizer, *named, *([self.augment] if self.augmentation() else [])])
 
@@ -215,7 +225,8 @@ class LocalConfig:
             raise UsageError(f"--momentum must lie in [0, 1), not {self.momentum}")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"--weight-decay must not be negative, but is {self.weight_decay}")
-        check_drop_path(self.drop_path, model)
+        check_drop_rate("--drop-path", self.drop_path, model)
+        check_drop_rate("--dropout", self.dropout, model)
         if self.momentum and self.optimizer != "sgd":
             raise UsageError(f"--momentum is sgd's; leave it out with --optimizer {self.optimizer}")
         local = {"--optimizer adamw": self.optimizer != "sgd", "--momentum": self.momentum}

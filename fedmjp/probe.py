@@ -53,6 +53,7 @@ def probe(config: ProbeConfig) -> dict[str, float]:
         UsageError: checkpoint, data or device that cannot be used.
     """
     from fedmjp.client import shared_data, usable_device
+    from fedmjp.evaluation.features import trained_pool
     from fedmjp.evaluation.linear_probe import probe_accuracy
     from fedmjp.evaluation.neighbours import neighbour_accuracy
     from fedmjp.evaluation.positions import position_accuracy
@@ -67,7 +68,7 @@ def probe(config: ProbeConfig) -> dict[str, float]:
     data.require_labels("fedmjp.probe")
     learner = restore(config.checkpoint, device)
     predicts = isinstance(learner.objective, PositionPrediction)
-    pool = config.pool if config.pool != "auto" else "mean" if predicts else "class"
+    pool = config.pool if config.pool != "auto" else trained_pool(learner.objective)
     found = {
         f"{k} nearest neighbours": accuracy
         for k, accuracy in neighbour_accuracy(learner.model, data, device, config.neighbours, pool).items()

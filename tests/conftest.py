@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks import Observation
-from fedmjp.audit.observe import observe_step
+from attacks import Observation, ThreatModel
+from fedmjp.audit.observe import model_as_sent, observe_step, observe_update
+from fedmjp.client import ClientTask
 from fedmjp.config import ModelConfig
 from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES
@@ -62,6 +64,26 @@ def mini() -> BuiltModel:
     return build_model("vit_mini_64", num_classes=8, weights="random")
 
 
+def federated_rounds(task: ClientTask, rounds: int) -> Iterator[tuple[int, dict[str, Tensor], list]]:
+    """(number, weights sent, gradient of each client by name) of FedSGD without Flower, by the mean gradient."""
+    weights = {n: p.detach().clone() for n, p in task.parameters.items()}
+    for number in range(1, rounds + 1):
+        sent = {n: w.clone() for n, w in weights.items()}
+        updates = [task.update(client, number, sent).tensors for client in range(len(task.parts))]
+        yield number, sent, updates
+        rate = task.config.federation.learning_rate / len(updates)
+        weights = {n: w - rate * sum(update[n] for update in updates) for n, w in weights.items()}
+
+
+def observed_update(
+    task: ClientTask, sent: dict[str, Tensor], received: dict[str, Tensor], number: int, **changes
+) -> Observation:
+    """What the server sees of an update of `federated_rounds`, of client 0 unless `changes` name another."""
+    model = model_as_sent(task.model.module, sent)
+    given = {"round": number, "client": 0, "sent": sent, "received": received} | changes
+    return observe_update(task, ThreatModel(), model=model, **given)
+
+
 def observe_under(objective: str, model: str, images: Tensor, seed: int = 0, weights: str = "random") -> Observation:
     """The update of one step under an objective, as NAME:option=value; in the images' type.
 
@@ -69,7 +91,8 @@ def observe_under(objective: str, model: str, images: Tensor, seed: int = 0, wei
         seed: of the defence's draws; the objective's are of seed + 1.
     """
     learner = learner_under(objective, model, weights)
-    learner.model.module.to(images.dtype)
+    for module in filter(None, (learner.model.module, learner.local)):
+        module.to(images.dtype)
     return observe_step(learner, images, Draws.seeded(seed, seed + 1))[0]
 
 

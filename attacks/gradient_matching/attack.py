@@ -88,6 +88,8 @@ class GradientMatching(Attack):
         seed: of the initial images.
         patience: number of steps without improvement after which a search stops; 0 for never.
         gain: relative decrease of the loss that counts as an improvement.
+        leave_out: beginnings of names of parameters whose gradients are not matched, joined by "+" (head.+bottleneck.),
+            because a defence changes them; labels are still inferred from them.
         on_step: called after each step with the steps done, the total steps, and the best loss (victims, restarts).
     """
 
@@ -97,6 +99,7 @@ class GradientMatching(Attack):
     seed: int = 0
     patience: int = 0
     gain: float = 1e-3
+    leave_out: str = ""
     on_step: OnStep | None = field(default=None, repr=False, compare=False)
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
@@ -111,8 +114,10 @@ class GradientMatching(Attack):
         """
 
     def parameters(self) -> dict[str, Any]:
-        """See `Attack.parameters`; `on_step` is left out because it does not affect the result."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "on_step"}
+        """See `Attack.parameters`; without `on_step`, which does not affect the result, and an empty `leave_out`, so
+        that rows from before it stay rows of the same case."""
+        without = {"on_step"} if self.leave_out else {"on_step", "leave_out"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
 
     def validate(self) -> None:
         """Check the configuration.
@@ -197,7 +202,7 @@ class GradientMatching(Attack):
         """Reconstructions for victims of one model, and whether the user stopped the run."""
         observations = [case[-1] for case in cases]
         recipe = self.recipe(observations[0])
-        updates = [extract_matched_update(o) for o in observations]
+        updates = [extract_matched_update(o).without(self.leave_out) for o in observations]
         # Restarts that cannot share an optimiser run one after the other.
         parallel = self.restarts if recipe.optimiser.separable else 1
         exact = recipe.optimises_labels or recipe.optimiser.exact

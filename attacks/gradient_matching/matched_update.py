@@ -9,7 +9,7 @@ of any other parameter that the images do not influence (`attacks.gradient_match
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -32,6 +32,22 @@ class MatchedUpdate:
     gradients: Mapping[str, Tensor]
     mask: Tensor | None
     flags: tuple[str, ...]
+
+    def without(self, leave_out: str) -> MatchedUpdate:
+        """The update without the parameters whose names begin as `leave_out` says (`GradientMatching.leave_out`).
+
+        Raises:
+            UsageError: no parameter's name begins so, or every one's does.
+        """
+        if not leave_out:
+            return self
+        beginnings = tuple(leave_out.split("+"))
+        kept = {name: gradient for name, gradient in self.gradients.items() if not name.startswith(beginnings)}
+        idle = [b for b in beginnings if not b or not any(name.startswith(b) for name in self.gradients)]
+        if idle or not kept:
+            which = f"no parameter's name begins with {idle[0]!r}" if idle else "no parameter is left"
+            raise UsageError(f"leave_out {leave_out!r}: {which}; the update holds {', '.join(self.gradients)[:80]} ...")
+        return replace(self, gradients=kept)
 
 
 def extract_matched_update(observation: Observation) -> MatchedUpdate:

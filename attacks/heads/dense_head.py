@@ -6,11 +6,17 @@ A head y_i = W h_i + b that is applied to tokens i = 1 ... n sends, with d_i = d
 
 so that [dL/dW, dL/db] has rank min(n, K, D + 1) wherever the d_i are independent. A class head reads one token: rank
 one. A dense head (places of patches, classes of pixels, pixels themselves) reads many, and what singles them out has to
-come from what is known of the d_i.
+come from what is known of the d_i. `Rows` describes a kind of head by what a row of it means:
+
+- `PLACES`: row i is the place of token i, so d_i = softmax(y_i) - e_i (`attacks.heads.place_rows`);
+- `VALUES`: row k is the k-th pixel of a patch under an L1 loss, so d_ik = +-c (`attacks.heads.sign_tokens`);
+- classes of pixels are neither: d_i holds the labels of the token's pixels, which are not known, and K classes give K
+  (D + 1) numbers for N D of features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -68,26 +74,73 @@ def find_dense_head(observation: Observation) -> DenseHead:
     return DenseHead(name, *own, flat, bias.double(), rank)
 
 
-def find_place_head(observation: Observation, tokenizer: Tokenizer) -> DenseHead:
-    """The head of an update of one image, whose rows are the places of the patches.
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a dense head are, and so what its loss is known to be at a token.
 
-    Raises:
-        UsageError: why it cannot be read.
+    Attributes:
+        words: of the rows.
+        count: K for a tokenizer.
+        images: most images of an update that the head can be read of; None for any number.
+        unread: why the gradient of such a head over so many tokens does not say what they are, or "".
     """
-    reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
-    if reasons:
-        raise UsageError("; ".join(reasons))
-    head = observation.once(find_dense_head)
-    rows, places = len(head.weight), tokenizer.num_patches
-    if rows != places:
-        raise UsageError(f"the head {head.name} has {rows} rows and the image {places} places: its rows are no places")
-    most = min(places - 1, head.weight.shape[1])
-    if head.rank < LEAST_ASKED * most:
-        raise UsageError(
-            f"the gradient of {head.name} has rank {head.rank} of {most}: it was asked for some places only, and which "
-            "of its tokens belongs to which row is not known"
+
+    words: str
+    count: Callable[[Tokenizer], int]
+    images: int | None
+    unread: Callable[[DenseHead, int], str]
+
+    def find(self, observation: Observation, tokenizer: Tokenizer) -> DenseHead:
+        """The head of an update, which has such rows.
+
+        Raises:
+            UsageError: why it cannot be read.
+        """
+        examples = observation.num_examples if self.images is not None else 1
+        reasons = unmet_assumptions(examples, observation.local_steps)
+        if reasons:
+            raise UsageError("; ".join(reasons))
+        head = observation.once(find_dense_head)
+        rows, wanted = len(head.weight), self.count(tokenizer)
+        if rows != wanted:
+            raise UsageError(
+                f"the head {head.name} has {rows} rows, and there are {wanted} {self.words}: its rows are none of them "
+                "(of a head of classes, what its loss is at a token depends on labels that the server does not have)"
+            )
+        reason = self.unread(head, observation.num_examples * tokenizer.num_patches)
+        if reason:
+            raise UsageError(reason)
+        return head
+
+
+def _some_places(head: DenseHead, tokens: int) -> str:
+    most = min(tokens - 1, head.weight.shape[1])
+    if head.rank >= LEAST_ASKED * most:
+        return ""
+    return (
+        f"the gradient of {head.name} has rank {head.rank} of {most}: it was asked for some places only, and which "
+        "of its tokens belongs to which row is not known"
+    )
+
+
+def _too_many_tokens(head: DenseHead, tokens: int) -> str:
+    rows, width = head.weight.shape
+    if tokens >= min(rows, width):
+        return (
+            f"the gradient of {head.name} is a sum over {tokens} tokens, which must be fewer than its {rows} rows and "
+            f"{width} channels: {rows} x {width} numbers would hold {tokens} x {width} of features and "
+            f"{tokens} x {rows} signs"
         )
-    return head
+    if head.rank < tokens:
+        return (
+            f"the gradient of {head.name} has rank {head.rank} and was summed over {tokens} tokens: the derivatives of "
+            f"{tokens - head.rank} are combinations of others' (uniform patches), and theirs cannot be told apart"
+        )
+    return ""
+
+
+PLACES = Rows("places of the patches", lambda tokenizer: tokenizer.num_patches, 1, _some_places)
+VALUES = Rows("values of a patch", lambda tokenizer: tokenizer.patch_dim, None, _too_many_tokens)
 
 
 def _is_linear(module: nn.Module) -> bool:

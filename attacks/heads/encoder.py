@@ -1,7 +1,12 @@
-"""The sent model from patches to the tokens that its head reads, with keys and values of some tokens only."""
+"""The sent model from patches to the tokens that its head reads, with keys and values of some tokens only.
+
+Between the encoder's tokens and the head there may be a decoder (`Decoder`), as in masked-image modelling.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any
 
 import torch
@@ -117,3 +122,43 @@ class Encoder:
         if not own:
             raise UsageError(f"no layer of the model returns tokens of {width} channels, which its head would read")
         return own[-1]
+
+
+class Decoder:
+    """Tokens of several images -> what the head reads, through the module that the head is the last layer of.
+
+    Each image passes by itself, in training mode: a batch norm takes its statistics from the tokens of one image.
+
+    Args:
+        encoder: patches to tokens.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, (parent, _, self.last) = encoder, encoder.head.rpartition(".")
+        module = encoder.model.get_submodule(parent)
+        self.reads_grid = _reads_tokens_and_grid(module)
+        self.module = copy.deepcopy(module).train() if self.reads_grid else None
+        prefix = f"{parent}."
+        self.tensors = {n.removeprefix(prefix): t for n, t in encoder.tensors.items() if n.startswith(prefix)}
+
+    def __call__(self, patches: Tensor, key_bias: Tensor | None = None) -> Tensor:
+        """(k N, D) of k images, image by image, from their patches (k N, P), normalised."""
+        count = self.encoder.tokenizer.num_patches
+        return torch.cat([self._decoded(self.encoder(own, key_bias)) for own in patches.split(count)])
+
+    def _decoded(self, tokens: Tensor) -> Tensor:
+        if self.module is None:
+            return tokens
+        kept: list[Tensor] = []
+        handle = self.module.get_submodule(self.last).register_forward_pre_hook(lambda _, i: kept.append(i[0]))
+        try:
+            functional_call(self.module, self.tensors, (tokens[None], self.encoder.tokenizer.grid))
+        finally:
+            handle.remove()
+        read = kept[-1][0]
+        return read.flatten(1).T if read.dim() == 3 else read
+
+
+def _reads_tokens_and_grid(module: nn.Module) -> bool:
+    """Whether `forward` takes (tokens, grid): the layers before the head are then a decoder of all tokens."""
+    return list(inspect.signature(module.forward).parameters)[1:2] == ["grid"]

@@ -57,6 +57,7 @@ class HeadSearch:
         encoder: patches to the tokens that it reads.
         span: of the patches.
         context: the tokens that give keys and values; None for all.
+        coefficients: (N, k) along the span's directions, where the search begins; None for zeros.
 
     Attributes:
         evaluations: of the head's gradient, so far.
@@ -69,6 +70,7 @@ class HeadSearch:
     encoder: Encoder
     span: KnownPatches
     context: Context | None
+    coefficients: Tensor | None = None
     evaluations: int = 0
     residual: float = float("inf")
     members: Tensor | None = None
@@ -77,7 +79,8 @@ class HeadSearch:
     def __post_init__(self) -> None:
         self.sent = torch.cat([self.head.weight_gradient, self.head.bias_gradient[:, None]], dim=1)
         rows, basis = self.span.rows, self.span.basis
-        self.coefficients = rows.new_zeros(len(rows), len(basis))
+        if self.coefficients is None:
+            self.coefficients = rows.new_zeros(len(rows), len(basis))
         self.log_weights = rows.new_full((len(rows),), START)
 
     @property

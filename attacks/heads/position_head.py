@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attacks.base import Attack
 from attacks.heads.context import read_context
-from attacks.heads.dense_head import DenseHead, find_place_head
+from attacks.heads.dense_head import PLACES, DenseHead
 from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.place_rows import features_given, read_places
@@ -58,7 +58,7 @@ class PositionHead(Attack):
         """See `Attack.obstacle`."""
         try:
             target = observations[-1]
-            find_place_head(target, find_tokenizer(target.model, target.image_shape))
+            PLACES.find(target, find_tokenizer(target.model, target.image_shape))
         except UsageError as error:
             return str(error)
         return ""
@@ -83,7 +83,7 @@ class PositionHead(Attack):
         """
         target = observations[-1]
         tokenizer = find_tokenizer(target.model, target.image_shape)
-        head = find_place_head(target, tokenizer)
+        head = PLACES.find(target, tokenizer)
         context = read_context(target, tokenizer)
         encoder = Encoder(target.model, tokenizer, head.name)
         search = HeadSearch(head, place_gradients, encoder, known_span(target, tokenizer), context)

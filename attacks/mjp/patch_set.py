@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attacks.heads.dense_head import find_place_head
+from attacks.heads.dense_head import PLACES
 from attacks.linear.input_spans import span_of_inputs
 from attacks.linear.position_rows import projection_products, unmet_assumptions
 from attacks.mjp.known_attention import SweepSearch
@@ -59,7 +59,7 @@ class PatchSet(PlacingAttack):
         except UsageError as error:
             return str(error)
         try:
-            find_place_head(target, tokenizer)
+            PLACES.find(target, tokenizer)
         except UsageError:
             return ""
         return "the rows of the head are the places of the patches: position_head finds the patches and their order"

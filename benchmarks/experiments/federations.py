@@ -1,4 +1,4 @@
-"""Federations as parts of a table: each in a folder of its own, taken up where it stopped, their rows gathered."""
+"""Federations as parts of a table: each in a folder of its own (`run_or_resume`), their rows gathered."""
 
 from __future__ import annotations
 
@@ -6,28 +6,7 @@ import json
 from collections.abc import Container, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from fedmjp.audited_federation import run_experiment
-from fedmjp.config import RunConfig
-from fedmjp.progress import RunProgress
 from fedmjp.records.rows import pack_rows
-from fedmjp.records.run_folder import RunFolder, holds_finished
-
-
-def train(config: RunConfig, title: str, console: Console) -> None:
-    """Run or take up one federation in `config.out`, unless it is finished.
-
-    Raises:
-        UsageError, ClientFailure: see `run_experiment`.
-    """
-    if holds_finished(config):
-        console.print(f"{title}: finished before", highlight=False)
-        return
-    console.print(title, style="bold", highlight=False)
-    folder = RunFolder(config)
-    run_experiment(config, folder, RunProgress(console))
-    folder.finish()
 
 
 def gather_rows(folders: Sequence[Path], out: Path) -> None:

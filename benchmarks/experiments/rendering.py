@@ -7,7 +7,7 @@ a committed table is always what its rows give.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from attacks.registry import UsageError
 from fedmjp.audit.verdict import RECOGNISABLE, judge
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import RESULTS, Schema, load_rows
+from fedmjp.report.blocks import markdown_table as markdown_table
 from fedmjp.report.columns import check_columns
 
 
@@ -123,16 +124,6 @@ def csv(table: pd.DataFrame, digits: int) -> str:
     return table.to_csv(index=False, float_format=f"%.{digits}g")
 
 
-def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table.
-
-    Args:
-        heads: of the columns.
-        lines: of cells, as many as there are heads.
-    """
-    return "\n".join([_line(heads), "|" + "---|" * len(heads), *map(_line, lines)])
-
-
 def interval(
     row: Mapping[str, Any] | pd.Series, name: str, digits: int, parts: Sequence[str] = ("_mean", "_low", "_high")
 ) -> str:
@@ -158,7 +149,3 @@ def difference(row: Mapping[str, Any] | pd.Series, digits: int = 1) -> str:
 
 
 MEAN = ("_mean", "_low", "_high")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -23,6 +23,7 @@ from fedmjp.budgets import ALL, AUTO, attack_settings, read_seconds
 from fedmjp.cli import EXIT_FAILURE, guarded, parse, split_commas, terminal
 from fedmjp.config import ATTACKS_HELP, DefenseOptions
 from fedmjp.defenses import DEFENSES
+from fedmjp.defenses.chain import read_defense
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 RESULTS, PAPER = BENCHMARKS.parent / "results", BENCHMARKS / "paper"
@@ -138,11 +139,16 @@ class DefendedOptions(AttackOptions):
         """The defence with its options of the command line, some of them changed.
 
         Raises:
-            UsageError: no such defence, or options out of range.
+            UsageError: no such defence, options out of range, or a defence with a model of its own.
         """
-        DEFENSES.get(self.defense)
-        defense = dataclasses.replace(getattr(self.options, self.defense), **changes)
+        chosen = read_defense(self.defense, lambda name: getattr(self.options, name, None))
+        defense = dataclasses.replace(chosen, **changes)
         defense.validate()
+        if defense.adapts:
+            raise UsageError(
+                f"--defense {self.defense} changes the model's layers, which this command does not; run it with "
+                "python -m fedmjp.simulate"
+            )
         return defense
 
     def has(self, option: str) -> bool:

@@ -33,14 +33,13 @@ _NEUTRAL = {"out", "resume", "device", "threads", "batch_size", "together"}
 
 
 def prepare_torch(options: DeviceOptions) -> torch.device:
-    """The device asked for, with the number of threads asked for and TF32 off.
+    """The device asked for, with the number of threads asked for.
 
     Raises:
         UsageError: no such device here.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     return usable_device(options.device)
 
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from attacks import Attack, Observation, Reconstruction
-from attacks.certificate import certify
+from attacks.arithmetic import exact_arithmetic
+from attacks.certificate import certify, certify_encoder
 from attacks.findings import Finding
+from attacks.observation import CLASSIFIER_LEFT_OUT
 from fedmjp.audit.assignment import match
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.metrics import METRIC_DIRECTIONS, score
@@ -87,7 +89,12 @@ def answer(attack: Attack, observations: Sequence[Observation], *, weights_grant
     found = attack(observations)
     if not weights_granted:
         return found
-    certified, residual = certify(observations[-1], found)
+    with exact_arithmetic():
+        certified, residual = certify(observations[-1], found)
+        of_encoder, remaining = (False, residual) if certified else certify_encoder(observations[-1], found)
+    if of_encoder:
+        flags = (*found.flags, CLASSIFIER_LEFT_OUT)
+        return replace(found, certified=True, residual=remaining, flags=flags)
     return replace(found, certified=certified, residual=residual)
 
 

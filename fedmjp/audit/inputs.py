@@ -20,9 +20,8 @@ from attacks import Observation, UsageError
 from attacks.certificate import reproduce
 from attacks.findings import Finding
 from attacks.fingerprints import scaled_loss
+from fedmjp.models.weights import bare_name
 
-# What wrappers put before the names of a model's parameters.
-PREFIXES = ("module.", "_orig_mod.")
 # Normalisations in common use, tried where the one passed does not reproduce the gradient: mean, standard deviation.
 COMMON = (
     ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
@@ -134,14 +133,14 @@ def check_gradients(
     if not isinstance(gradients, Mapping):
         raise UsageError(f"gradients must be a dictionary by parameter name, not {type(gradients).__name__}")
     parameters = dict(model.named_parameters())
-    canonical = {_stripped(name): name for name in parameters}
-    buffers = {_stripped(name) for name, _ in model.named_buffers()}
+    canonical = {bare_name(name): name for name in parameters}
+    buffers = {bare_name(name) for name, _ in model.named_buffers()}
     found: dict[str, Tensor] = {}
     unknown, prefixed, converted = [], [], []
     for given, value in gradients.items():
-        name = canonical.get(_stripped(str(given)))
+        name = canonical.get(bare_name(str(given)))
         if name is None:
-            unknown += [str(given)] if _stripped(str(given)) not in buffers else []
+            unknown += [str(given)] if bare_name(str(given)) not in buffers else []
             continue
         if name != given:
             prefixed.append(str(given))
@@ -153,14 +152,6 @@ def check_gradients(
     if not found:
         raise UsageError(_nothing_matches(model, gradients, unknown))
     return found, _said_of_names(model, found, unknown, prefixed, converted)
-
-
-def _stripped(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.replace(f".{prefix}", ".")
-    while name.startswith(PREFIXES):
-        name = name.partition(".")[2]
-    return name
 
 
 def _tensor(label: str, value: Any, parameter: nn.Parameter) -> Tensor:

@@ -71,6 +71,7 @@ def observe_update(
     sent: Mapping[str, Tensor],
     received: Mapping[str, Tensor],
     labels: Tensor | None = None,
+    clients: int = 1,
 ) -> Observation:
     """Build the `Observation` of one update of our own federation.
 
@@ -81,11 +82,13 @@ def observe_update(
         round: number of the round, from 1.
         client: the client's number, from 0.
         sent: weights and buffers that the client was sent, by name.
-        received: gradients, or weights, that the client returned, by parameter name.
+        received: gradients, or weights, that the client returned, by parameter name; the server knows which of them
+            its clients leave as they are, and the observation is without those.
         labels: (B,) int64, included only if the threat model grants them.
+        clients: whose mean `received` is (`fedmjp.audit.aggregate`); `client` is then the number of their group.
     """
     f, built = task.config.federation, task.model
-    gradients = {n: t.to(task.device) for n, t in received.items()}
+    gradients = {n: t.to(task.device) for n, t in received.items() if not task.defense.freezes(n)}
     steps = task.steps(client)
     if f.update == "weights":
         gradients = {n: (sent[n].to(t) - t) / f.learning_rate for n, t in gradients.items()}
@@ -95,7 +98,7 @@ def observe_update(
     return Observation(
         gradients=gradients,
         model=model,
-        num_examples=f.batch_size * task.learner.objective.whole_views,
+        num_examples=clients * f.batch_size * task.learner.objective.whole_views,
         image_shape=(3, built.image_size, built.image_size),
         mean=tuple(built.mean),
         std=tuple(built.std),

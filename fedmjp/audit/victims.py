@@ -269,11 +269,11 @@ class Victims:
         return [self._message(view, client, update) for client, view in zip(clients, views, strict=True)]
 
     def _message(self, view: Observation, client: int, update: int) -> Observation:
-        """The update as it is sent; what the defence remembers goes with the client's image."""
+        """The update as it is sent, without frozen parameters; what the defence remembers stays with the client."""
         memory = self.memories.get(client, {}) if update else {}
         generator = self._generator(client, update, purpose=5)
         sent, self.memories[client] = self.defense.message(dict(view.gradients), generator, memory)
-        return replace(view, gradients=sent)
+        return replace(view, gradients={n: g for n, g in sent.items() if not self.defense.freezes(n)})
 
     def labels(self, built: BuiltModel, clients: Sequence[int]) -> Tensor:
         """Labels of the clients' images, (clients x group,) int64, modulo the number of classes of the model's head."""

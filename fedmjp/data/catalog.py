@@ -75,6 +75,7 @@ SOURCES: Registry[Callable[[Request], DataBundle]] = Registry(
     "data set",
     {
         "photos": "fedmjp.data.photos:load_photos",
+        "photos-in-order": "fedmjp.data.photos:load_photos_in_order",
         "folder:PATH": "fedmjp.data.folder:load_folder",
         "cifar10": "fedmjp.data.hub:CIFAR10",
         "cifar100": "fedmjp.data.hub:CIFAR100",

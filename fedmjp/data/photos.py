@@ -10,6 +10,7 @@ The photographs are the public-domain and CC0 images of `skimage.data`, whose do
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,12 +97,16 @@ def load_photos(request: Request) -> DataBundle:
     Raises:
         UsageError: a path is given, or scikit-image is installed without its photographs.
     """
-    if request.path is not None:
-        raise UsageError("data set 'photos' is part of scikit-image; drop --data-path, or use folder:PATH instead")
-    train = _image_set("train", request.train_limit, request)
-    test = _image_set("test", request.test_limit, request)
-    provenance = f"{len(train)} train and {len(test)} test crops of the photographs inside scikit-image"
-    return DataBundle(train, test, train.classes, "photos", provenance)
+    return _bundle("photos", request, lambda count, limit: choose(count, limit, request.seed))
+
+
+def load_photos_in_order(request: Request) -> DataBundle:
+    """Load the same crops, of which a limit takes the first ones: one view of each class, the best views first.
+
+    Raises:
+        UsageError: see `load_photos`.
+    """
+    return _bundle("photos-in-order", request, lambda count, limit: range(count)[:limit])
 
 
 def photo_crops(split: str) -> list[Crop]:
@@ -143,10 +148,23 @@ def photograph(name: str) -> Image.Image:
     return Image.fromarray(pixels[0] if name == "stereo_motorcycle" else pixels)
 
 
-def _image_set(split: str, limit: int | None, request: Request) -> ImageSet:
+def _bundle(name: str, request: Request, kept: Callable[[int, int | None], Sequence[int]]) -> DataBundle:
+    if request.path is not None:
+        raise UsageError(f"data set {name!r} is part of scikit-image; drop --data-path, or use folder:PATH instead")
+    limits = {"train": request.train_limit, "test": request.test_limit}
+    train, test = (_image_set(split, kept, limit, request.size) for split, limit in limits.items())
+    provenance = f"{len(train)} train and {len(test)} test crops of the photographs inside scikit-image"
+    return DataBundle(train, test, train.classes, name, provenance)
+
+
+def _image_set(split: str, kept: Callable[[int, int | None], Sequence[int]], limit: int | None, size: int) -> ImageSet:
     every = photo_crops(split)
-    crops = [every[i] for i in choose(len(every), limit, request.seed)]
+    crops = [every[i] for i in kept(len(every), limit)]
     names = [photo.name for photo in PHOTOS]
     labels = [names.index(crop.photo) for crop in crops]
-    ids = [f"{crop.photo}/{split}/{crop.number}" for crop in crops]
-    return ImageSet(CropImages(crops), labels, ids, names, request.size)
+    return ImageSet(CropImages(crops), labels, [crop_id(crop, split) for crop in crops], names, size)
+
+
+def crop_id(crop: Crop, split: str) -> str:
+    """The id of a crop in tables, "PHOTO/SPLIT/NUMBER"."""
+    return f"{crop.photo}/{split}/{crop.number}"

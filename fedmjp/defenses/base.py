@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attacks.registry import UsageError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -117,18 +119,38 @@ class Defense:
     def message(
         self, update: dict[str, Tensor], generator: torch.Generator, memory: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What `send` makes of the parameters that are trained, with zeros for the frozen ones; clients call this."""
+        """What `send` makes of the parameters that are trained, with zeros for the frozen ones; clients call this.
+
+        Raises:
+            UsageError: the defence sends other names or shapes than it was given, which no server can average.
+        """
         import torch
 
         own = {name: tensor for name, tensor in update.items() if not self.freezes(name)}
         sent, remembered = self.send(own, generator, memory)
+        shapes = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (own, sent))
+        self._require_same(*shapes)
         return {n: sent[n] if n in own else torch.zeros_like(t) for n, t in update.items()}, remembered
+
+    def _require_same(self, given: Mapping[str, tuple[int, ...]], sent: Mapping[str, tuple[int, ...]]) -> None:
+        changed = [name for name in {**given, **sent} if given.get(name) != sent.get(name)]
+        if changed:
+            name = changed[0]
+            raise UsageError(
+                f"the defence {type(self).__name__} must send the names and shapes that it is given: {name} is "
+                f"{given.get(name, 'not among them')}, and what it sends is {sent.get(name, 'without it')}"
+            )
 
     @property
     def acts_on_update(self) -> bool:
         """Whether the update is another one than that of an undefended client with the same model and input."""
         hooks = ("freezes", "gradients", "on_update", "send")
         return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in hooks)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the clients' model has other layers than those of its name (`adapt`)."""
+        return type(self).adapt is not Defense.adapt
 
     def bits(self, sent: Mapping[str, Tensor]) -> int:
         """Size of a message that holds the update `sent`, in bits, without the frame that carries it."""

@@ -1,8 +1,8 @@
 """Several defences that act one after the other, `--defense mjp+noise`, and the reading of such entries.
 
 An entry is NAME, NAME:option=value,option=value, or several of these joined by "+", in the order in which they act: on
-the model, on the input and on the update. Two defences that both hide positions behind a mask, or that both compute the
-gradient of a step, do not go together and are refused.
+the model, on the input and on the update. Two defences that both move patches, or that both compute the gradient of a
+step, do not go together and are refused.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ class Chain(Defense):
         return any(part.remembers for _, part in self.parts)
 
     @property
+    def adapts(self) -> bool:
+        """Whether a part changes the model's layers."""
+        return any(part.adapts for _, part in self.parts)
+
+    @property
+    def acts_on_update(self) -> bool:
+        """Whether a part acts on the update."""
+        return any(part.acts_on_update for _, part in self.parts)
+
+    @property
     def known_by(self) -> tuple[str, ...]:
         """The attacks that take every part into account."""
         first, *others = (part.known_by for _, part in self.parts)
@@ -77,7 +87,8 @@ class Chain(Defense):
         """Check every part, and that they go together.
 
         Raises:
-            UsageError: options out of range, a part named twice, or two that compute the gradient of a step.
+            UsageError: options out of range, a part named twice, or two that move patches or compute the gradient of a
+                step.
         """
         names = [name for name, _ in self.parts]
         twice = next((name for name in names if names.count(name) > 1), "")
@@ -85,15 +96,13 @@ class Chain(Defense):
             raise UsageError(f"--defense {'+'.join(names)} names {twice} twice; name each defence of a chain once")
         if "none" in names:
             raise UsageError(f"--defense {'+'.join(names)}: none is no defence; leave it out of the chain")
-        for hook, what in (("gradients", "compute the gradient of a step"), ("on_input", "change the input")):
-            both = [name for name, part in self.parts if getattr(type(part), hook) is not getattr(Defense, hook)]
-            if len(both) > 1 and (hook == "gradients" or self._masks_twice(both)):
+        own_gradient = [name for name, part in self.parts if type(part).gradients is not Defense.gradients]
+        movers = [name for name, part in self.parts if part.moves_patches]
+        for both, what in ((own_gradient, "compute the gradient of a step"), (movers, "move patches")):
+            if len(both) > 1:
                 raise UsageError(f"--defense {'+'.join(names)}: {' and '.join(both)} both {what}; keep one of them")
         for _, part in self.parts:
             part.validate()
-
-    def _masks_twice(self, names: list[str]) -> bool:
-        return sum(part.moves_patches for name, part in self.parts if name in names) > 1
 
     def model_name(self, name: str) -> str:
         """The variant that the parts ask for, each from that of the part before it."""

@@ -10,9 +10,16 @@ from torch import Tensor
 from attacks.registry import UsageError
 from fedmjp.data import ImageSet
 from fedmjp.models import BuiltModel
+from fedmjp.objectives.base import Objective
+from fedmjp.objectives.position_prediction import PositionPrediction
 
 BATCH = 64
 Pool = Literal["class", "mean"]
+
+
+def trained_pool(objective: Objective) -> Pool:
+    """What an objective trains: the class token, or, where places of patches are predicted, the patches alone."""
+    return "mean" if isinstance(objective, PositionPrediction) else "class"
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
 from fedmjp.client import ClientTask
+from fedmjp.federation.boundary import CheckedGrid, Expected
 from fedmjp.federation.client_app import pack_state, read_kept, read_state
 from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.strategy import FederatedMean
@@ -43,6 +44,7 @@ def run_rounds(
     *,
     on_update: Callable[[ServerView], None],
     on_round: Callable[[int, ServerState], None],
+    on_failure: Callable[[int, int, str], None] = lambda number, client, reason: None,
     first_round: int = 1,
     optimizer: Mapping[str, Tensor] | None = None,
 ) -> None:
@@ -55,11 +57,12 @@ def run_rounds(
         on_update: called with each client's update before it is added to the mean.
         on_round: called with the round's number and what the server holds after each round, and with first_round - 1
             before the first.
+        on_failure: called with round, client and reason for each client that failed or whose reply was refused.
         first_round: number of the first round, above 1 if a run is resumed.
         optimizer: moments of the server's optimiser after the round before the first (`ServerState.optimizer`).
 
     Raises:
-        ClientFailure: a client failed; the message names client and round.
+        ClientFailure: more clients failed than `--least-share` allows; the message names client and round.
     """
     f, state = task.config.federation, pack_state(task)
 
@@ -74,6 +77,9 @@ def run_rounds(
         per_round=task.config.sampled(),
         seed=task.config.seed,
         optimizer=server,
+        clients=f.clients,
+        least_share=f.least_share,
+        on_failure=on_failure,
         first_round=first_round,
         keep=keep if KEPT in state else None,
     )
@@ -89,7 +95,11 @@ def run_rounds(
         on_round(server_round + first_round - 1, state)
         return None
 
-    strategy.start(TapGrid(grid, observe), state, num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)
+    def examples(node: int) -> int:
+        return f.batch_size * task.steps(strategy.partitions[node])
+
+    checked = CheckedGrid(grid, Expected.of(layout, layout_of(task.buffers), examples))
+    strategy.start(TapGrid(checked, observe), state, num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)
 
 
 def server_app_for(run: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:

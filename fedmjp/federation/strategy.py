@@ -1,9 +1,10 @@
 """The Flower strategy of this project: FedSGD on gradients or FedAvg on weights, with a streamed mean.
 
 The server's optimiser is Flower's (`fedmjp.federation.server_optimizer`). The mean differs from Flower's FedAvg in four
-points. Replies are added to a running sum as they arrive instead of being collected. A client that fails stops the
-round instead of being left out without a message. Clients are ordered and sampled by partition id, because node ids are
-random. The sum is taken in that order under every engine, so that all engines give identical results.
+points. Replies are added to a running sum as they arrive instead of being collected. A client that fails, or whose
+reply the boundary refuses, is named; it stops the run unless `least_share` allows for it, and is never left out without
+a message. Clients are ordered and sampled by partition id, because node ids are random. The sum is taken in that order
+under every engine, so that all engines give identical results.
 """
 
 from __future__ import annotations
@@ -17,23 +18,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedmjp.errors import ClientFailure
+from fedmjp.federation.boundary import failure_of, partitions_by_node
 from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.wire import KEPT, flat, pack
-
-
-def partitions_by_node(grid: Grid) -> dict[int, int]:
-    """Query every node for its partition id; {node id: partition id} in the order of partitions.
-
-    Raises:
-        ClientFailure: a node replied with an error.
-    """
-    queries = [Message(RecordDict(), node, MessageType.QUERY) for node in grid.get_node_ids()]
-    found = {}
-    for reply in grid.send_and_receive(queries):
-        if reply.has_error():
-            raise ClientFailure(f"a node did not send its partition id: {reply.error.reason.splitlines()[0]}")
-        found[reply.metadata.src_node_id] = int(reply.content["node"]["partition-id"])
-    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 class FederatedMean(Strategy):
@@ -47,6 +34,9 @@ class FederatedMean(Strategy):
         seed: of the sampling.
         first_round: number of the first round, above 1 if a run is resumed.
         optimizer: of the server, applied to the mean of the weights (and in "gradient", to where the step leads).
+        clients: partitions of the data.
+        least_share: share of a round's clients whose updates must arrive, in (0, 1]; with fewer the run stops.
+        on_failure: called with round, client and reason for every client whose update is missing.
         keep: makes what the server keeps and sends beside the weights, from (state sent, new state, round); None if it
             keeps nothing.
     """
@@ -60,12 +50,16 @@ class FederatedMean(Strategy):
         per_round: int,
         seed: int,
         optimizer: ServerOptimizer,
+        clients: int,
+        least_share: float = 1.0,
+        on_failure: Callable[[int, int, str], None] = lambda number, client, reason: None,
         first_round: int = 1,
         keep: Callable[[ArrayRecord, ArrayRecord, int], Array] | None = None,
     ) -> None:
         self.keep, self.optimizer = keep, optimizer
         self.instructions, self.update, self.learning_rate = instructions, update, learning_rate
         self.per_round, self.seed, self.offset = per_round, seed, first_round - 1
+        self.clients, self.least_share, self.on_failure = clients, least_share, on_failure
         self.partitions: dict[int, int] = {}
         self._sent: ArrayRecord | None = None
         self._queue: list[int] = []
@@ -77,7 +71,7 @@ class FederatedMean(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """One message for each sampled client, in the order of partitions."""
-        self.partitions = self.partitions or partitions_by_node(grid)
+        self.partitions = self.partitions or partitions_by_node(grid, self.clients)
         number = server_round + self.offset
         nodes = list(self.partitions)
         draw = np.random.default_rng(np.random.SeedSequence([self.seed, 4, number]))
@@ -94,7 +88,7 @@ class FederatedMean(Strategy):
             The new state, and the mean training loss and number of clients.
 
         Raises:
-            ClientFailure: a client replied with an error, with NaN or infinity, or not at all.
+            ClientFailure: too few updates arrived; the message names the first client whose update is missing.
         """
         number = server_round + self.offset
         sums: dict[str, torch.Tensor] = {}
@@ -108,9 +102,13 @@ class FederatedMean(Strategy):
                     sums[part].add_(values, alpha=weight)
                 else:
                     sums[part] = values * weight
-            self._check_finite(sums["parameters"], reply, number)
             examples, loss, clients = examples + weight, loss + weight * float(metrics["train-loss"]), clients + 1
         mean = {part: total.div_(examples) for part, total in sums.items()}
+        if not all(torch.isfinite(values).all() for values in mean.values()):
+            raise ClientFailure(
+                f"round {number}: the mean of {clients} finite updates is not finite: training diverged; try a smaller "
+                "--learning-rate"
+            )
         if self.update == "gradient":
             mean["parameters"].mul_(-self.learning_rate).add_(flat(self._sent["parameters"]))
         mean["parameters"] = self.optimizer.step(flat(self._sent["parameters"]), mean["parameters"], number)
@@ -120,27 +118,39 @@ class FederatedMean(Strategy):
         return arrays, MetricRecord({"train-loss": loss / examples, "clients": clients})
 
     def _in_order(self, replies: Iterable[Message], number: int) -> Iterator[Message]:
-        """Replies in the order of the clients' messages; early ones are kept (never under the local engine)."""
+        """Updates in the order of the clients' messages; early ones are kept (never under the local engine).
+
+        Raises:
+            ClientFailure: too few are left.
+        """
         waiting: dict[int, Message] = {}
-        turn = 0
+        turn, missing = 0, []
         for reply in replies:
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                raise ClientFailure(self._blame(node, number, f"failed: {reply.error.reason.splitlines()[0]}"))
-            waiting[node] = reply
+            waiting[reply.metadata.src_node_id] = reply
             while turn < len(self._queue) and self._queue[turn] in waiting:
-                yield waiting.pop(self._queue[turn])
+                yield from self._unless_failed(self._queue[turn], waiting, number, missing)
                 turn += 1
-        if turn < len(self._queue):
-            raise ClientFailure(self._blame(self._queue[turn], number, "sent no reply"))
+        for node in self._queue[turn:]:
+            yield from self._unless_failed(node, waiting, number, missing)
 
-    def _check_finite(self, total: torch.Tensor, reply: Message, number: int) -> None:
-        """Check the running sum: it becomes NaN or infinite with the first such entry of a client's update."""
-        if not torch.isfinite(total.sum()) and not torch.isfinite(total).all():
-            raise ClientFailure(self._blame(reply.metadata.src_node_id, number, "sent an update with NaN or infinity"))
+    def _unless_failed(
+        self, node: int, waiting: dict[int, Message], number: int, missing: list[str]
+    ) -> Iterator[Message]:
+        """The node's reply if it holds an update; else note the failure, in `missing` too.
 
-    def _blame(self, node: int, number: int, what: str) -> str:
-        return f"round {number}: client {self.partitions.get(node, '?')} {what}"
+        Raises:
+            ClientFailure: so many are missing that fewer than `least_share` of the round's clients are left.
+        """
+        reply = waiting.pop(node, None)
+        if reply is not None and not reply.has_error():
+            yield reply
+            return
+        client, reason = self.partitions[node], "sent no reply" if reply is None else failure_of(reply)
+        self.on_failure(number, client, reason)
+        missing.append(f"round {number}: client {client} {reason}")
+        if len(self._queue) - len(missing) < self.least_share * len(self._queue):
+            others = f" (the last of {len(missing)} whose updates are missing)" if len(missing) > 1 else ""
+            raise ClientFailure(missing[-1] + others)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

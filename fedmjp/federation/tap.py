@@ -14,31 +14,15 @@ from flwr.supercore.run import Run
 Observer = Callable[[RecordDict, RecordDict, int], None]
 
 
-class TapGrid(Grid):
-    """`grid`, with `observer(sent, received, node id)` called for each client's successful training reply.
+class WrappedGrid(Grid):
+    """A grid that hands everything on to `grid`; what wraps a grid overrides `send_and_receive`."""
 
-    An observer that has a method `round_done` has it called, without arguments, after the last reply of each round of
-    training.
-    """
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
 
-    def __init__(self, grid: Grid, observer: Observer) -> None:
-        self._grid, self._observer = grid, observer
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        """Replies of the wrapped grid, each passed to the observer first."""
-        outgoing = list(messages)  # Flower's network grid iterates over them twice
-        sent: dict[int, RecordDict] = {
-            message.metadata.dst_node_id: message.content
-            for message in outgoing
-            if message.metadata.message_type.startswith(MessageType.TRAIN)
-        }
-        for reply in self._grid.send_and_receive(outgoing, timeout=timeout):
-            node = reply.metadata.src_node_id
-            if node in sent and reply.has_content():
-                self._observer(sent.pop(node), reply.content, node)
-            yield reply
-        if outgoing and outgoing[0].metadata.message_type.startswith(MessageType.TRAIN):
-            getattr(self._observer, "round_done", lambda: None)()
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """See the wrapped grid."""
+        return self._grid.send_and_receive(messages, timeout=timeout)
 
     def set_run(self, run: Run) -> None:
         """See the wrapped grid."""
@@ -66,3 +50,31 @@ class TapGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """See the wrapped grid; these replies are not observed."""
         return self._grid.pull_messages(message_ids)
+
+
+class TapGrid(WrappedGrid):
+    """`grid`, with `observer(sent, received, node id)` called for each client's successful training reply.
+
+    An observer that has a method `round_done` has it called, without arguments, after the last reply of each round of
+    training.
+    """
+
+    def __init__(self, grid: Grid, observer: Observer) -> None:
+        super().__init__(grid)
+        self._observer = observer
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        """Replies of the wrapped grid, each passed to the observer first."""
+        outgoing = list(messages)  # Flower's network grid iterates over them twice
+        sent: dict[int, RecordDict] = {
+            message.metadata.dst_node_id: message.content
+            for message in outgoing
+            if message.metadata.message_type.startswith(MessageType.TRAIN)
+        }
+        for reply in self._grid.send_and_receive(outgoing, timeout=timeout):
+            node = reply.metadata.src_node_id
+            if node in sent and reply.has_content():
+                self._observer(sent.pop(node), reply.content, node)
+            yield reply
+        if outgoing and outgoing[0].metadata.message_type.startswith(MessageType.TRAIN):
+            getattr(self._observer, "round_done", lambda: None)()

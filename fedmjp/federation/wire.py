@@ -7,6 +7,7 @@ bytes are a plain .npy file, joined from the tensors' memory and viewed in place
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Mapping
 
@@ -22,6 +23,11 @@ Layout = dict[str, tuple[int, ...]]
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     """Names and shapes, in the order in which `pack` concatenates the tensors."""
     return {name: tuple(t.shape) for name, t in tensors.items()}
+
+
+def count_of(layout: Layout) -> int:
+    """Number of values of all tensors together."""
+    return sum(math.prod(shape) for shape in layout.values())
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Array:
@@ -40,7 +46,7 @@ def flat(array: Array) -> Tensor:
     """The array as a flat float32 tensor that shares the message's bytes and must not be written to.
 
     Raises:
-        ValueError: the array is not a plain float32 .npy.
+        ValueError: the array is not a plain float32 .npy that holds as many values as its header says.
     """
     stream = io.BytesIO(array.data[:1024])
     version = np.lib.format.read_magic(stream)
@@ -48,6 +54,8 @@ def flat(array: Array) -> Tensor:
     shape, _, dtype = read(stream)
     if dtype != np.dtype("<f4"):
         raise ValueError(f"expected float32 on the wire, got {dtype}")
+    if len(array.data) - stream.tell() != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(array.data)} bytes on the wire do not hold an array of the shape {shape}")
     values = np.frombuffer(array.data, dtype=dtype, offset=stream.tell())
     with warnings.catch_warnings():  # torch warns that the memory is read-only, which is intended
         warnings.simplefilter("ignore", UserWarning)
@@ -64,7 +72,7 @@ def unpack(values: Tensor, layout: Layout) -> dict[str, Tensor]:
     Raises:
         ValueError: the lengths of `values` and `layout` differ.
     """
-    sizes = [int(np.prod(shape)) for shape in layout.values()]
+    sizes = [math.prod(shape) for shape in layout.values()]
     if values.numel() != sum(sizes):
         raise ValueError(f"a message of {values.numel()} values does not fit a model of {sum(sizes)}")
     chunks = values.split(sizes)

@@ -89,16 +89,16 @@ def model_names() -> list[str]:
     return [base + variant for base in MODELS for variant in (VARIANTS if MODELS.get(base).vit else ("",))]
 
 
-def check_drop_path(rate: float, model: str) -> None:
-    """Check `--drop-path`, the largest probability that a block is skipped.
+def check_drop_rate(option: str, rate: float, model: str) -> None:
+    """Check `--drop-path` or `--dropout`, a probability that a part of a plain ViT is left out of a training step.
 
     Raises:
         UsageError: it does not lie in [0, 1), or the model called `model` is no plain ViT.
     """
     if not 0 <= rate < 1:
-        raise UsageError(f"--drop-path must lie in [0, 1), not {rate}")
+        raise UsageError(f"{option} must lie in [0, 1), not {rate}")
     if rate and MODELS.get(split_name(model)[0]).vit is None:
-        raise UsageError(f"--drop-path needs a plain ViT, not {model}")
+        raise UsageError(f"{option} needs a plain ViT, not {model}")
 
 
 def split_name(name: str) -> tuple[str, str]:

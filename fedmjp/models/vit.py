@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedmjp.models.localisation import DenseAbsoluteLocalisation
+from fedmjp.models.low_rank import merged_weight
 
 # Parameters added to the tokens of patches: their gradients consist of rows dL/dz of single tokens.
 POSITION_TABLES = ("pos_embed", "unk_embed", "idx_embed")
@@ -177,6 +178,18 @@ def skip_blocks(module: ViT, rate: float) -> None:
         block.drop_path1, block.drop_path2 = (DropPath(share) if share else nn.Identity() for _ in range(2))
 
 
+def drop_activations(module: ViT, rate: float) -> None:
+    """Dropout in training as in ViT's paper (Dosovitskiy et al. 2021, appendix B.1): on the tokens with their positions
+    and after every linear layer of a block but that of queries, keys and values.
+
+    Args:
+        rate: probability that an activation is set to zero, in [0, 1).
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Dropout) and (name == "pos_drop" or name.endswith((".proj_drop", ".drop1", ".drop2"))):
+            layer.p = rate
+
+
 def attend_to_context(block: Block, tokens: Tensor, context: Tensor) -> Tensor:
     """A block in which all tokens (B, T, D) attend to those at `context` (B, K) alone (MP3, section 3.2).
 
@@ -186,8 +199,9 @@ def attend_to_context(block: Block, tokens: Tensor, context: Tensor) -> Tensor:
     seen = normed.gather(1, context[..., None].expand(-1, -1, normed.shape[-1]))  # (B, K, D)
     width = layer.qkv.out_features // 3
     bias = (None, None) if layer.qkv.bias is None else layer.qkv.bias.split([width, 2 * width])
-    queries = functional.linear(normed, layer.qkv.weight[:width], bias[0])
-    keys, values = functional.linear(seen, layer.qkv.weight[width:], bias[1]).chunk(2, dim=-1)
+    weight = merged_weight(layer.qkv)
+    queries = functional.linear(normed, weight[:width], bias[0])
+    keys, values = functional.linear(seen, weight[width:], bias[1]).chunk(2, dim=-1)
     queries, keys, values = (
         part.unflatten(-1, (layer.num_heads, layer.head_dim)).transpose(1, 2) for part in (queries, keys, values)
     )

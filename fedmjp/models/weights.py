@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -21,6 +24,9 @@ ORIGIN = "fedmjp"  # key of a .safetensors file's metadata: how the weights were
 # Parameters of the _mjp and _idx variants, which may be absent from a checkpoint or, for other variants, superfluous.
 MJP_ONLY = ("unk_embed", "idx_embed", "dal.")
 PRETEXT = "pretext."  # an objective's heads (`Objective.attach`)
+NESTED = ("model", "state_dict", "model_state_dict", "module")  # keys under which trainers keep the weights
+WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before the names of parameters
+MOST_UNPACKED = 4  # times its size
 ABSENT = (PRETEXT, "relative.")  # may be absent from a checkpoint, and start as they are built
 
 
@@ -109,20 +115,68 @@ def _timm_state(timm_name: str | None, name: str) -> dict[str, Tensor]:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """The state dict in a .safetensors, .pt or .pth file.
+    """The state dict in a .safetensors, .pt or .pth file, as people keep them: by itself, or beside other things.
+
+    What is not a tensor is left out, and so are the names of wrappers (`module.`, `_orig_mod.`).
 
     Raises:
-        UsageError: no such file, or one that cannot be read.
+        UsageError: no such file, one that cannot be read or that unpacks to far more than its size, one without tensors
+            by name, or one with NaN or infinity in them.
     """
     if not path.is_file():
         raise UsageError(f"no checkpoint at {path}; pass --weights random, timm, auto or a file's path")
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_file(path)
+        else:
+            _refuse_bomb(path)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except UsageError:
+        raise
     except Exception as error:  # the readers raise many kinds of errors for a damaged file
-        raise UsageError(f"{path} is not a readable checkpoint ({type(error).__name__}: {str(error)[:80]})") from error
-    return state.get("model", state)
+        words = (str(error).splitlines() or [""])[0][:80]
+        raise UsageError(f"{path} is not a readable checkpoint ({type(error).__name__}: {words})") from error
+    return _checked(_inner(state), path)
+
+
+def _refuse_bomb(path: Path) -> None:
+    """Raise `UsageError` for an archive whose content is far larger than the file; torch does not compress tensors."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked > MOST_UNPACKED * path.stat().st_size:
+        raise UsageError(f"{path} unpacks to {unpacked / 1e6:.0f} MB, far more than its size; it is no checkpoint")
+
+
+def _inner(state: Any) -> Any:
+    """The state dict within what trainers save beside optimiser and epoch."""
+    for key in NESTED:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            return _inner(state[key])
+    return state
+
+
+def _checked(state: Any, path: Path) -> dict[str, Tensor]:
+    tensors = state.items() if isinstance(state, Mapping) else ()
+    found = {bare_name(str(name)): t for name, t in tensors if isinstance(t, Tensor)}
+    if not found:
+        raise UsageError(f"{path} holds no tensors by name; pass what torch.save(model.state_dict(), PATH) writes")
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UsageError(
+                f"{path}: {name} holds NaN or infinity; pass the weights of a training that has not diverged"
+            )
+    return found
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without those of the wrappers around its module (`WRAPPERS`)."""
+    for wrapper in WRAPPERS:
+        name = name.replace(f".{wrapper}", ".")
+    while name.startswith(WRAPPERS):
+        name = name.partition(".")[2]
+    return name
 
 
 def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:

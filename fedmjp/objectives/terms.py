@@ -31,3 +31,17 @@ def dense_absolute_localisation(model: BuiltModel, position_mask: Tensor | None)
     if dal is None:
         return next(model.module.parameters()).new_zeros(())
     return dal(model.module.patch_positions(), model.grid, position_mask)
+
+
+@TERMS.register("bottleneck_divergence")
+def bottleneck_divergence(model: BuiltModel, position_mask: Tensor | None) -> Tensor:
+    """Divergence of a variational bottleneck's Gaussian from the unit Gaussian, a scalar in bits (PRECODE).
+
+    Args:
+        model: with a bottleneck, after a forward pass in training.
+        position_mask: not read.
+
+    Returns:
+        The mean over the batch of that pass, summed over the bottleneck's channels.
+    """
+    return model.module.bottleneck.take_divergence()

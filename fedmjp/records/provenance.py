@@ -38,6 +38,10 @@ PACKAGES = (
 FOLDERS = re.compile(r"(^|[=:,])/(?:[^/,=:]+/)*(?=[^/,=:])")
 
 
+# Options whose values are nobody else's business.
+SECRETS = re.compile(r"token|password|passwd|secret|credential|api[-_]?key|private[-_]?key", re.IGNORECASE)
+
+
 @lru_cache
 def commit() -> str:
     """Short git commit of the source tree, with "-dirty" for uncommitted changes; "unknown" outside a checkout."""
@@ -136,7 +140,14 @@ def command(program: str) -> str:
     """The command line of this process, with `program` for what was started.
 
     Of an absolute path only its last part stays (`.../cifar10`), because results are published and the folders of one
-    machine mean nothing on another.
+    machine mean nothing on another. For the same reason the value of an option that holds a secret is "***".
     """
-    arguments = (shlex.quote(FOLDERS.sub(r"\1.../", argument)) for argument in sys.argv[1:])
+    arguments, hidden = [], False
+    for argument in sys.argv[1:]:
+        option, equals, value = argument.partition("=")
+        secret = bool(SECRETS.search(option)) and argument.startswith("-")
+        if hidden or (secret and equals):
+            argument = f"{option}=***" if secret and value else "***"
+        hidden = secret and not equals
+        arguments.append(shlex.quote(FOLDERS.sub(r"\1.../", argument)))
     return " ".join([program, *arguments])

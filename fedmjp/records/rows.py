@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 
 from attacks.registry import UsageError
+from fedmjp.records.lock import FolderLock
 
 METRICS = ("mse", "psnr", "ssim", "fft2d", "fft2d_official", "lpips", "patch_recovery")
 
@@ -133,14 +134,20 @@ class RowLog:
             missing, it was kept.
 
     Raises:
-        UsageError: a line, other than an incomplete last one, is not a valid row; the message names file and line.
+        UsageError: a line, other than an incomplete last one, is not a valid row (the message names file and line), or
+            another process writes to the folder.
     """
 
     def __init__(self, path: str | os.PathLike[str], schema: Schema = RESULTS) -> None:
         self.path, self.schema = Path(path), schema
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.path.parent)
         content = self.path.read_bytes() if self.path.exists() else b""
-        self._rows, self.repaired = _parse(content, self.path, schema)
+        try:
+            self._rows, self.repaired = _parse(content, self.path, schema)
+        except UsageError:
+            self._lock.release()
+            raise
         if self.repaired:
             _rewrite(self.path, self._rows)
         self._read = {_key(row, schema.identity) for row in self._rows}
@@ -198,8 +205,9 @@ class RowLog:
         return list(self._rows)
 
     def close(self) -> None:
-        """Close the file; further calls have no effect."""
+        """Close the file and let go of its folder; further calls have no effect."""
         self._file.close()
+        self._lock.release()
 
     def __enter__(self) -> RowLog:
         return self

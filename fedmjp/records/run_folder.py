@@ -22,6 +22,7 @@ from fedmjp.config import RunConfig
 from fedmjp.data.partitioning import statistics
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
+from fedmjp.records.lock import FolderLock
 from fedmjp.records.rows import RowLog
 from fedmjp.records.server_state import ServerState
 
@@ -38,14 +39,15 @@ class RunFolder:
         config: the run; `out` and `resume` decide what may be there already.
 
     Raises:
-        UsageError: the folder holds a run and `resume` is not set, or holds a run with other options.
+        UsageError: the folder holds a run and `resume` is not set, or one with other options, or another process writes
+            to it.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.out = config, config.out
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
-        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}}
+        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}, "failures": []}
         self._open(identity)
 
     def _open(self, identity: dict) -> None:
@@ -62,6 +64,7 @@ class RunFolder:
             raise UsageError(f"--out {self.out} cannot be made ({error.strerror}); pass another folder") from error
         if not os.access(self.out, os.W_OK):
             raise UsageError(f"--out {self.out} cannot be written to; pass another folder")
+        FolderLock(self.out)  # until the process ends
         self.description |= {
             "run_id": self.run_id,
             "command": provenance.command("python -m fedmjp.simulate"),
@@ -83,6 +86,7 @@ class RunFolder:
         provenance.require_same(self.out, "run", before, identity)
         for entry in ("weights", "ran", "not_run", "findings"):
             self.description[entry] = before.get(entry, {})
+        self.description["failures"] = before.get("failures", [])
 
     def note_task(self, task: ClientTask) -> None:
         """Record what a federation runs on, in run.json."""
@@ -122,6 +126,13 @@ class RunFolder:
         fresh = {finding.name: finding.sentence for finding in findings if finding.name not in own}
         if fresh:
             own |= fresh
+            self._write_description()
+
+    def note_failure(self, defense: str, round: int, client: int, reason: str) -> None:
+        """Record in run.json a client that failed, or whose reply was refused, with the end of a sentence about it."""
+        failure = {"defense": defense, "round": round, "client": client, "reason": reason}
+        if failure not in self.description["failures"]:
+            self.description["failures"].append(failure)
             self._write_description()
 
     def finish(self) -> None:

@@ -114,12 +114,20 @@ def notes(rows: pd.DataFrame) -> list[str]:
 
 
 def noticed(run: Mapping[str, Any]) -> list[str]:
-    """What was noticed about the updates of each defence, from run.json; one sentence a finding and its defences."""
+    """What was noticed about the updates of each defence, from run.json; one sentence a finding and its defences.
+
+    Updates that are missing, because clients failed or their replies were refused, come last.
+    """
     together: dict[str, list[str]] = {}
     for defense, own in (run.get("findings") or {}).items():
         for sentence in own.values():
             together.setdefault(sentence, []).append(defence_words(defense))
-    return [f"{'; '.join(defences)}: {sentence}." for sentence, defences in together.items()]
+    found = [f"{'; '.join(defences)}: {sentence}." for sentence, defences in together.items()]
+    return found + [
+        f"{defence_words(failure['defense'])}: in round {failure['round']}, client {failure['client']} "
+        f"{failure['reason']}; its update is in no mean and was not attacked."
+        for failure in run.get("failures") or []
+    ]
 
 
 def as_terminal_lines(

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedmjp.defenses.chain import chain_name
+from fedmjp.models.low_rank import merged_state
 from fedmjp.models.weights import ORIGIN
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
@@ -54,7 +55,7 @@ def export(trainer: Trainer, history: list[dict[str, float]], path: Path) -> flo
     Returns:
         Accuracy in [0, 1] of the weights in the written file, of what `Objective.accuracy_of` names.
     """
-    state = trainer.model.module.state_dict()
+    state = merged_state(trainer.model.module)
     halves = {n: t.detach().cpu().half() if t.is_floating_point() else t.cpu() for n, t in state.items()}
     # One entry, because safetensors writes several in an order that changes from run to run.
     origin = json.dumps({"objective": trainer.config.objective, "model": trainer.model.name})

@@ -23,7 +23,7 @@ from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import read_defense
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.models import MODELS, split_name
-from fedmjp.models.registry import check_drop_path
+from fedmjp.models.registry import check_drop_rate
 from fedmjp.objectives import OBJECTIVES, Objective, read_objective
 from fedmjp.settings import split_entry
 
@@ -64,8 +64,8 @@ class Recipe:
 
     def augmentation(self) -> Augmentation:
         """The part of the recipe that changes images and labels."""
-        names = [field.name for field in dataclasses.fields(Augmentation)]
-        return Augmentation(**{name: getattr(self, name) for name in names})
+        names = {field.name for field in dataclasses.fields(Augmentation)}
+        return Augmentation(**{name: value for name, value in vars(self).items() if name in names})
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StartConfig(EncoderConfig):
         super().validate(model)
         if not 0 < self.layer_decay <= 1:
             raise UsageError(f"--layer-decay must lie in (0, 1], not {self.layer_decay}")
-        check_drop_path(self.drop_path, model.model)
+        check_drop_rate("--drop-path", self.drop_path, model.model)
 
 
 # The recipe with every augmentation left out, for short trainings that name the rest themselves.

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from attacks import UsageError
 from fedmjp.metrics.intervals import wilson
 from fedmjp.records import provenance
+from fedmjp.records.lock import FolderLock
 from fedmjp.report.styles import NORMAL, SMALL, error_bars, save, style
 from fedmjp.training.config import TrainConfig
 
@@ -25,7 +26,8 @@ class TrainingFolder:
         config: all options of the training.
 
     Raises:
-        UsageError: the folder holds a training and `resume` is not set, or it holds one with other options.
+        UsageError: the folder holds a training and `resume` is not set, or it holds one with other options, or another
+            process writes to it.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -39,6 +41,7 @@ class TrainingFolder:
                 raise UsageError(f"{self.out} holds a training already; pass --resume to finish it, or another --out")
             provenance.require_same(self.out, "training", json.loads(described.read_text()), self._identity)
         self.out.mkdir(parents=True, exist_ok=True)
+        FolderLock(self.out)  # until the process ends
         described.write_text(
             json.dumps(
                 {

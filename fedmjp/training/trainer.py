@@ -132,9 +132,9 @@ class Trainer:
         """
         views = self.learner.views(images, draws, epoch)
         local = self.learner.step(views, labels, draws, progress, self._autocast)
+        update = self.defense.gradients(local, draws.defense)  # computes the loss as the defence needs it
         if not torch.isfinite(local.loss):
             raise UsageError(f"the loss is {float(local.loss.detach())} in epoch {epoch}; lower --learning-rate")
-        update = self.defense.gradients(local, draws.defense)
         update, self.memory = self.defense.message(update, draws.defense, self.memory)
         for name, parameter in local.trained.items():
             parameter.grad = None if name in local.unused else update[name]

@@ -16,6 +16,7 @@ from torch import nn
 from attacks import Attack, Observation, Reconstruction
 from fedmjp.metrics import score
 from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.low_rank import add_low_rank
 from tests.conftest import observe, observe_under, photographs
 
 
@@ -78,6 +79,17 @@ def masked() -> Observation:
 def places_predicted() -> Observation:
     """MP3: every patch's place is predicted, without position embedding."""
     return observe_under("mp3:eta=0.5", "vit_micro8_32", photographs(32, 1))
+
+
+def low_rank() -> Observation:
+    """Every linear layer of attention has factors (LoRA) of a rank above the number of tokens, in mid-training."""
+    built = small()
+    add_low_rank(built.module, ["*attn.qkv"], rank=80, alpha=80.0)
+    nn.init.normal_(built.module.blocks[0].attn.qkv.lora_B, std=0.1)
+    return observe(built, photographs(64, 1))
+def pixels_restored() -> Observation:
+    """MST: two views of a photograph without uniform patches are restored."""
+    return observe_under("mst:local_crops=0,outputs=16,hidden=16,bottleneck=8", "vit_micro8_32", photographs(32, 8)[7:])
 
 
 def withheld() -> Observation:

@@ -31,6 +31,7 @@ BRIEF = TokenSearch(rounds=1, steps=8)
 QUICK = {
     "token_span": {"steps": 0},
     "position_head": {"steps": 40},
+    "pixel_head": {"steps": 1},
     "patch_set": {"search": BRIEF, "placement": Placement(restarts=1)},
     "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=8)},
 }
@@ -42,8 +43,21 @@ TRAITS = {
     # Batches of two alone: what stands in the way of those has tests of its own.
     "batch_tokens": Traits(single_image=False, needs_positions=False, needs_table=False, reads_masks=True, images=2),
     "token_span": Traits(exact_on=(("standard", torch.float64, 110.0), SPAN), needs_positions=False),
+    # Of a rank above the number of tokens one update is enough; rounds have tests of their own.
+    "lora_span": Traits(
+        needs_positions=False,
+        needs_table=False,
+        reads_masks=True,
+        single_image=False,
+        single_step=False,
+        own=contract.low_rank,
+    ),
     "position_head": Traits(
         needs_positions=False, needs_table=False, without_table=True, own=contract.places_predicted
+    ),
+    # Of a head of pixels alone: what stands in the way of reading one has tests of its own.
+    "pixel_head": Traits(
+        single_image=False, needs_positions=False, needs_table=False, reads_masks=True, own=contract.pixels_restored
     ),
     "patch_set": Traits(needs_positions=False, needs_table=False, without_table=True, vouches=False),
     "unmix": Traits(exact_on=(STANDARD,)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Reconstruction
-from attacks.certificate import certify, reproduce
+from attacks.certificate import certify, certify_encoder, reproduce
 from fedmjp.metrics import patch_recovery
 from fedmjp.models import build_model
 from tests.attacks.mjp.test_mjp_subspace import jigsawed, with_dal
@@ -51,6 +51,29 @@ def test_masked_jigsawed_updates_with_a_localisation_loss(view_of) -> None:
     model, image = build_model("vit_mini_64_mjp", num_classes=8, weights="random"), photographs(64, 1)
     assert certify(view_of(model, image), Reconstruction(image))[0]
     assert not certify(view_of(model, image), Reconstruction(image.flip(3)))[0]
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_the_encoder_is_certified_whatever_the_loss_on_its_output_was(pool: str) -> None:
+    """Smoothed labels, which the certificate of the whole model does not know; class token and mean of the tokens."""
+    model, image = build_model("vit_mini_64", num_classes=8, weights="random"), photographs(64, 2)
+    model.module.global_pool = pool
+    labels = torch.full((1, 8), 0.05)
+    labels[0, 3] = 0.65
+    view = observe(model, image[:1], labels)
+    assert not certify(view, Reconstruction(image[:1]))[0]
+    sure, residual = certify_encoder(view, Reconstruction(image[:1]))
+    assert sure
+    assert residual < 1e-4
+    for wrong in (image[1:], image[:1].flip(3)):
+        sure, residual = certify_encoder(view, Reconstruction(wrong))
+        assert not sure
+        assert residual > 2e-2
+
+
+def test_the_encoder_of_a_batch_is_not_compared_alone(mini) -> None:
+    images = photographs(64, 2)
+    assert not certify_encoder(observe(mini, images), Reconstruction(images))[0]
 
 
 def test_what_cannot_be_reproduced_is_not_certified(mini) -> None:

@@ -17,7 +17,8 @@ from tests.conftest import observe, photographs
 
 BUILT_IN = [name for name in ATTACKS if ATTACKS.is_built_in(name) and not name.startswith("breaching")]
 CLOSED_FORMS = [name for name in BUILT_IN if not ATTACKS.get(name).reads_every_parameter]
-NOT_OF_CLASSIFIERS = ("batch_tokens", "position_head")  # of batches, and of heads that predict places
+# Of batches, and of heads that predict places or pixels.
+NOT_OF_CLASSIFIERS = ("batch_tokens", "position_head", "pixel_head")
 # Those that solve with the patch projection's gradient.
 OF_PROJECTION = [name for name in CLOSED_FORMS if name not in ("april", "token_span", "patch_set", *NOT_OF_CLASSIFIERS)]
 FIRST_LAYERS = (

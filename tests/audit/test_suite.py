@@ -151,13 +151,13 @@ def test_settings_reach_the_attacks() -> None:
 def test_the_suite_takes_every_defence_into_account(defense: str) -> None:
     """Attacks that a defence names exist, and one of them is in the suite on an update under that defence."""
     kind = DEFENSES.get(defense)
-    assert all(name in ATTACKS for name in kind.known_by)
+    assert all(name in ATTACKS for name in kind().known_by)
     model = build_model(kind().model_name("vit_mini_64"), num_classes=8, weights="random")
     generator = torch.Generator().manual_seed(0)
     seen = kind().on_input(photographs(64, 1), model, generator, 1)
     view = observe(model, seen.images, mask=seen.position_mask)
     sent = kind().message(dict(view.gradients), generator, {})[0]
-    known = kind.known_by or ("patch_embedding",)
+    known = kind().known_by or ("patch_embedding",)
     assert chosen([dataclasses.replace(view, gradients=sent)]) & set(known)
 
 

@@ -41,6 +41,8 @@ def test_a_group_is_left_out_and_nothing_else() -> None:
     assert left["nothing"] - left["first query, key, value"] == {"blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias"}
     assert len(left["nothing"] - left["first block"]) == 12
     assert left["all but the classifier"] == {"head.weight", "head.bias"}
+    assert left["all but biases and classifier"] == {n for n in left["nothing"] if n.endswith("bias")} | {"head.weight"}
+    assert len(left["all but norms and classifier"]) == 2 * (2 * 6 + 1) + 2
 
 
 def test_the_span_takes_over_where_positions_are_withheld(finished) -> None:
@@ -77,7 +79,7 @@ def test_one_group_alone_and_others_later(tmp_path) -> None:
         (["--models", "vit_mini_32"], "write MODEL=SOURCE"),
         (["--models", "vit_mini_33=auto"], "unknown model"),
         (["--models", "vit_mini_32=auto@31"], "do not divide"),
-        (["--budget", "0"], "--budget must be positive"),
+        (["--budget", "soon"], "--budget takes"),
         (["--groups", "positions"], "--groups 'positions': choose from: 'nothing', 'position embedding'"),
     ],
 )

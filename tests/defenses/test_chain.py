@@ -76,7 +76,7 @@ def test_each_part_has_a_memory_of_its_own() -> None:
 BAD = [
     ("mjp+mjp:gamma=0.1", "names mjp twice"),
     ("mjp+none", "none is no defence"),
-    ("mjp+spp", "mjp and spp both change the input"),
+    ("mjp+spp", "mjp and spp both move patches"),
     ("mjp+nosie", "unknown defense 'nosie'"),
     ("mjp:gamma=0.5+noise:gama=1", "defence 'noise' has no setting 'gama'"),
     ("mjp+noise:noise_multiplier=-1", "--noise-multiplier"),

@@ -159,7 +159,7 @@ def test_the_audit_takes_off_the_decay_that_the_server_ordered(small, decay: flo
     assert float(psnr(found.images, batch.images)) > 60
 
 
-@pytest.mark.parametrize("augment", ["flip", "crop+flip", "deit"])
+@pytest.mark.parametrize("augment", ["flip", "crop+flip", "colour", "mixup", "cutmix", "deit"])
 def test_augmented_batches_repeat_and_leave_the_random_generators_alone(small, augment: str) -> None:
     config = changed(small, augment=augment, batch_size=2)
     task, plain = ClientTask(config, "none"), ClientTask(changed(small, batch_size=2), "none")
@@ -179,7 +179,7 @@ def test_augmented_batches_repeat_and_leave_the_random_generators_alone(small, a
         for number, batch in enumerate(drawn, 1):
             for image, source in zip(batch.images, plain.batch(1, number, 0).images, strict=True):
                 assert torch.equal(image, source) or torch.equal(image, source.flip(-1))
-    if augment == "deit":
+    if augment in ("mixup", "cutmix", "deit"):
         assert first.targets.shape == (2, len(task.data.classes))
         torch.testing.assert_close(first.targets.sum(dim=1), torch.ones(2))
 
@@ -199,8 +199,30 @@ def test_an_augmented_image_is_what_the_attack_recovers(small) -> None:
     assert task.setting == "federation, iid, crop+flip, scored against the image that the client fed"
 
 
-def test_blocks_are_skipped_in_training_alone(small) -> None:
-    skipping, plain = (ClientTask(changed(small, drop_path=rate), "none") for rate in (0.5, 0.0))
+def test_colour_mixup_and_cutmix_alone_are_what_they_say(small) -> None:
+    """Colour keeps the place of every edge; a mixed image is a weighted mean of two, a cut one is of both."""
+    batches = {
+        name: ClientTask(changed(small, augment=name, batch_size=2), "none").batch(0, 1, 0)
+        for name in ("none", "colour", "mixup", "cutmix")
+    }
+    one, two = batches["none"].images
+    jittered = batches["colour"].images[0]
+    places = torch.stack([one.mean(dim=0).flatten(), jittered.mean(dim=0).flatten()])
+    assert not torch.equal(jittered, one)
+    assert float(torch.corrcoef(places)[0, 1]) > 0.9
+    mixed = batches["mixup"].images[0]
+    share = float(((mixed - two) * (one - two)).sum() / (one - two).square().sum())
+    torch.testing.assert_close(mixed, share * one + (1 - share) * two, atol=1e-4, rtol=0)
+    assert 0 < share < 1
+    cut = batches["cutmix"].images[0]
+    from_one, from_two = ((cut - image).abs().amax(dim=0) < 1e-6 for image in (one, two))
+    assert bool((from_one | from_two).all())
+    assert bool(from_two.any())
+
+
+@pytest.mark.parametrize("option", ["drop_path", "dropout"])
+def test_blocks_and_activations_are_dropped_in_training_alone(small, option: str) -> None:
+    skipping, plain = (ClientTask(changed(small, **{option: rate}), "none") for rate in (0.5, 0.0))
     weights = state_of(plain)
     state = torch.get_rng_state()
     losses = [skipping.update(0, number, weights).loss for number in (1, 1, 2)]
@@ -234,10 +256,13 @@ def test_local_epochs_are_passes_over_a_clients_own_images(small) -> None:
         ({"momentum": 0.9, "update": "weights", "optimizer": "adamw"}, "--momentum is sgd's"),
         ({"local_epochs": 1}, "--local-epochs needs --update weights"),
         ({"local_epochs": 1, "local_steps": 2, "update": "weights"}, "both say how long a client trains"),
-        ({"augment": "mirror"}, "unknown augmentation --augment mirror; choose from: none, flip, crop+flip, deit"),
+        ({"augment": "mirror"}, "unknown augmentation --augment mirror; choose from: none, flip, crop+flip, colour, "),
         ({"augment": "deit"}, "mixes pairs of images: --batch-size is odd: 1"),
         ({"augment": "deit", "batch_size": 2, "objective": "mp3"}, "no labels to mix or smooth"),
+        ({"augment": "mixup"}, "mixes pairs of images: --batch-size is odd: 1"),
         ({"drop_path": 1.0}, "--drop-path must lie in [0, 1), not 1.0"),
+        ({"dropout": -0.1}, "--dropout must lie in [0, 1), not -0.1"),
+        ({"dropout": 0.1, "model": "resnet50"}, "--dropout needs a plain ViT, not resnet50"),
         ({"drop_path": 0.1, "model": "resnet50"}, "--drop-path needs a plain ViT, not resnet50"),
         ({"learning_rate": float("inf")}, "--learning-rate must be positive"),
     ],

@@ -119,7 +119,7 @@ def test_a_clients_batches_cover_its_data(small) -> None:
         ),
         (
             lambda result: result.tensors["pos_embed"].fill_(float("nan")),
-            "round 1: client 1 sent an update with NaN or infinity",
+            "round 1: client 1 sent parameters with NaN or infinity",
         ),
     ],
 )

@@ -60,3 +60,17 @@ def test_no_committed_record_holds_an_absolute_path() -> None:
         words = " ".join(strings(json.loads(record.read_text(encoding="utf-8")))).split()
         assert words
         assert not [word for word in words if provenance.FOLDERS.search(word)], record
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["--token", "abc", "--seed", "1"], "run --token '***' --seed 1"),
+        (["--hub.api-key=abc"], "run '--hub.api-key=***'"),
+        (["--password=abc", "token"], "run '--password=***' token"),
+        (["--out", "/home/me/runs"], "run --out .../runs"),
+    ],
+)
+def test_a_command_line_keeps_no_secrets_and_no_folders(monkeypatch, given, kept) -> None:
+    monkeypatch.setattr("sys.argv", ["program", *given])
+    assert provenance.command("run") == kept

@@ -44,6 +44,7 @@ LINES = {
         f"{_DROPPOS},positions=learned", "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.2
     ),
     "mst": Line(_MST, "vit_micro8_32", "random", ("patch_embedding", "batch_rounds"), (1, 8), images=0.2),
+    "mst_one_update": Line(_MST, "vit_micro8_32", "random", ("batch_tokens", "pixel_head"), images=0.2),
 }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pkgutil
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +17,7 @@ from attacks.registry import UsageError
 from experiments.pages.options import Options
 from experiments.rendering import Rendering
 from experiments.scaffold import Failure
-
-BLOCK = re.compile(r"(<!-- ([a-z0-9_]+) -->\n)(?:.*?\n)?(<!-- /\2 -->)", re.DOTALL)
+from fedmjp.report.blocks import differing_blocks
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,15 @@ def differing_pages(root: Path, every: Sequence[Rendering]) -> Iterator[Differen
     blocks = {name: (make, root / "results" / one.folder) for one in every for name, make in one.blocks.items()}
     for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
-        for found in BLOCK.finditer(text):
-            name = found.group(2)
-            if name not in blocks:
-                raise UsageError(f"{page}: no room of benchmarks/experiments renders a block called {name!r}")
-            make, folder = blocks[name]
-            whole = f"{found.group(1)}{make(folder)}\n{found.group(3)}"
-            if whole != found.group():
-                text = text.replace(found.group(), whole)
-                yield Difference(page, text, f"{page.relative_to(root)}, block {name}")
+        for name, changed in differing_blocks(text, partial(_content, page, blocks)):
+            yield Difference(page, changed, f"{page.relative_to(root)}, block {name}")
+
+
+def _content(page: Path, blocks: Mapping[str, tuple[Callable[[Path], str], Path]], name: str) -> str:
+    if name not in blocks:
+        raise UsageError(f"{page}: no room of benchmarks/experiments renders a block called {name!r}")
+    make, folder = blocks[name]
+    return make(folder)
 
 
 def run(options: Options, console: Console) -> None:

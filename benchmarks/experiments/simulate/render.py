@@ -38,4 +38,5 @@ def _figures(folder: Path) -> None:
 RENDERINGS = (
     Rendering("simulate", run_files, {"simulate": run_block}, _figures),
     Rendering("mjp_federation", run_files, figures=_figures),
+    Rendering("soteria_precode_ats", run_files, {"soteria_precode_ats": run_block}),
 )

@@ -9,10 +9,13 @@ from typing import Annotated, Any
 import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
+from attacks.observation import SUPERVISED
 from experiments.scaffold import DEFENSE_NAMES, AttackOptions, check_names, check_positive, sweep
 from fedmjp.budgets import ALL, AUTO, read_seconds
 from fedmjp.config import ATTACKS_HELP, AuditConfig, DefenseOptions
 from fedmjp.defenses import DEFENSES
+from fedmjp.objectives import read_objective
+from fedmjp.settings import split_entry
 
 NOPE = "nope"  # a federation of the model without position embeddings, beside the registered defences
 # Closed forms take milliseconds an update and get them all; `unmix` takes half a minute, searches seconds.
@@ -40,6 +43,7 @@ class Options(AttackOptions):
         python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR
         python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR --defenses noise spp --resume
         python benchmarks/federated_tradeoff.py --data photos --clients 4 --rounds 2 --audit-points 2 --attacks april
+        python benchmarks/federated_tradeoff.py --objectives supervised mp3 mst:local_crops=0 --defenses none --out DIR
 
     Every federation has a folder of its own in OUT/federations and is taken up where it stopped (--resume). Table and
     figure show all that are finished, from this call and from earlier ones, which may have attacked more or less.
@@ -79,6 +83,10 @@ class Options(AttackOptions):
             aliases=("--defense",),
         ),
     ] = ("none", NOPE, "mjp")
+    objectives: tuple[str, ...] = (SUPERVISED,)
+    """What the clients train, as `python -m fedmjp.simulate --objective` takes it; each under every defence, but nope
+    under supervised alone. With any other than supervised, every accuracy of the table is that of a linear probe of the
+    encoder."""
     gammas: tuple[float, ...] = (0.1, 0.5, 0.9)
     """Masking ratios of defences with the option gamma."""
     noise_multipliers: tuple[float, ...] = (1e-4, 1e-3)
@@ -117,6 +125,11 @@ class Options(AttackOptions):
                 raise UsageError(f"--{option} takes one or more different entries")
         for name in self.defenses:
             self.strengths(name)
+        names = [split_entry(entry, "--objectives")[0] for entry in self.entries()]
+        if not names or len(set(names)) < len(names):
+            raise UsageError("--objectives takes one or more, each once; pass another --out for other options of one")
+        for entry in self.entries():
+            read_objective(entry)
         if not any(self.strengths(name) for name in self.defenses):
             raise UsageError("no federation is asked for; --defenses mjp needs --gammas, noise --noise-multipliers")
         if not self.runnable():
@@ -140,6 +153,21 @@ class Options(AttackOptions):
             if hasattr(defense, option):
                 return sweep(defense, option, getattr(self, f"{option}s"))
         return [defense]
+
+    def entries(self) -> tuple[str, ...]:
+        """`objectives`, whose options were split at commas as all lists of a command line are, put together again."""
+        found: list[str] = []
+        for part in self.objectives:
+            if found and "=" in part and ":" not in part:
+                found[-1] += f",{part}"
+            else:
+                found.append(part)
+        return tuple(found)
+
+    @property
+    def probes(self) -> bool:
+        """Whether accuracies are those of a linear probe."""
+        return self.entries() != (SUPERVISED,)
 
     def names(self) -> tuple[str, ...]:
         """The attacks that are asked for, all of them by name; auto stays, because the updates decide what it holds."""

@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
 from attacks import UsageError
-from experiments.federations import gather_rows, reasons_not_run, train
+from attacks.observation import SUPERVISED
+from experiments.federations import gather_rows, reasons_not_run
 from experiments.rendering import read_rows
 from experiments.scaffold import Failure
+from experiments.tradeoff.encoders import measure_encoder, read_encoder
 from experiments.tradeoff.options import NOPE, Options
-from experiments.tradeoff.render import TRADEOFF
-from experiments.tradeoff.table import point_of
-from fedmjp.audited_federation import check_before_start
+from experiments.tradeoff.render import OBJECTIVES, TRADEOFF
+from experiments.tradeoff.table import point_of, under_objective
+from fedmjp.audited_federation import check_before_start, run_or_resume
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import Defense
@@ -30,6 +33,7 @@ from fedmjp.models import split_name
 from fedmjp.models.weights import SHIPPED
 from fedmjp.records.run_folder import test_images_of
 from fedmjp.records.run_record import note_rows
+from fedmjp.settings import split_entry
 
 SHOWN = [
     "partition",
@@ -59,8 +63,9 @@ class Federation:
     @property
     def point(self) -> str:
         """Its defence with its strength, in words."""
-        name = self.config.defense[0]
-        return point_of(name, vars(self.config.defence(name)), self.config.model.model)
+        (name,) = self.config.defense
+        own = point_of(name, vars(self.config.defence(name)), self.config.model.model)
+        return under_objective(own, split_entry(self.config.objective, "--objective")[0])
 
     @property
     def title(self) -> str:
@@ -77,15 +82,16 @@ class Federation:
 
 def federations(options: Options) -> Iterator[Federation]:
     """Every federation that is asked for, in the order in which they run: all defences on one partition first."""
-    for seed in options.seeds:
-        for partition in options.partitions:
-            for name in options.defenses:
-                for defense in options.strengths(name):
-                    yield _federation(options, partition, seed, name, defense)
+    for seed, partition, objective, name in product(
+        options.seeds, options.partitions, options.entries(), options.defenses
+    ):
+        if name != NOPE or objective == SUPERVISED:
+            for defense in options.strengths(name):
+                yield _federation(options, partition, seed, objective, name, defense)
 
 
-def _federation(options: Options, partition: str, seed: int, name: str, defense: Defense) -> Federation:
-    config = _base(options, partition, seed)
+def _federation(options: Options, partition: str, seed: int, objective: str, name: str, defense: Defense) -> Federation:
+    config = replace(_base(options, partition, seed), objective=objective)
     if name == NOPE:
         config = replace(config, model=replace(config.model, model=f"{options.model}_nope"))
     else:
@@ -153,6 +159,11 @@ def check(options: Options) -> None:
         raise UsageError(
             f"{options.out} holds federations with another model, data, clients or rounds; pass another --out"
         )
+    if any((read_encoder(one.config.out) is None) == options.probes for one in finished(options.out)):
+        raise UsageError(
+            f"{options.out} holds federations whose accuracy is {'not ' * options.probes}that of a linear probe; pass "
+            "another --out"
+        )
     for one in federations(options):
         one.config.validate()
     for one in {one.partition: one for one in federations(options)}.values():
@@ -170,7 +181,8 @@ def run(options: Options, console: Console) -> None:
     every = list(federations(options))
     try:
         for number, one in enumerate(every, start=1):
-            train(one.config, f"federation {number} of {len(every)}: {one.title}", console)
+            title = f"federation {number} of {len(every)}: {one.title}"
+            run_or_resume(one.config, title, console, measure_encoder if options.probes else None)
     except ClientFailure as error:
         raise Failure(f"{error}\n{options.resume_hint()}") from error
     finally:
@@ -192,14 +204,17 @@ def collect(done: Sequence[Federation], options: Options) -> None:
     rows = read_rows(out)
     reasons = reasons_not_run([one.config.out for one in done], set(rows["attack"]))
     note_rows(out, program, rows, federations=titles, not_run=reasons | options.not_run())
-    TRADEOFF.write(out)
+    (OBJECTIVES if options.probes else TRADEOFF).write(out)
 
 
 def _rounds(done: Sequence[Federation]) -> pd.DataFrame:
     """Accuracy by round: partition, point, seed, round, loss, accuracy, test_images."""
     frames = []
     for one in done:
-        own = pd.read_csv(one.config.out / "rounds.csv")[["round", "loss", "accuracy"]]
+        own = read_encoder(one.config.out)
+        if own is None:
+            own = pd.read_csv(one.config.out / "rounds.csv")[["round", "loss", "accuracy"]]
+            own["test_images"] = test_images_of(one.config)
         place = pd.DataFrame({"partition": one.partition, "point": one.point, "seed": one.config.seed}, index=own.index)
-        frames.append(place.join(own).assign(test_images=test_images_of(one.config)))
+        frames.append(place.join(own))
     return pd.concat(frames, ignore_index=True)

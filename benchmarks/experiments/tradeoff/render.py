@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from attacks.observation import SUPERVISED
 from experiments.rendering import Rendering, csv, read_rows, read_run
-from experiments.tradeoff.table import NOTES, markdown, placed, tradeoff_figure, tradeoff_table
+from experiments.tradeoff.table import NOTES, OBJECTIVE_NOTES, markdown, placed, tradeoff_figure, tradeoff_table
 
 
 def _tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
@@ -16,10 +17,22 @@ def _tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     return tradeoff_table(rows, rounds, read_run(folder).get("not_run", {})), rows, rounds
 
 
+def _by_objective(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The same, where points are objectives without a defence."""
+    table, rows, rounds = (frame.replace({"point": {"none": SUPERVISED}}) for frame in _tables(folder))
+    return table, rows, rounds
+
+
 def tradeoff_files(folder: Path) -> dict[str, str]:
     """table.csv, and table.md with what the table can tell under it."""
     table, _, _ = _tables(folder)
     return {"table.csv": csv(table, 6), "table.md": f"{markdown(table)}\n\n{NOTES}"}
+
+
+def objectives_files(folder: Path) -> dict[str, str]:
+    """The same of federations under several objectives."""
+    table, _, _ = _by_objective(folder)
+    return {"table.csv": csv(table, 6), "table.md": f"{markdown(table, 'objective')}\n\n{OBJECTIVE_NOTES}"}
 
 
 def tradeoff_block(folder: Path) -> str:
@@ -31,5 +44,12 @@ def _figures(folder: Path) -> None:
     tradeoff_figure(*_tables(folder), folder / "tradeoff.png")
 
 
+def _objective_figures(folder: Path) -> None:
+    tradeoff_figure(*_by_objective(folder), folder / "tradeoff.png", "Linear probe's accuracy")
+
+
 TRADEOFF = Rendering("federated_tradeoff", tradeoff_files, {"tradeoff": tradeoff_block}, _figures)
-RENDERINGS = (TRADEOFF,)
+OBJECTIVES = Rendering(
+    "federated_tradeoff_objectives", objectives_files, {"tradeoff_objectives": tradeoff_block}, _objective_figures
+)
+RENDERINGS = (TRADEOFF, OBJECTIVES)

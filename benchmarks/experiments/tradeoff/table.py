@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from attacks.observation import SUPERVISED
 from experiments.rendering import MEAN, interval, markdown_table
 from fedmjp.audit.strongest import gains_over_guesses, strongest
 from fedmjp.defenses import DEFENSES
@@ -46,6 +47,19 @@ several rounds get every earlier update of their client; at the defaults no imag
 is not shown. The interval of the accuracy is over test images; another seed may move it by as much. At 32 pixels in
 patches of 4 a patch has 48 values and there are 64 patches; attacks that need it the other way round say so. Searches
 run for few steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
+"""
+
+# Stands under the table of objectives.
+OBJECTIVE_NOTES = """\
+*Accuracy* is that of a linear probe: logistic regression on the features of the frozen encoder after the last round,
+fitted to at most 5,000 labelled training images; under `supervised` too, so that the column compares encoders and not
+classifiers. The figure also shows the probe at the weights before the first round. Features are the class token, or the
+mean of the patches where places are predicted (`mp3`, `droppos`), whose class token is not trained. Under `mst` attacks
+are scored against the two global crops that the client fed, and their count is that of crops.
+
+*What the plane cannot tell.* All encoders are barely trained, and each objective learns at the rate that suits plain
+descent on labels; the papers' recipes differ and take hundreds of epochs. Differences of accuracy within the intervals
+say nothing of the objectives.
 """
 
 PLACE = ("partition", "point")
@@ -103,7 +117,8 @@ def placed(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of federations, as `load_rows` gives them, with the columns partition and point."""
     names = rows[["defense", "defense_parameters", "model"]].itertuples(index=False, name=None)
     partitions = [setting.split(", ")[1] for setting in rows["setting"]]
-    return rows.assign(partition=partitions, point=[point_of(*name) for name in names])
+    points = [under_objective(point_of(*name), own) for name, own in zip(names, rows["objective"], strict=True)]
+    return rows.assign(partition=partitions, point=points)
 
 
 def point_of(defense: str, parameters: Mapping[str, Any], model: str) -> str:
@@ -122,10 +137,21 @@ def point_of(defense: str, parameters: Mapping[str, Any], model: str) -> str:
     return ", ".join([defense, *(f"{k} = {v}" for k, v in parameters.items() if usual.get(k) != v)])
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """Two tables: a line a federation with its strongest attack; and PSNR by attack, a column a federation."""
+def under_objective(point: str, objective: str) -> str:
+    """A defence in words (`point_of`), with the objective under which it stands unless that is the supervised one."""
+    if objective == SUPERVISED:
+        return point
+    return objective if point in ("none", "nope") else f"{objective}, {point}"
+
+
+def markdown(table: pd.DataFrame, kind: str = "defence") -> str:
+    """Two tables: a line a federation with its strongest attack; and PSNR by attack, a column a federation.
+
+    Args:
+        kind: what a point is, for the head of its column.
+    """
     places = list(table[list(PLACE)].drop_duplicates().itertuples(index=False, name=None))
-    heads = ["partition", "defence", "accuracy (%)", "strongest attack", "PSNR (dB)", "over the best guess", "SSIM"]
+    heads = ["partition", kind, "accuracy (%)", "strongest attack", "PSNR (dB)", "over the best guess", "SSIM"]
     cells = [[*place, *_cells(table[(table[list(PLACE)] == list(place)).all(axis=1)])] for place in places]
     parts = [markdown_table([*heads, "updates"], cells)]
     cells = []
@@ -209,8 +235,14 @@ def _gain(gains: pd.Series) -> dict[str, float]:
     return {"gain_mean": interval.mean, "gain_low": interval.low, "gain_high": interval.high}
 
 
-def tradeoff_figure(table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path) -> None:
-    """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence."""
+def tradeoff_figure(
+    table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path, measured: str = "Test accuracy"
+) -> None:
+    """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence.
+
+    Args:
+        measured: what the accuracy is, for the axes.
+    """
     points = list(dict.fromkeys(table["point"]))
     lines = -(-len(points) // PANELS)
     figure = Figure(figsize=(WIDTH, 3.9 + 2.6 * lines), layout="constrained")
@@ -221,8 +253,9 @@ def tradeoff_figure(table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFram
         _draw_accuracy(axes, rounds[rounds["partition"] == partition], points)
         axes.set_title(partition, fontsize=NORMAL)
         axes.sharey(over_rounds[0])
-    over_rounds[0].set_ylabel("Test accuracy (%)", fontsize=NORMAL)
+    over_rounds[0].set_ylabel(f"{measured} (%)", fontsize=NORMAL)
     _draw_plane(plane, table, points)
+    plane.set_xlabel(f"{measured} (%), last round", fontsize=NORMAL)
     handles, labels = plane.get_legend_handles_labels()
     upper.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
     panels = lower.subplots(lines, min(PANELS, len(points)), sharex=True, squeeze=False)
@@ -283,7 +316,6 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
             capsize=2,
         )
     guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
-    axes.set_xlabel("Test accuracy (%), last round", fontsize=NORMAL)
     axes.set_ylabel("PSNR (dB), strongest attack", fontsize=NORMAL)
     named = {point: list(dict.fromkeys(best.loc[best["point"] == point, "attack"])) for point in points}
     for point in points:

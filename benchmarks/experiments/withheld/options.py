@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attacks.registry import UsageError
-from experiments.scaffold import AttackOptions, check_positive
-from fedmjp.budgets import DEFAULT_BUDGET
+from experiments.scaffold import SuiteOptions, check_positive
 
 
 @dataclass(frozen=True)
-class Options(AttackOptions):
+class Options(SuiteOptions):
     """Which part of an update has to be withheld before nothing leaks?
 
-    No other defence: each client sends the gradient of one image, without one group of parameters. The suite `auto`
-    chooses the attacks from what is left, and the strongest is found by the rule of the verdict. Groups: nothing, the
-    position embedding, the patch projection, both, query, key and value of the first block, the whole first block, and
-    everything but the classifier.
+    No other defence: each client sends the gradient of one image, without one group of parameters. The attacks are
+    chosen from what is left, and the strongest is found by the rule of the verdict. Groups: nothing, the position
+    embedding, the patch projection, both, query, key and value of the first block, the whole first block, and
+    everything but the classifier, alone or with all biases (BitFit) or all norms.
 
     Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models,
     groups and images to a finished one.
@@ -34,8 +33,6 @@ class Options(AttackOptions):
     """Local copy of the data set named in --images."""
     num_images: int = 24
     """Most images for each model."""
-    budget: float = DEFAULT_BUDGET
-    """Seconds of one CPU core that the suite may plan for an update."""
     seed: int = 0
     """Fixes random weights."""
     out: Path = Path("runs/withheld")
@@ -75,8 +72,6 @@ class Options(AttackOptions):
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         check_positive(self, "num_images")
-        if not self.budget > 0:
-            raise UsageError("--budget must be positive")
         if not self.lines():
             raise UsageError("--models needs at least one entry")
         self.withheld()

@@ -16,9 +16,7 @@ from experiments.withheld.options import Options
 from experiments.withheld.render import WITHHELD
 from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
-from fedmjp.audit.suite import select_attacks
 from fedmjp.audit.victims import Setting, Subject, Victims
-from fedmjp.budgets import AUTO
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model, resize_model
@@ -89,8 +87,7 @@ class Run:
                         records[name] = score(guess, originals)
                     yield case, Scored(name, {}, None, records[name], 0.0, ""), float("nan")
             left = without(view, group)
-            suite = select_attacks([AUTO], [left], self.granted, budget=self.options.budget)
-            for name, attack in suite.chosen.items():
+            for name, attack in self.session.suite(self.options.attacks, [left], self.granted).items():
                 case = self.case(subject, victims, group, name, attack.parameters())
                 if not rows.done(case, ids):
                     found = run_attack(attack, name, [left], originals, score, weights_granted=True)

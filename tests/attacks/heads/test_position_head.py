@@ -138,7 +138,9 @@ def test_other_objectives_are_refused_with_the_reason(objective: str, words: str
 def test_a_head_of_pixels_and_a_head_over_one_token_are_refused(mini) -> None:
     decoder = observe_under("mst:local_crops=0,outputs=16,hidden=16,bottleneck=8", "vit_micro8_32", photographs(32, 1))
     one = dataclasses.replace(decoder, num_examples=1)
-    assert "has 192 rows and the image 16 places: its rows are no places" in PositionHead().obstacle([one])
+    assert "has 192 rows, and there are 16 places of the patches: its rows are none of them" in PositionHead().obstacle(
+        [one]
+    )
     assert "rank one: a head over one token" in PositionHead().obstacle([observe(mini, photographs(64, 1))])
 
 

@@ -1,0 +1,1 @@
+"""The leaderboard's page and its small table, which `fedmjp-leaderboard` fills."""

@@ -1,0 +1,82 @@
+"""Secure aggregation as a view: of a group of clients the server sees the mean of their updates and nothing else.
+
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning". The protocol itself (masks
+that cancel in the sum) is not run: what the server can know is the same, the sum, and with it the mean. To an attack
+it is the update of one client whose batch holds the images of all of them.
+
+The clients of a round are grouped in the order of their numbers, so that a group has the same members in every round
+in which all clients take part. All of them use the same number of images, so that the mean has no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class SingleUpdate(Protocol):
+    """One client's update, such as `fedmjp.federation.ServerView`."""
+
+    round: int
+    client: int
+    sent: Mapping[str, Tensor]
+    received: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SeenUpdate:
+    """What the server sees of one client, or of a group.
+
+    Attributes:
+        round: number of the round, from 1.
+        client: the client's number, or that of the group in its round, from 0.
+        members: the clients' numbers.
+        sent: weights and buffers that they were sent, by name.
+        received: mean of the gradients or weights that they returned, by parameter name.
+    """
+
+    round: int
+    client: int
+    members: tuple[int, ...]
+    sent: Mapping[str, Tensor]
+    received: Mapping[str, Tensor]
+
+
+class Aggregation:
+    """Adds up the updates of groups of clients as they arrive; no single update is kept.
+
+    Args:
+        size: clients of a group; 0 where the server sees every update by itself.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._round, self._groups = 0, 0
+        self._members: list[int] = []
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, update: SingleUpdate) -> SeenUpdate | None:
+        """The update itself without aggregation; else what the server sees once the group is complete, until then None.
+
+        Args:
+            update: the next one, in the order of the clients' numbers within a round.
+        """
+        if not self.size:
+            return SeenUpdate(update.round, update.client, (update.client,), update.sent, update.received)
+        if update.round != self._round:
+            self._round, self._groups, self._members = update.round, 0, []
+        if not self._members:
+            self._sums = {name: tensor.clone() for name, tensor in update.received.items()}
+        else:
+            for name, tensor in update.received.items():
+                self._sums[name] += tensor
+        self._members.append(update.client)
+        if len(self._members) < self.size:
+            return None
+        mean = {name: total / self.size for name, total in self._sums.items()}
+        seen = SeenUpdate(update.round, self._groups, tuple(self._members), update.sent, mean)
+        self._groups, self._members, self._sums = self._groups + 1, [], {}
+        return seen

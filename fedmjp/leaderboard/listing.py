@@ -1,0 +1,55 @@
+"""All submissions of a folder, the worst cases first or last as the reader asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from attacks import UsageError
+from fedmjp.leaderboard import protocol, schema
+
+
+def submissions(results: Path) -> list[dict[str, Any]]:
+    """Every submission in a folder, no defence first, then by file name.
+
+    Raises:
+        UsageError: none there, or a damaged file.
+    """
+    files = sorted(path for path in results.glob("*.json") if path.name != "run.json")
+    if not files:
+        raise UsageError(f"no submission in {results}; run fedmjp-leaderboard add none first")
+    found = [schema.read(path) | {"file": path.name} for path in files]
+    return sorted(found, key=lambda document: document["entry"] != "none")
+
+
+def tier_title(name: str) -> str:
+    """A tier's name in words."""
+    return next(tier.title for tier in protocol.TIERS if tier.name == name)
+
+
+def worst_words(document: Mapping[str, Any]) -> str:
+    """Where the worst case of a submission is: tier and model."""
+    worst = document["worst"]
+    return f"{tier_title(worst['tier'])}, {worst['model']}"
+
+
+def listing(results: Path) -> Table:
+    """The submissions as a table for a terminal.
+
+    Raises:
+        UsageError: see `submissions`.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for head in ("file", "track", "worst case", "strongest attack", "answer", "attacks that know it"):
+        table.add_column(head, overflow="fold")
+    for document in submissions(results):
+        worst, track = document["worst"], document["track"] + ("" if document["comparable"] else " (not comparable)")
+        figures = f"{worst['attack']} {worst['psnr_median']:.1f} dB" if worst["attack"] else "none"
+        table.add_row(
+            document["file"], track, worst_words(document), figures, worst["answer"], document["adaptive"] or "–"
+        )
+    return table

@@ -1,0 +1,255 @@
+"""The leaderboard as Markdown: a table, the plane of accuracy and leakage, a card for each submission, and the few
+lines of it that the README shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attacks import UsageError
+from fedmjp.leaderboard import figure, measure, protocol
+from fedmjp.leaderboard.listing import submissions, tier_title
+from fedmjp.report.blocks import differing_blocks, markdown_table
+
+SHORT = 2  # submissions in the README beside no defence
+NONE = "–"
+HEADS = (
+    "#",
+    "defence",
+    "answer",
+    "strongest attack",
+    "tier, model",
+    "images",
+    "PSNR, median (dB)",
+    "PSNR, worst decile (dB)",
+    "SSIM",
+    "LPIPS",
+    "patches > 25 dB (%)",
+    "re-identified (%)",
+    "certified (%)",
+    "accuracy (%)",
+    "seconds a step, × none",
+    "message, × none",
+    "attacks that know it",
+)
+Document = Mapping[str, Any]
+
+
+def ordered(found: Sequence[Document]) -> list[Document]:
+    """Comparable submissions, those whose worst case leaks least first."""
+    return sorted(
+        (document for document in found if document["comparable"]),
+        key=lambda document: (tuple(-part for part in measure.severity(worst_result(document))), document["file"]),
+    )
+
+
+def worst_result(document: Document) -> Document:
+    """The result of the tier and model of the worst case."""
+    worst = document["worst"]
+    return next(r for r in document["results"] if (r["tier"], r["model"]) == (worst["tier"], worst["model"]))
+
+
+def title(document: Document) -> str:
+    """Heading of a card."""
+    return document["name"] + ("" if document["track"] == protocol.COMPARED[0] else f" ({document['track']} track)")
+
+
+def anchor(document: Document) -> str:
+    """The id that the site gives to a card's heading."""
+    words = re.sub(r"[^\w\s-]", "", title(document)).strip().lower()
+    return re.sub(r"[-\s]+", "-", words)
+
+
+def leaderboard(folder: Path) -> str:
+    """Table, plane and cards of all comparable submissions in a folder.
+
+    Raises:
+        UsageError: see `submissions`.
+    """
+    found = ordered(submissions(folder))
+    if not found:
+        raise UsageError(f"no submission in {folder} is comparable; run fedmjp-leaderboard add DEFENSE")
+    usual = _without_defence(found)
+    table = markdown_table(HEADS, [_cells(number, one) for number, one in enumerate(found, 1)])
+    tiers = {tier.name: tier.title for tier in protocol.RUN_TIERS}
+    points = [_point(number, one) for number, one in enumerate(found, 1)]
+    cards = [_card(one, usual) for one in found]
+    parts = [
+        '<div id="leaderboard" markdown>',
+        table,
+        "</div>",
+        "## Accuracy against leakage",
+        figure.plane(points, tiers),
+        figure.SCRIPT,
+        "## Cards",
+        *cards,
+    ]
+    return "\n\n".join(parts)
+
+
+def small(folder: Path) -> str:
+    """No defence, and the submissions whose worst case leaks least, with two strengths of a defence counted as one."""
+    found = [document for document in ordered(submissions(folder)) if document["track"] == protocol.COMPARED[0]]
+    shown = [document for document in found if document["entry"] == "none"]
+    names = set()
+    for document in found:
+        name = "+".join(part["name"] for part in document["defences"])
+        if document["entry"] != "none" and name not in names and len(names) < SHORT:
+            names.add(name)
+            shown.append(document)
+    heads = ["defence", "answer", "strongest attack", "PSNR, median (dB)", "patches > 25 dB", "accuracy"]
+    return markdown_table(heads, [_short_cells(document) for document in shown])
+
+
+def _short_cells(document: Document) -> list[str]:
+    line = measure.line_of(worst_result(document))
+    answer = f"{document['worst']['answer']}{_unknown(document)}"
+    leak = [NONE] * 3
+    if line is not None:
+        leak = [f"`{line['attack']}`", _figure(line["psnr_median"], 1), _percent(line["patches_mean"], 0, " %")]
+    return [document["name"], answer, *leak, f"{document['accuracy']['accuracy']:.0%}"]
+
+
+def _unknown(document: Document) -> str:
+    """A remark on a defence that no attack knows."""
+    return "" if document["known_by"] or document["entry"] == "none" else " (no adaptive attack)"
+
+
+def _without_defence(found: Sequence[Document]) -> Document | None:
+    return next((one for one in found if one["entry"] == "none" and one["track"] == protocol.COMPARED[0]), None)
+
+
+def _cells(number: int, document: Document) -> list[str]:
+    worst, line, cost = document["worst"], measure.line_of(worst_result(document)), document["cost"]
+    leak = [NONE] * 8
+    if line is not None:
+        share = (line[name] for name in ("patches_mean", "reidentified", "certified"))
+        psnr = (_figure(line[name], 1) for name in ("psnr_median", "psnr_worst"))
+        leak = [str(line["count"]), *psnr, _figure(line["ssim"], 2), _figure(line["lpips"], 2), *map(_percent, share)]
+    return [
+        str(number),
+        f"[{title(document)}](#{anchor(document)})",
+        worst["answer"],
+        f"`{worst['attack']}`" if worst["attack"] else NONE,
+        f"{tier_title(worst['tier'])}, {worst['model']}",
+        *leak,
+        _percent(document["accuracy"]["accuracy"]),
+        _figure(cost["ratio"], 2),
+        _figure(cost["bits"] / cost["bits_none"], 3),
+        ", ".join(f"`{name}`" for name in document["known_by"]) or document["adaptive"] or NONE,
+    ]
+
+
+def _point(number: int, document: Document) -> dict[str, Any]:
+    """A point of the plane: under each tier the result that is worst of its models."""
+    places = {"worst": _place(document, worst_result(document))}
+    for tier in protocol.RUN_TIERS:
+        own = [result for result in document["results"] if result["tier"] == tier.name]
+        if own:
+            places[tier.name] = _place(document, measure.worst_of(own))
+    accuracy = document["accuracy"]["accuracy"]
+    return {"number": number, "link": anchor(document), "accuracy": accuracy, "places": places}
+
+
+def _place(document: Document, result: Document) -> tuple[float | None, str, str]:
+    line = measure.line_of(result)
+    words = f"{title(document)}: {result['worst']['headline']} ({tier_title(result['tier'])}, {result['model']})"
+    return (line["psnr_median"] if line else None, result["worst"]["answer"], words)
+
+
+def _card(document: Document, usual: Document | None) -> str:
+    lines = [f"### {title(document)}"]
+    if document["picture"]:
+        worst = document["worst"]
+        said = f"Originals above, what {worst['attack']} makes of them below ({title(document)})"
+        lines.append(f"![{said}](../results/leaderboard/{document['picture']})")
+    lines += [part["paper"] for part in document["defences"] if part["paper"]]
+    lines.append("\n".join(f"- {sentence}" for sentence in _facts(document, usual)))
+    return "\n\n".join(lines)
+
+
+def _facts(document: Document, usual: Document | None) -> list[str]:
+    """What a card says, a sentence a line."""
+    facts = [
+        f"{tier_title(result['tier'])}, `{result['model']}`: {result['worst']['headline']}."
+        for result in document["results"]
+    ]
+    if document["entry"] != "none":
+        facts.append(_knowledge(document))
+    tuned, cost = document["accuracy"], document["cost"]
+    beside = "" if usual is None or usual is document else f"; without a defence {usual['accuracy']['accuracy']:.0%}"
+    bounds = f"[{tuned['accuracy_low']:.0%}, {tuned['accuracy_high']:.0%}]"
+    facts.append(
+        f"Accuracy {tuned['accuracy']:.0%} {bounds} on {tuned['test_images']} test images after {tuned['rounds']} "
+        f"rounds (`{tuned['model']}`){beside}."
+    )
+    facts.append(
+        f"Cost: {cost['ratio']:.2f} times the seconds of a step without a defence ({cost['repeats']:.0f} of each, in "
+        f"turn), {cost['bits'] / 8e6:.2f} MB a message (without {cost['bits_none'] / 8e6:.2f} MB)."
+    )
+    made, rerun = document["provenance"], document["rerun"]
+    again = "" if rerun is None else f", {rerun['share']:.0%} of its updates run again at commit {rerun['commit']}"
+    facts.append(
+        f"`{made['command']}`: commit {', '.join(made['commits'])}, {made['device']}, {document['rows']['count']} rows "
+        f"(`results/leaderboard/{document['rows']['file']}`){again}."
+    )
+    return facts
+
+
+def _knowledge(document: Document) -> str:
+    """Who knows the defence, and what was tried of it."""
+    if not document["known_by"]:
+        return "**No adaptive attack:** no registered attack takes this defence into account; one may do better."
+    names = [name for name in document["known_by"] if any(name in r["worst"]["held"] for r in document["results"])]
+    tried = ", ".join(f"`{name}`" for name in names) or "none of them"
+    known = ", ".join(f"`{name}`" for name in document["known_by"])
+    return f"Attacks that know it: {known}; run here with their assumptions met: {tried}."
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None, digits: int = 0, unit: str = "") -> str:
+    return NONE if value is None else f"{100 * value:.{digits}f}{unit}"
+
+
+def tiers(folder: Path) -> str:
+    """The threat tiers, with the capabilities that each grants."""
+    heads = ["tier", "the server", "nearest in Carletti et al.", "grants", "attacked here"]
+    lines = []
+    for tier in protocol.TIERS:
+        grants = ", ".join(f"`{grant.value}`" for grant in tier.grants)
+        lines.append([tier.title, tier.meaning, tier.published, grants, tier.why_not or "yes"])
+    return markdown_table(heads, lines)
+
+
+BLOCKS: Mapping[str, Callable[[Path], str]] = {
+    "leaderboard": leaderboard,
+    "leaderboard_small": small,
+    "leaderboard_tiers": tiers,
+}
+
+
+def render(results: Path, pages: Sequence[Path]) -> list[str]:
+    """Fill the blocks of `BLOCKS` in some pages.
+
+    Returns:
+        what was written, "PAGE, block NAME".
+
+    Raises:
+        UsageError: no such page, one without a block, or no submission.
+    """
+    written = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+        if not any(f"<!-- {name} -->" in text for name in BLOCKS):
+            lines = f"<!-- {next(iter(BLOCKS))} --> and <!-- /{next(iter(BLOCKS))} -->"
+            raise UsageError(f"{page} is no page with the lines {lines}; pass --pages with one that has them")
+        for name, changed in differing_blocks(text, lambda name: BLOCKS[name](results) if name in BLOCKS else None):
+            text = changed
+            written.append(f"{page}, block {name}")
+        page.write_text(text, encoding="utf-8")
+    return written

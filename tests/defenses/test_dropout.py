@@ -1,0 +1,34 @@
+"""Dropout and drop path in training: what they change for attacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedmjp.metrics import psnr
+from tests.defenses.clients import update_under
+
+RECIPES = [{"dropout": 0.1}, {"drop_path": 0.3}]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_closed_form_is_unchanged(recipe: dict) -> None:
+    """Every token's gradient reaches its position row and its patch through the same mask."""
+    update, plain = update_under("none", **recipe), update_under("none")
+    assert not torch.equal(update.view.gradients["head.weight"], plain.view.gradients["head.weight"])
+    found = update.attacked("patch_embedding")
+    assert float(psnr(found.images, update.original)) > 60
+    assert not found.diagnosis
+    assert bool(found.known.all())
+    assert not found.certified  # the step cannot be repeated
+
+
+def test_spans_hold_what_the_attention_read() -> None:
+    """Dropped entries of tokens are not in the model that was sent: the answer is wrong, and not vouched for."""
+    found = update_under("none", dropout=0.1).attacked("token_span")
+    assert "dropout" in found.diagnosis
+    assert not bool(found.known.any())
+    skipped = update_under("none", drop_path=0.3)
+    found = skipped.attacked("token_span")
+    assert float(psnr(found.images, skipped.original)) > 60
+    assert not found.diagnosis

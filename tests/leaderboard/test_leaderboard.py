@@ -1,0 +1,287 @@
+"""The leaderboard: a plug-in defence added, verified and tampered with; the committed files; the page."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from attacks import ATTACKS, ThreatModel, UsageError
+from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.leaderboard import measure, page, protocol, schema
+from fedmjp.leaderboard.cli import main
+from fedmjp.leaderboard.images import DIGESTS, digests, fixed_images
+from fedmjp.leaderboard.listing import submissions
+from fedmjp.leaderboard.reidentification import Lineup, random_crops, same_picture
+from fedmjp.metrics import load_lpips
+from tests.conftest import photographs
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = ROOT / "results" / "leaderboard"
+ENTRY = "toy:gamma=0.5"
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """The toy defence of tests/extension, registered for the time of these tests."""
+    folder = str(ROOT / "tests" / "extension" / "toy_defense")
+    sys.path.insert(0, folder)
+    from toy_defense import Sparse
+
+    DEFENSES.register("toy")(Sparse)
+    yield
+    sys.path.remove(folder)
+    for table in (DEFENSES._sources, DEFENSES._entries):
+        del table["toy"]
+
+
+@pytest.fixture(scope="module")
+def added(toy, tmp_path_factory) -> Path:
+    """The file of the toy defence on the trial track."""
+    folder = tmp_path_factory.mktemp("board")
+    options = ["--track", "trial", "--results", str(folder / "results"), "--work", str(folder / "work")]
+    assert main(["add", ENTRY, *options]) == 0
+    return folder / "results" / "toy-gamma_0.5@trial.json"
+
+
+def test_a_plugin_is_measured_and_can_be_taken_up(added: Path, capsys) -> None:
+    document = schema.read(added)
+    assert (document["entry"], document["comparable"]) == (ENTRY, False)
+    assert document["parameters"] == {"gamma": 0.5, "rescale": False}
+    assert document["defences"][0]["paper"].startswith("A defence in a package of its own")
+    assert document["adaptive"] == "no adaptive attack"
+    assert list(document["data"]["images"]) == list(DIGESTS)[:2]
+    assert {r["tier"] for r in document["results"]} == {tier.name for tier in protocol.RUN_TIERS}
+    assert {n["tier"] for n in document["not_covered"]} == {tier.name for tier in protocol.TIERS if tier.why_not}
+    lines = {line["attack"]: line for r in document["results"] for line in r["attacks"] if r["tier"] == "passive_one"}
+    assert lines["mean_image"]["guess"]
+    assert lines["patch_embedding"]["count"] == 2
+    assert (lines[protocol.SEARCH]["count"], lines[protocol.SEARCH]["passes"]) == (1, 2)
+    assert document["cost"]["bits"] == document["cost"]["bits_none"] > 0
+    before = added.read_bytes()
+    work = added.parent.parent / "work"
+    options = ["--track", "trial", "--results", str(added.parent), "--work", str(work)]
+    assert main(["add", ENTRY, *options]) == 0
+    assert "finished before" in capsys.readouterr().out
+    assert added.read_bytes() == before
+
+
+def test_verify_runs_a_tenth_again(added: Path, capsys) -> None:
+    assert main(["verify", str(added), "--seed", "3", "--record"]) == 0
+    assert "rows run again (seed 3)" in capsys.readouterr().out
+    assert schema.read(added)["rerun"]["seed"] == 3
+
+
+def shift_every_row(document: dict, rows: Path) -> None:
+    """Rows 3 dB lower, with figures and digest that follow from them: only a re-run notices."""
+    lines = [json.loads(line) for line in measure_lines(rows)]
+    for line in lines:
+        line["psnr"] = None if line["psnr"] is None else line["psnr"] - 3
+    write_lines(rows, lines)
+    loaded = measure_rows(rows)
+    from fedmjp.leaderboard.submission import results_of
+
+    not_run = {(r["tier"], r["model"]): r["not_run"] for r in document["results"]}
+    document["results"] = results_of(loaded, not_run)
+    worst = measure.worst_of(document["results"])
+    document["worst"] = {"tier": worst["tier"], "model": worst["model"], **worst["worst"]}
+    document["rows"]["sha256"] = hashlib.sha256(rows.read_bytes()).hexdigest()
+
+
+def better_figure(document: dict, rows: Path) -> None:
+    """A figure that does not follow from the rows."""
+    document["results"][0]["attacks"][-1]["psnr_median"] -= 1
+
+
+def other_worst(document: dict, rows: Path) -> None:
+    """Another answer in the worst case."""
+    document["worst"]["answer"] = "no leak shown"
+
+
+def other_rows(document: dict, rows: Path) -> None:
+    """Rows of another file."""
+    rows.write_bytes(rows.read_bytes() + b"\0")
+
+
+def measure_lines(rows: Path) -> list[str]:
+    import gzip
+
+    return gzip.decompress(rows.read_bytes()).decode().splitlines()
+
+
+def write_lines(rows: Path, lines: list[dict]) -> None:
+    import gzip
+
+    rows.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0))
+
+
+def measure_rows(rows: Path):
+    from fedmjp.records.rows import load_rows
+
+    return load_rows(rows, measure.ROWS)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "noticed"),
+    [
+        (better_figure, "do not follow from the rows"),
+        (other_worst, "the worst case does not follow"),
+        (other_rows, "is not the file of the submission"),
+        (shift_every_row, "psnr is "),
+    ],
+)
+def test_verify_notices_a_tampered_copy(added: Path, tmp_path, capsys, tamper: Callable, noticed: str) -> None:
+    shutil.copytree(added.parent, tmp_path / "results")
+    path = tmp_path / "results" / added.name
+    document = schema.read(path)
+    tamper(document, path.parent / document["rows"]["file"])
+    path.write_text(json.dumps(document))
+    assert main(["verify", str(path), "--seed", "3"]) == 1
+    assert noticed in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class Flattens(Defense):
+    """A defence that changes shapes."""
+
+    def on_update(self, update, generator):
+        """Every tensor as one row."""
+        return {name: tensor.flatten() for name, tensor in update.items()}
+
+
+def test_a_defence_must_keep_names_and_shapes() -> None:
+    update = {"head.weight": torch.zeros(2, 3), "head.bias": torch.zeros(2)}
+    with pytest.raises(UsageError, match=r"Flattens must send .* head\.weight is \(2, 3\), and .* is \(6,\)"):
+        Flattens().message(update, torch.Generator(), {})
+    sent, _ = Defense().message(update, torch.Generator(), {})
+    assert sent.keys() == update.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["add", "nonsense"], "unknown defense 'nonsense'"),
+        (["add", "mjp:gam=1"], "has no setting 'gam'"),
+        (["add", "mjp:gamma=2"], "must lie in [0, 1]"),
+        (["add", "mjp+mjp"], "names mjp twice"),
+        (["add", "mjp/x"], "makes no file name"),
+        (["add", "none", "--track", "big"], "unknown track 'big'; choose from: small, full, trial"),
+        (["add", "none", "--images", "nowhere"], "--images nowhere is no folder"),
+        (["verify", "nowhere.json"], "no submission nowhere.json"),
+        (["list", "--results", "nowhere"], "no submission in nowhere"),
+        (["render", "--pages", "nowhere.md"], "nowhere.md is no page with the lines"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(arguments: list[str], complaint: str, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert complaint in error
+    assert len(error.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_pixels_than_the_lists_are_refused(monkeypatch) -> None:
+    assert fixed_images(8) == dict(list(DIGESTS.items())[:8])
+    assert digests(32) == DIGESTS
+    monkeypatch.setitem(DIGESTS, "coffee/train/0", "0" * 16)
+    with pytest.raises(UsageError, match="coffee/train/0 has other pixels here"):
+        fixed_images(8)
+
+
+def test_tiers_are_nested_and_each_grants_what_its_attacks_need() -> None:
+    grants = [set(tier.grants) for tier in protocol.RUN_TIERS]
+    assert grants == sorted(grants, key=len)
+    assert all(a <= b for a, b in zip(grants, grants[1:], strict=False))
+    for tier in protocol.RUN_TIERS:
+        if tier.searched:
+            ATTACKS.get(protocol.SEARCH)().require(ThreatModel(frozenset(tier.grants)), protocol.SEARCH)
+
+
+def test_an_original_is_found_among_candidates_and_noise_is_not() -> None:
+    ids = list(DIGESTS)[:4]
+    originals = photographs(32, 4)
+    assert ids == ["astronaut/train/0", "chelsea/train/0", "coffee/train/0", "rocket/train/0"]
+    lineup = Lineup(32, 60, load_lpips())
+    assert lineup.ranks(originals, originals, ids) == [1, 1, 1, 1]
+    assert lineup.ranks(originals, originals.roll(1, dims=0), ids) != [1, 1, 1, 1]
+    noise = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert min(lineup.ranks(originals, noise, ids)) > 1
+
+
+def test_crops_are_squares_of_the_photograph_and_overlap_is_by_area() -> None:
+    crops = random_crops(40)
+    assert len(set(crops)) == 40
+    assert crops == random_crops(60)[:40]
+    one = crops[0]
+    left, top, right, bottom = one.box
+    assert right - left == bottom - top
+    side = right - left
+    shifted = [one._replace(box=(left + step, top, right + step, bottom)) for step in (side // 4, side // 2)]
+    assert [same_picture(one, other) for other in (one, *shifted)] == [True, True, False]  # 1, 0.6 and 0.33
+    assert not same_picture(one, crops[1])
+
+
+@pytest.mark.parametrize("path", sorted(COMMITTED.glob("*.json")), ids=lambda path: path.name)
+def test_committed_submissions_are_what_the_schema_wants_and_what_their_rows_give(path: Path) -> None:
+    if path.name == "run.json":
+        assert json.loads(path.read_text())["commands"]
+        return
+    document = schema.read(path)
+    assert document["comparable"], "only comparable submissions are committed"
+    assert path.stem == protocol.slug(document["entry"]) + {"small": ""}.get(document["track"], f"@{document['track']}")
+    assert document["data"]["images"] == dict(list(DIGESTS.items())[: protocol.track_of(document["track"]).images])
+    rows = path.parent / document["rows"]["file"]
+    assert hashlib.sha256(rows.read_bytes()).hexdigest() == document["rows"]["sha256"]
+    from fedmjp.leaderboard.verify import static_differences
+
+    assert list(static_differences(document, path)) == []
+    assert not document["picture"] or (path.parent / document["picture"]).is_file()
+
+
+@pytest.mark.parametrize("change", ["schema", "missing", "unknown", "type"])
+def test_a_file_that_is_not_of_the_schema_is_refused(added: Path, change: str) -> None:
+    document = copy.deepcopy(schema.read(added))
+    if change == "schema":
+        document["schema"] = 0
+    elif change == "missing":
+        del document["results"][0]["attacks"][0]["lpips"]
+    elif change == "unknown":
+        document["note"] = ""
+    else:
+        document["cost"]["ratio"] = "1"
+    with pytest.raises(UsageError):
+        schema.check(document, "x.json")
+
+
+def test_the_page_is_the_same_twice_and_names_every_submission(added: Path, tmp_path) -> None:
+    shutil.copytree(added.parent, tmp_path / "results")
+    path = tmp_path / "results" / added.name
+    document = schema.read(path)
+    path.write_text(json.dumps(document | {"comparable": True, "track": "small"}))
+    plain = document | {"comparable": True, "track": "small", "entry": "none", "name": "none", "known_by": []}
+    (tmp_path / "results" / "none.json").write_text(json.dumps(plain))
+    text = page.leaderboard(tmp_path / "results")
+    assert text == page.leaderboard(tmp_path / "results")
+    assert [one["entry"] for one in submissions(tmp_path / "results")] == ["none", ENTRY]
+    assert text.count("\n### ") == text.count("<g data-y=") == 2
+    assert "[toy, gamma 0.5](#toy-gamma-05)" in text
+    assert "### toy, gamma 0.5" in text
+    assert "**No adaptive attack:**" in text
+    assert "http" not in text.replace("http://www.w3.org", "")
+    target = tmp_path / "page.md"
+    target.write_text(
+        "a\n<!-- leaderboard_small -->\n<!-- /leaderboard_small -->\n<!-- other -->\nkept\n<!-- /other -->\n"
+    )
+    assert page.render(tmp_path / "results", [target]) == [f"{target}, block leaderboard_small"]
+    assert page.render(tmp_path / "results", [target]) == []
+    assert "| none |" in target.read_text()
+    assert "kept" in target.read_text()
