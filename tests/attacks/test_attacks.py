@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError, find_tokenizer
+from attacks.mjp.known_attention import SweepSearch
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import Placement
 from attacks.registry import Registry
@@ -32,8 +33,8 @@ QUICK = {
     "token_span": {"steps": 0},
     "position_head": {"steps": 40},
     "pixel_head": {"steps": 1},
-    "patch_set": {"search": BRIEF, "placement": Placement(restarts=1)},
-    "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=8)},
+    "patch_set": {"search": BRIEF, "sweep": SweepSearch(rounds=1), "placement": Placement(restarts=1, most_moves=100)},
+    "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=4)},
 }
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),

@@ -18,6 +18,8 @@ from fedmjp.client import ClientTask
 from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # but for the fixture `whole`
+
 SMALL = ["--data", "photos", "--clients", "3", "--rounds", "2", "--audit-points", "2", "--audit-clients", "2"]
 SMALL += ["--test-images", "8", "--threads", "1", "--at-most", "1", "--steps", "1", "--partitions", "iid"]
 FAST = ["--attacks", "patch_embedding,mjp_subspace,inverting_gradients", "--gammas", "0.5"]
@@ -44,6 +46,7 @@ def whole(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_writes_table_and_figure_with_every_attack(whole) -> None:
     names = {p.name for p in whole.iterdir()}
     assert names >= {"rows.jsonl.gz", "rounds.csv", "table.csv", "table.md", "tradeoff.png", "run.json"}
@@ -64,6 +67,7 @@ def test_writes_table_and_figure_with_every_attack(whole) -> None:
     assert len(json.loads((whole / "run.json").read_text())["federations"]) == 3
 
 
+@pytest.mark.slow
 def test_federations_differ_in_their_defence_alone(whole) -> None:
     rows = rows_of(whole)
     assert set(rows["model"]) == {"vit_mini_32", "vit_mini_32_nope", "vit_mini_32_mjp"}
