@@ -146,7 +146,7 @@ def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
 @pytest.mark.slow
 def test_all_runs_every_attack(tmp_path) -> None:
     out = tmp_path / "out"
-    small = ["--model", "vit_mini_32_mjp", "--block", "standard", "--num-images", "1", "--steps", "1"]
+    small = ["--model", "vit_micro8_32_mjp", "--block", "standard", "--num-images", "1", "--steps", "1"]
     assert run(out, *small, "--attacks", "all", "--attack-options", *BRIEF) == 0
     rows = rows_of(out)
     ran = set(rows["attack"])

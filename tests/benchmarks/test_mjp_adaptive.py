@@ -158,7 +158,7 @@ def test_masks_as_released_a_warm_up_and_a_resampled_model_are_named(tmp_path) -
 @pytest.mark.slow
 def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None:
     out = tmp_path / "out"
-    options = ["--model", "vit_mini_32", "--num-images", "1", "--gammas", "0.1", "--update-gammas", "0.1"]
+    options = ["--model", "vit_micro8_32", "--num-images", "1", "--gammas", "0.1", "--update-gammas", "0.1"]
     options += ["--updates", "2", "--schedules", "paper", "--attacks", "all", "--update-attacks", "all", "--steps", "1"]
     options += ["--attack-options", *BRIEF, *(option.replace("unmix", "unmix_rounds") for option in BRIEF)]
     assert mjp_adaptive.main([*options, "--out", str(out)]) == 0
