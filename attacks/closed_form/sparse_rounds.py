@@ -23,7 +23,6 @@ from attacks.closed_form.patch_embedding import PatchEmbedding
 from attacks.linear.intervals import Message, error_bounds, read_message
 from attacks.linear.sparse_sums import RoundsOfEntries
 from attacks.observation import Capability, Observation, Reconstruction
-from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
 # Median relative change of an entry's gradient above which updates are not taken for those of one image. The same
@@ -52,10 +51,13 @@ class SparseRounds(Attack):
         return ""
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; `details` holds the rounds, the disagreement, and 1 for error feedback."""
+        """See `Attack.reconstruct`; `details` holds the rounds, the disagreement, and 1 for error feedback.
+
+        Of a whole update, or a single one, the answer is that of `solver`.
+        """
         target = observations[-1]
-        if read_message(target).chosen == "none":
-            raise UsageError(self.obstacle(observations))
+        if self.obstacle(observations):
+            return self.solver.reconstruct([target])
         tokenizer = find_tokenizer(target.model, target.image_shape)
         names = [n for n in _names(tokenizer) if n in target.gradients]
         updates = [o for o in observations if all(name in o.gradients for name in names)]
@@ -110,6 +112,5 @@ def _limit(observation: Observation, name: str) -> float:
 def _kind(rounds: Sequence[RoundsOfEntries]) -> tuple[float, bool]:
     """How much entries that were sent twice differ, and whether there is error feedback, by the largest tensor."""
     largest = max(rounds, key=lambda one: one.sent.shape[1])
-    with_memory, without = (largest.disagreement(memory=memory, apart=2) for memory in (True, False))
-    memory = not without < with_memory
+    memory = largest.has_memory()
     return largest.disagreement(memory=memory), memory

@@ -75,11 +75,15 @@ def signs_of(values: Tensor, slack: Tensor | None = None) -> Tensor | None:
     for rows, shape in _channels(values):
         sizes = rows.abs()
         middle = sizes.median(dim=1, keepdim=True).values
-        allowed = EQUAL * middle if slack is None else EQUAL * middle + 2 * _like(slack, values, shape)
-        if rows.shape[1] > 1 and middle.all() and bool((allowed < LARGEST_SLACK * middle).all()):
-            fits = (sizes - middle).abs() <= allowed
-            if float(fits.double().mean()) >= (1.0 if slack is None else ALMOST_ALL):
-                return middle.reshape(shape)
+        allowed = EQUAL * middle
+        if slack is not None:  # the middle one may have any entry's error
+            allowed = allowed + 2 * _like(slack, values, shape).amax(dim=1, keepdim=True)
+        shown = (allowed < LARGEST_SLACK * middle).expand_as(sizes)
+        if rows.shape[1] == 1 or 2 * int(shown.sum()) < values.numel() or (slack is None and not shown.all()):
+            continue
+        fits = ((sizes - middle).abs() <= allowed).expand_as(sizes)[shown]
+        if float(fits.double().mean()) >= (1.0 if slack is None else ALMOST_ALL):
+            return middle.reshape(shape)
     return None
 
 
@@ -115,7 +119,7 @@ def _symmetric_step(rows: Tensor, largest: int, slack: Tensor | None) -> Tensor 
         multiples = own / step
         whole = multiples.round()
         error = None if slack is None else 2 * slack[: len(own), : own.shape[1]] / step
-        if not _on_grid(multiples - whole, error, (top > 0).expand_as(own)):
+        if not _on_grid(multiples - whole, error, (own != 0) & (own.abs() < top)):
             return None
     evidence = (whole != 0) & (whole.abs() < largest)
     return top / largest if int(evidence.sum()) >= LEAST_EVIDENCE else None
@@ -125,7 +129,7 @@ def _on_grid(off: Tensor, error: Tensor | None, shown: Tensor) -> bool:
     """Whether entries that are `off` whole steps by so much lie on a grid, given errors of their own in steps.
 
     Args:
-        shown: entries of rows that are not zero.
+        shown: entries that are neither zero nor the largest of their row.
     """
     if error is None:
         return float(off.abs().max()) < ON_GRID

@@ -52,9 +52,11 @@ SPARSE_WITH_GAP, SPARSE, ABOVE_UNDERFLOW = 0.02, 0.2, 8.0
 GAP, GAP_OF_CHANCE = 3e-3, 10.0
 # Entries that returned weights round to zero have as many neighbours that are a few roundings large.
 FEW_ROUNDINGS, NEIGHBOURS = 4.0, 0.25
+# Steps above which the smallest entry on a grid shows that others were left out, and not rounded to zero.
+LEFT_OUT = 1.5
 # Mean square of sums that vanish, relative to what rounding to nearest leaves: between these where it is that (measured
-# 0.8 to 1.2; rounding at random 1.3 to 2.4, and less than 1 only where most rows are below the step).
-NEAREST = (0.75, 1.2)
+# 0.8 to 1.2; rounding at random 1.3 to 2.4), and the least median entry of the rows, in steps, that shows it.
+NEAREST, FINE = (0.75, 1.2), 1.0
 # Deviation of an entry relative to the rms entry above which bounds matter more than the round-off of float32 sums.
 COARSE = 1e-6
 # Largest ratio of what another update of the same image leaves outside of a row space to what the target itself leaves
@@ -146,7 +148,11 @@ def bounds_of(gradient: Tensor, message: Message | None = None, rounding: Tensor
         return (3**0.5 * magnitude + beside).expand(values.shape)
     step = grid_of(values, rounding)
     if step is not None:
-        return (step * (0.5**0.5 if message.whole_steps else 0.5) + beside).expand(values.shape)
+        bounds = (step * (0.5**0.5 if message.whole_steps else 0.5) + beside).expand(values.shape)
+        kept = values != 0
+        if message.chosen == "largest" and float((values.abs() / step)[kept].min()) > LEFT_OUT:
+            return torch.where(kept, bounds, bounds + float(values[kept].abs().min()))
+        return bounds
     kind = torch.float32 if rounding is not None else _format(gradient, 0.0)
     bounds, floor = _half_spacing(values, kind) if rounding is None else rounding, 0.0
     if kind == torch.float16:
@@ -219,6 +225,11 @@ def _rounds_by_whole_steps(observation: Observation) -> bool:
     parts = [tokenizer.shared_embedding(bounds), bounds.get(tokenizer.bias), rows]
     rows = None if rows is None else rows[tokenizer.prefix :]
     parts = [part.reshape(-1, tokenizer.width) for part in (*parts[:2], rows) if part is not None]
+    entries = tokenizer.position_rows(observation.gradients)
+    if rows is not None and rows.any():
+        fine = entries[tokenizer.prefix :].detach().abs() / (2 * rows)
+        if not float(fine[rows > 0].median()) >= FINE:
+            return True
     explained = float(torch.cat(parts).square().sum(dim=0).mean()) / 3
     if not explained:
         return False

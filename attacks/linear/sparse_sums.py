@@ -47,33 +47,47 @@ class RoundsOfEntries:
         """(T, n) bool, which entries were sent."""
         return self.sent != 0
 
-    def _numbers(self) -> Tensor:
-        return torch.arange(1, len(self.sent) + 1).to(self.sent)[:, None]
+    def _times(self, count: int) -> list[Tensor]:
+        """The last rounds, from 1 on, in which each entry was sent, latest first: `count` tensors (n,), 0 for never."""
+        numbers = torch.arange(1, len(self.sent) + 1).to(self.sent)[:, None]
+        found = [(self.on * numbers).amax(dim=0)]
+        for _ in range(count - 1):
+            found.append((self.on * numbers * (numbers < found[-1])).amax(dim=0))
+        return found
 
-    def disagreement(self, *, memory: bool, apart: int = 1) -> float:
+    def has_memory(self) -> bool:
+        """Whether the client has error feedback: an entry that waited twice as long is twice as large.
+
+        Entries whose last two waits differ show it; where there are few, feedback is assumed.
+        """
+        last, before, earlier = self._times(3)
+        shows = (before > 0) & (last - before != before - earlier)
+        if int(shows.sum()) < LEAST_PAIRS:
+            return True
+        last, before, earlier = last[shows], before[shows], earlier[shows]
+        late, early = (_at(self.sent[:, shows], place) for place in (last, before))
+        waited = _difference(late / (last - before), early / (before - earlier))
+        return not _difference(late, early) < waited
+
+    def disagreement(self, *, memory: bool) -> float:
         """Median relative difference of the gradients that an entry had before its last two transmissions.
 
         Args:
             memory: whether there is error feedback.
-            apart: least rounds between the two; from 2 on, clients with and without memory differ.
 
         Returns:
             The difference, or NaN where fewer than `LEAST_PAIRS` entries were sent twice.
         """
-        last = (self.on * self._numbers()).amax(dim=0)  # (n,) tau, 0 for never
-        before = (self.on * self._numbers() * (self._numbers() < last)).amax(dim=0)
-        twice = (before > 0) & (last - before >= apart)
+        last, before = self._times(2)
+        twice = before > 0
         if int(twice.sum()) < LEAST_PAIRS:
             return float("nan")
-        last, before = last[twice], before[twice]
-        sent = self.sent[:, twice]
-        if memory:
-            sums = sent.cumsum(dim=0)
-            early = sums.gather(0, before.long()[None] - 1)[0]
-            first, second = early / before, (sums[-1] - early) / (last - before)
-        else:
-            first, second = (sent.gather(0, place.long()[None] - 1)[0] for place in (before, last))
-        return float(((second - first).abs() / (first.abs() + second.abs())).median() * 2)
+        last, before, sent = last[twice], before[twice], self.sent[:, twice]
+        if not memory:
+            return _difference(_at(sent, last), _at(sent, before))
+        sums = sent.cumsum(dim=0)
+        early = _at(sums, before)
+        return _difference(early / before, (sums[-1] - early) / (last - before))
 
     def mean(self, disagreement: float, *, memory: bool) -> tuple[Tensor, Tensor]:
         """The mean gradient of the rounds, (n,), and the largest error of each entry.
@@ -82,8 +96,7 @@ class RoundsOfEntries:
             disagreement: relative change of gradients; 1 where it is not known.
             memory: whether there is error feedback.
         """
-        rounds = len(self.sent)
-        last = (self.on * self._numbers()).amax(dim=0)
+        rounds, (last,) = len(self.sent), self._times(1)
         total, known = self.sent.sum(dim=0), last > 0
         spread = min(3**0.5 * OF_MEDIAN * disagreement, 1.0)
         errors = self.errors.square().sum(dim=0).sqrt()
@@ -101,3 +114,13 @@ class RoundsOfEntries:
             least = float(self.limits.mean())
         size = (3 * mean[known].square().mean()).sqrt() if known.any() else mean.new_tensor(1.0)
         return mean, torch.where(known, bounds, min(least, float(size)) if least < torch.inf else float(size))
+
+
+def _at(tensor: Tensor, rounds: Tensor) -> Tensor:
+    """Each column of (T, n) at its round, from 1 on: (n,)."""
+    return tensor.gather(0, rounds.long()[None] - 1)[0]
+
+
+def _difference(first: Tensor, second: Tensor) -> float:
+    """Median relative difference."""
+    return float((2 * (second - first).abs() / (first.abs() + second.abs())).median())

@@ -38,6 +38,7 @@ QUICK = {
 }
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
+    "sparse_rounds": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "april": Traits(exact_on=(APRIL,)),
     "batch_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
     # Batches of two alone: what stands in the way of those has tests of its own.

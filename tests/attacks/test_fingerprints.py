@@ -16,6 +16,7 @@ from attacks import ATTACKS, Observation
 from attacks.fingerprints import find_weight_decay, recognise, repair
 from attacks.linear.position_rows import read_position_rows
 from attacks.tokenizer import logits_of
+from fedmjp.defenses.chain import read_defense
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from tests.attacks.models import (
@@ -300,3 +301,25 @@ def test_masked_rows_are_zero_again_without_weight_decay(dal: str, exempt: str) 
     clean, found = repair(decayed(view, 0.05, exempt))
     assert [finding.name for finding in found] == ["weight_decay"]
     assert torch.equal(read_position_rows(clean).masked, mask)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "words"),
+    [
+        ("quantise:quantise_format=sign", "precision", "each parameter's entries have one magnitude"),
+        ("quantise:quantise_format=sign,quantise_per=row", "precision", "each channel's entries have one magnitude"),
+        ("quantise:quantise_format=int4", "precision", "each parameter's gradient lies on a grid of 15 values"),
+        (
+            "quantise:quantise_rounding=stochastic,quantise_per=row",
+            "precision",
+            "each channel's gradient lies on a grid",
+        ),
+        ("topk", "sparsification", "only the largest were sent"),
+        ("topk:topk_choice=random", "sparsification", "a random choice was sent"),
+    ],
+)
+def test_what_a_defence_makes_of_the_entries_is_named(entry: str, name: str, words: str) -> None:
+    view = honest(shipped)
+    sent = read_defense(entry).message(dict(view.gradients), torch.Generator().manual_seed(0), {})[0]
+    found = {finding.name: finding.sentence for finding in recognise(dataclasses.replace(view, gradients=sent))}
+    assert words in found[name]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import ceil, log2
 
 import pytest
 import torch
 
+from attacks import ATTACKS
+from fedmjp.audit.victims import drifted
 from fedmjp.client import ClientTask
 from fedmjp.config import DataConfig, ModelConfig, RunConfig
 from fedmjp.defenses.chain import read_defense
 from fedmjp.defenses.topk import TopK
 from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.federation_options import FederationConfig
+from fedmjp.metrics import psnr
+from fedmjp.models import build_model
 from fedmjp.objectives import Draws
 from fedmjp.training import Recipe, TrainConfig
 from fedmjp.training.trainer import Trainer
+from tests.conftest import observe, photographs
 
 
 def draw(seed: int = 0) -> torch.Generator:
@@ -167,3 +173,35 @@ def test_a_central_training_takes_its_memory_up_again(tmp_path) -> None:
     found, expected, other = (trainer.model.module.state_dict() for trainer in (resumed, whole, forgetful))
     assert all(torch.equal(found[n], t) for n, t in expected.items())
     assert any(not torch.equal(other[n], t) for n, t in expected.items())
+
+
+READ = ("pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias")
+
+
+@pytest.mark.parametrize(("choice", "least"), [("largest", 28.0), ("random", 26.0)])
+def test_rounds_of_a_client_show_what_one_leaves_out(choice: str, least: float) -> None:
+    """A photograph from ten updates with 30 % of the entries each, the weights drifting by 1e-3 between two of them."""
+    built, image = build_model("vit_mini_32", num_classes=10, weights="auto"), photographs(32, 2)[1:]
+    defense = TopK(topk_share=0.3, topk_choice=choice, topk_feedback=choice == "largest")
+    history, memory = [], {}
+    for number in range(10):
+        view = observe(drifted(built, 1e-3, 0, number) if number else built, image)
+        sent, memory = defense.message({n: view.gradients[n] for n in READ}, draw(number), memory)
+        history.append(dataclasses.replace(view, gradients=sent))
+    rounds, alone = ATTACKS.get("sparse_rounds")()(history), ATTACKS.get("patch_embedding")()(history[:1])
+    assert float(psnr(rounds.images, image)) > max(least, float(psnr(alone.images, image)) + 6)
+    assert bool(rounds.details["memory"]) == (choice == "largest")
+    wrong = torch.nn.functional.avg_pool2d((rounds.images - image).square().mean(dim=1, keepdim=True), 4)
+    assert not bool((rounds.known[..., ::4, ::4] & (wrong > 10**-2.5)).any())
+    assert not alone.known.any()
+
+
+def test_updates_of_different_images_are_not_vouched_for() -> None:
+    built, defense, memory, history = build_model("vit_mini_32", num_classes=10, weights="auto"), TopK(0.3), {}, []
+    for number, image in enumerate(photographs(32, 6)):
+        view = observe(built, image[None])
+        sent, memory = defense.message({n: view.gradients[n] for n in READ}, draw(number), memory)
+        history.append(dataclasses.replace(view, gradients=sent))
+    found = ATTACKS.get("sparse_rounds")()(history)
+    assert not found.known.any()
+    assert "not of one image" in found.diagnosis

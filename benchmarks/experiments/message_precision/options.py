@@ -50,8 +50,8 @@ class Options(AttackOptions):
     them). Every message is sent in each of --precisions. Attacks that know the errors of a message's entries run twice,
     without and with them; weight decay is left in the update for the first and removed for the second.
 
-    `sparse_rounds` reads --sparse-updates updates, weights drifting likewise, of an undefended client that sends a share
-    of the entries; messages with feedback are for it alone.
+    `sparse_rounds` reads --sparse-updates updates, weights drifting likewise, of an undefended client that sends a
+    share of the entries; messages with feedback are for it alone.
 
     Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models and
     images to a finished one.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from attacks import Attack, Observation
+from attacks import Attack, Observation, find_tokenizer
 from attacks.fingerprints import repair
 from attacks.registry import UsageError
 from experiments.message_precision.options import DECAYED, Options
@@ -96,7 +96,8 @@ class Run(TableRun):
             if length not in histories:
                 histories[length] = self.history(subject, victims, clients, originals, defense, length)
             o = self.options
-            sent = send(histories[length], precision, rate=o.rate, decay=o.decay, seed=100 * o.seed + client)
+            history = _read_part(histories[length]) if name == "sparse_rounds" else histories[length]
+            sent = send(history, precision, rate=o.rate, decay=o.decay, seed=100 * o.seed + client)
             if way == KNOWN and precision == DECAYED:
                 sent = [repair(view)[0] for view in sent]
             found = run_attack(attack, name, sent, originals, score, weights_granted=True)
@@ -141,9 +142,16 @@ def _term(defense: Any) -> dict[str, str]:
     return {"dal": defense.dal} if hasattr(defense, "dal") else {}
 
 
+def _read_part(history: Sequence[Observation]) -> list[Observation]:
+    """The updates without what `sparse_rounds` does not read; the messages that are for it choose in each tensor."""
+    tokenizer = find_tokenizer(history[-1].model, history[-1].image_shape)
+    names = (tokenizer.positions, tokenizer.weight, tokenizer.bias)
+    return [replace(view, gradients={n: view.gradients[n] for n in names}) for view in history]
+
+
 def _reads(name: str, precision: str) -> bool:
     """Whether an attack is for such messages."""
-    return is_sparse(precision) if name == "sparse_rounds" else not has_memory(precision)
+    return is_sparse(precision) and "update" not in precision if name == "sparse_rounds" else not has_memory(precision)
 
 
 def _ways(name: str, precision: str) -> dict[str, Attack]:

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from attacks.linear.intervals import (
     COARSE,
+    Message,
     bounds_of,
     coarseness,
     error_bounds,
     format_of,
     largest_share_of_same_image,
+    read_message,
     relative_deviation,
 )
+from fedmjp.defenses.chain import read_defense
 from tests.conftest import observe, photographs
 
 NAMES = ("pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias", "blocks.0.attn.qkv.weight")
@@ -105,3 +108,74 @@ def test_the_share_of_the_same_image_follows_the_noise_of_the_message() -> None:
     assert shares[0] == pytest.approx((1e-7 * 3e-3) ** 0.5)  # float32: as before
     assert all(share > 2.1 * own for share, own in zip(shares[2:4], (1e-3, 5e-3), strict=True))
     assert shares[-1] < 0.05  # what another photograph leaves
+
+
+def decoded(view, entry: str, seed: int = 0) -> dict[str, Tensor]:
+    return read_defense(entry).message(dict(view.gradients), torch.Generator().manual_seed(seed), {})[0]
+
+
+ROW = "quantise_per=row"
+MESSAGES = [
+    ("quantise", Message()),
+    (f"quantise:{ROW}", Message()),
+    (f"quantise:{ROW},quantise_rounding=stochastic", Message(whole_steps=True)),
+    ("quantise:quantise_rounding=stochastic", Message(whole_steps=True)),
+    (f"quantise:quantise_format=int4,{ROW}", Message()),
+    (f"quantise:quantise_format=int4,{ROW},quantise_rounding=stochastic", Message(whole_steps=True)),
+    ("quantise:quantise_format=sign", Message()),
+    (f"quantise:quantise_format=sign,{ROW}", Message()),
+    ("topk:topk_share=0.3", Message("largest")),
+    ("topk:topk_share=0.9", Message("largest")),
+    ("topk:topk_share=0.3,topk_over=update", Message("largest")),
+    ("topk:topk_share=0.3,topk_choice=random", Message("random")),
+    ("topk:topk_share=0.03,topk_choice=random", Message("random")),
+]
+
+
+LOOSE = ("quantise", "topk:topk_share=0.3,topk_over=update", f"quantise:quantise_format=sign,{ROW}")
+
+
+@pytest.mark.parametrize("kind", ["gradient", "weights"])
+@pytest.mark.parametrize(("entry", "expected"), MESSAGES)
+def test_the_deviation_of_every_message_is_read_from_it(mini, entry: str, expected: Message, kind: str) -> None:
+    """Whatever clients do to an update: the errors that it shows are those that it has, also in returned weights.
+
+    Rounding to nearest counts as rounding at random where the rows are small for the grid, and the smallest entry that
+    was sent of a tensor may be far above the limit of the whole update: bounds too wide, which is the safe side. Signs
+    of the whole position table do not show that the class token's row is larger than the others.
+    """
+    view = observe(mini, photographs(64, 1))
+    sent = decoded(view, entry)
+    update = dataclasses.replace(view, gradients=sent)
+    if kind == "weights":
+        weights, rate = {n: p.detach() for n, p in view.model.named_parameters()}, 0.1
+        sent = {n: (weights[n] - (weights[n] - rate * g)) / rate for n, g in sent.items()}
+        update = dataclasses.replace(view, gradients=sent, kind="weights", learning_rate=rate)
+    message = read_message(update)
+    assert (
+        message.chosen == expected.chosen if entry.startswith("topk") else message.whole_steps >= expected.whole_steps
+    )
+    for name in NAMES[1:2] if entry.endswith("=sign") else NAMES[:2]:
+        error = (sent[name] - view.gradients[name]).double()
+        true, bounds = float(error.square().mean().sqrt()), error_bounds(update, name)
+        found = float(bounds.square().mean().sqrt()) / 3**0.5
+        assert 0.7 * true < found < (7 if entry in LOOSE else 1.7) * true, name
+
+
+def test_rounding_to_nearest_is_told_from_rounding_at_random(mini) -> None:
+    view = observe(mini, photographs(64, 1))
+    found = [
+        read_message(
+            dataclasses.replace(view, gradients=decoded(view, f"quantise:{ROW},quantise_rounding={way}", seed))
+        )
+        for way, seed in (("nearest", 0), ("stochastic", 0), ("stochastic", 1))
+    ]
+    assert [message.whole_steps for message in found] == [False, True, True]
+
+
+def test_what_is_left_out_of_a_grid_is_unknown_up_to_the_smallest_that_was_sent(mini) -> None:
+    view = observe(mini, photographs(64, 1))
+    update = dataclasses.replace(view, gradients=decoded(view, "topk:topk_share=0.3+quantise"))
+    for name in NAMES[:2]:
+        error = (update.gradients[name] - view.gradients[name]).double().abs()
+        assert float((error <= 1.01 * error_bounds(update, name)).double().mean()) > 0.99
