@@ -21,7 +21,7 @@ SEARCH = "inverting_gradients"  # the one search that every submission gets, bes
 SLOW = ("unmix", "unmix_rounds")  # seconds an update
 IMAGES = "photos-in-order"
 PLAIN = (Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT)
-NOT_RUN = "no attack here yet"
+NOT_RUN = "no attack in this protocol yet"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ TIERS = (
     Tier(
         "aggregate_only",
         "aggregate only",
-        PLAIN,
+        (*PLAIN, Capability.AGGREGATE_ONLY),
         "a server that sees the sum of many clients' updates and none of them alone",
         why_not=NOT_RUN,
     ),
