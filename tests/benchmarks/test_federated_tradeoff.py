@@ -227,3 +227,26 @@ def test_all_is_every_attack_that_is_granted_and_auto_is_left_to_the_updates() -
     assert set(auto.not_run()) == {"mjp_mixture"}  # needs what no update exposes
     assert "auxiliary_data" in auto.not_run()["mjp_mixture"]
     assert Options(attacks=("dlg",)).not_run()["april"] == "not run: not among --attacks"
+
+
+def test_objectives_are_lines_measured_by_a_probe(tmp_path, capsys) -> None:
+    """Options of an objective hold commas; both crops are scored; a probe's accuracy stands with no classifier's."""
+    out = tmp_path / "out"
+    small = ["--model", "vit_micro8_32", "--rounds", "1", "--audit-points", "1", "--attacks", "patch_embedding"]
+    small += ["--defenses", "none", "nope"]
+    objectives = ["--objectives", "supervised", "mst:local_crops=0,outputs=8,hidden=8,bottleneck=4"]
+    assert run(out, *small, *objectives) == 0
+    rounds = pd.read_csv(out / "rounds.csv")
+    assert list(rounds["point"]) == ["none", "none", "nope", "nope", "mst", "mst"]
+    assert list(rounds["round"]) == [0, 1] * 3
+    assert rounds["accuracy"].between(0, 1).all()
+    rows = rows_of(out)
+    crops = rows[(rows["objective"] == "mst") & (rows["attack"] == "patch_embedding")]
+    assert list(crops["image"]) == [0, 1]
+    assert crops["setting"].str.endswith("scored against the crops fed").all()
+    table = pd.read_csv(out / "table.csv")
+    assert list(dict.fromkeys(table["point"])) == ["supervised", "nope", "mst"]
+    assert run(out, *small, "--resume") == 2
+    assert "federations whose accuracy is that of a linear probe" in capsys.readouterr().err
+    assert run(tmp_path / "twice", "--objectives", "mp3", "mp3:eta=0.5") == 2
+    assert "each once" in capsys.readouterr().err
