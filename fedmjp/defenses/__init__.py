@@ -15,6 +15,7 @@ DEFENSES: Registry[type[Defense]] = Registry(
     "defense",
     {
         "none": "fedmjp.defenses.base:Defense",
+        "adapters": "fedmjp.defenses.adapters:Adapters",
         "ats": "fedmjp.defenses.ats:TransformationPolicy",
         "frozen_positions": "fedmjp.defenses.frozen_positions:FrozenPositions",
         "lora": "fedmjp.defenses.lora:LowRankAdaptation",
