@@ -28,7 +28,7 @@ GRANTED = frozenset(
 
 
 def micro(weights: str = "random", name: str = "vit_micro_32") -> BuiltModel:
-    return build_model(name, num_classes=10, weights=weights)
+    return build_model(name, num_classes=200 if name.startswith("vit_mini_64") else 10, weights=weights)
 
 
 def answer_to(
@@ -101,6 +101,19 @@ def test_every_image_of_a_batch_comes_back(name: str) -> None:
             records = score_found(attack, name, [found], [images], scorer(4, None))[0].records
             best = best.maximum(torch.tensor([record["psnr"] for record in records]).nan_to_num(0.0))
     assert best.min() > 60
+
+
+def test_masks_that_differ_between_images_are_read_from_the_one_that_sends() -> None:
+    built, images, attack = micro("auto", "vit_mini_64_mjp"), photographs(64, 4), ATTACKS.get("fishing")(target=5)
+    mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) < 0.1
+    sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), []))
+    view = observe(replace(built, module=sent), images, LABELS[:4], mask)
+    found = attack([view])
+    assert found.details["masked"] == int(mask[2].sum())
+    alone = attack([observe(replace(built, module=sent), images[2:3], LABELS[2:3], mask[2:3])])
+    torch.testing.assert_close(found.images, alone.images, atol=2e-3, rtol=0)
+    honest = observe(built, images, LABELS[:4], mask)
+    assert not (honest.gradients["pos_embed"][0, 1:].abs().amax(dim=1) == 0)[mask[2]].any()
 
 
 def test_the_labels_of_a_batch_are_counted() -> None:
