@@ -18,6 +18,7 @@ from attacks.memory import remember
 from fedmjp.audit.harness import score_found, scorer
 from fedmjp.audit.observe import model_as_sent
 from fedmjp.models import BuiltModel, build_model
+from tests.attacks.contract import psnr
 from tests.attacks.models import timm_vit, torchvision_vit
 from tests.conftest import observe, photographs
 
@@ -114,6 +115,19 @@ def test_masks_that_differ_between_images_are_read_from_the_one_that_sends() -> 
     torch.testing.assert_close(found.images, alone.images, atol=2e-3, rtol=0)
     honest = observe(built, images, LABELS[:4], mask)
     assert not (honest.gradients["pos_embed"][0, 1:].abs().amax(dim=1) == 0)[mask[2]].any()
+
+
+def test_the_mean_of_several_clients_is_one_batch() -> None:
+    built, images, attack = micro("auto", "vit_mini_32"), photographs(32, 6), ATTACKS.get("fishing")(target=6)
+    labels = torch.tensor([3, 0, 5, 3, 6, 5])
+    sent = replace(built, module=model_as_sent(built.module, attack.prepare(built.module, (3, 32, 32), [])))
+    clients = [observe(sent, images[i : i + 2], labels[i : i + 2]) for i in (0, 2, 4)]
+    mean = {name: sum(c.gradients[name] for c in clients) / 3 for name in clients[0].gradients}
+    found = attack([replace(clients[0], gradients=mean, num_examples=6)])
+    assert found.labels.tolist() == sorted(labels.tolist())
+    whole = attack([observe(sent, images, labels)])
+    torch.testing.assert_close(found.images, whole.images, atol=1e-3, rtol=0)
+    assert psnr(found, images[4:5]) > 60
 
 
 def test_the_labels_of_a_batch_are_counted() -> None:
