@@ -67,7 +67,7 @@ class Scored:
             {"known": None, "certified": None, "residual": None}
             if self.reconstruction is None
             else {
-                "known": _share_known(self.reconstruction, len(self.records)),
+                "known": _share_known(self, place),
                 "certified": self.reconstruction.certified,
                 "residual": self.reconstruction.residual,
             }
@@ -76,11 +76,18 @@ class Scored:
         return {**case, **where, **self.records[place], **answer}
 
 
-def _share_known(found: Reconstruction, batch: int) -> float | None:
-    """Share of the pixels of a batch of so many images that the attack vouches for; None without images."""
-    if found.known is None:
-        return None
-    return float(found.known.float().mean()) * min(1.0, len(found.known) / batch)
+def _share_known(scored: Scored, place: int) -> float | None:
+    """Share of the pixels that the attack vouches for, of the whole batch; of the one image where the attack answers
+    with fewer images than the batch holds. None without images.
+
+    Args:
+        place: index of the image in its batch.
+    """
+    known = scored.reconstruction.known
+    if known is None or len(known) >= len(scored.records):
+        return None if known is None else float(known.float().mean())
+    known = known if scored.known is None else scored.known
+    return float(known[place].float().mean()) if place < len(known) else 0.0
 
 
 def answer(attack: Attack, observations: Sequence[Observation], *, weights_granted: bool = False) -> Reconstruction:

@@ -6,12 +6,22 @@ import json
 
 import pytest
 import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+from torch.nn import functional
 
+from attacks import ThreatModel, UsageError
 from fedmjp import simulate
+from fedmjp.audit import Watcher
 from fedmjp.audited_federation import FederationAudit
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
-from fedmjp.federation import ENGINES, ServerView, run_rounds
+from fedmjp.federation import ENGINES, ActiveServer, ServerView, TapGrid, run_rounds
+from fedmjp.federation.local_grid import LocalGrid
+from fedmjp.metrics.pixel import psnr
+from tests.attacks.models import timm_vit
+from tests.conftest import photographs
 from tests.federation.conftest import changed
 
 GRANTS = ["active_parameters", "model_weights", "position_gradient", "several_rounds"]
@@ -134,3 +144,57 @@ def test_options_are_read_from_a_flower_run() -> None:
     config = from_flat({"attacks": "fishing", "grants": ",".join(GRANTS)})
     config.validate()
     assert config.audit.named() == ("fishing",)
+
+
+def batch_app(size: int, rate: float = 0.5) -> ClientApp:
+    """Clients of another app: a step of SGD on a batch of photographs of labels 0, 1, 2..., and weights back."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = timm_vit()
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimiser = torch.optim.SGD(model.parameters(), lr=rate)
+        images, labels = photographs(32, size), torch.arange(size)
+        functional.cross_entropy(model((images - 0.5) / 0.5), labels).backward()
+        optimiser.step()
+        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": size})}
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
+
+
+def test_an_active_server_in_a_flower_app_of_ones_own(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = timm_vit().eval()
+    threat = ThreatModel.parse(GRANTS)
+    options = {"learning_rate": 0.5, "batch_size": 4, "local_steps": 1, "optimiser": "sgd", "weight_decay": 0.0}
+    watcher = Watcher(
+        model,
+        image_shape=(3, 32, 32),
+        mean=[0.5] * 3,
+        std=[0.5] * 3,
+        attacks=["fishing"],
+        threat_model=threat,
+        out=tmp_path / "leaks",
+        **options,
+    )
+    grid = TapGrid(LocalGrid(batch_app(4), 2), ActiveServer(watcher))
+    strategy = FedAvg(fraction_evaluate=0.0)
+    result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=2)
+    attacked = [found for node, _, found in watcher.found if found.images is not None]
+    assert watcher.problems == []
+    assert watcher.verdict().recovered == 2
+    assert len(attacked) == 2
+    for round, found in enumerate(attacked):
+        assert found.diagnosis == ""
+        assert float(psnr(found.images, photographs(32, 4)[round : round + 1])[0]) > 40
+    honest = [found for _, _, found in watcher.found if found.images is None]
+    assert all("not prepared" in found.diagnosis for found in honest)
+    assert (result.arrays.to_torch_state_dict()["head.weight"] != 0).any(dim=1).all()
+
+
+def test_a_watcher_without_an_active_attack_is_refused(tmp_path) -> None:
+    watcher = Watcher(timm_vit(), image_shape=(3, 32, 32), mean=[0.5] * 3, std=[0.5] * 3, out=tmp_path)
+    with pytest.raises(UsageError, match="needs one attack that chooses what is sent; the watcher has 0"):
+        ActiveServer(watcher)
