@@ -105,10 +105,16 @@ def nobody(diagnosis: str, details: Mapping[str, float]) -> Reconstruction:
     return Reconstruction(images=None, diagnosis=diagnosis, details=details)
 
 
-def prepared(model: nn.Module, layer: str, row: int, direction: Tensor, bias: Tensor) -> dict[str, Tensor]:
-    """A classifier of zeros but for one row, in the type of the model's own.
+def prepared(
+    model: nn.Module, image_shape: tuple[int, int, int], layer: str, row: int, direction: Tensor, bias: Tensor
+) -> dict[str, Tensor]:
+    """A classifier of zeros but for one row, in the type of the model's own, and no localisation loss.
+
+    MJP's localisation loss does not pass the classifier: it sends every image's mask to the position embedding. With
+    the matrices of its map at zero it sends nothing. A map without parameters (pca) stays as it is.
 
     Args:
+        image_shape: (C, H, W).
         layer: name of the classifier.
         row: the class.
         direction: (D,) its weights.
@@ -117,4 +123,7 @@ def prepared(model: nn.Module, layer: str, row: int, direction: Tensor, bias: Te
     head = model.get_submodule(layer)
     weight = torch.zeros_like(head.weight)
     weight[row] = direction.to(weight)
-    return {f"{layer}.weight": weight, f"{layer}.bias": bias.to(head.bias)}
+    localisation = find_tokenizer(model, image_shape).localisation
+    maps = {} if localisation is None else dict(model.get_submodule(localisation).named_parameters())
+    silent = {f"{localisation}.{name}": torch.zeros_like(p) for name, p in maps.items() if p.dim() > 1}
+    return silent | {f"{layer}.weight": weight, f"{layer}.bias": bias.to(head.bias)}

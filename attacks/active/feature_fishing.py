@@ -122,7 +122,7 @@ class FeatureFishing(ActiveAttack):
         row = unit_direction(width, self.direction) * STEEPNESS
         bias = torch.zeros(classes, dtype=torch.float64)
         bias[self.target] = -STEEPNESS * next_threshold(_probes(history, layer))
-        return prepared(model, layer, self.target, row, bias)
+        return prepared(model, image_shape, layer, self.target, row, bias)
 
     def head_of(self, observation: Observation) -> SetHead:
         """See `ActiveAttack.head_of`; the row is as steep as that of no honest classifier."""

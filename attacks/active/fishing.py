@@ -66,7 +66,7 @@ class Fishing(ActiveAttack):
         direction = head.weight[target].detach().double()
         if not direction.any():  # a classifier that starts at zero
             direction = unit_direction(len(direction))
-        return prepared(model, layer, target, direction, bias)
+        return prepared(model, image_shape, layer, target, direction, bias)
 
     def head_of(self, observation: Observation) -> SetHead:
         """See `ActiveAttack.head_of`; the target's bias lies below the others'."""

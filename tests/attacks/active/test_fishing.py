@@ -17,6 +17,8 @@ from attacks.active.head import SetHead
 from attacks.memory import remember
 from fedmjp.audit.harness import score_found, scorer
 from fedmjp.audit.observe import model_as_sent
+from fedmjp.audit.per_image import observe_groups
+from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.models import BuiltModel, build_model
 from tests.attacks.contract import psnr
 from tests.attacks.models import timm_vit, torchvision_vit
@@ -104,16 +106,22 @@ def test_every_image_of_a_batch_comes_back(name: str) -> None:
     assert best.min() > 60
 
 
+def with_localisation(built: BuiltModel, images: Tensor, labels: Tensor, mask: Tensor) -> Observation:
+    """The update of a client under MJP, the localisation loss of all its images included."""
+    labels, weights = labels[: len(images)], DEFENSES.get("mjp")().loss_weights()
+    return observe_groups(built, ClientInput(images, mask), labels, len(images), weights)[0]
+
+
 def test_masks_that_differ_between_images_are_read_from_the_one_that_sends() -> None:
     built, images, attack = micro("auto", "vit_mini_64_mjp"), photographs(64, 4), ATTACKS.get("fishing")(target=5)
     mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) < 0.1
     sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), []))
-    view = observe(replace(built, module=sent), images, LABELS[:4], mask)
+    view = with_localisation(replace(built, module=sent), images, LABELS[:4], mask)
     found = attack([view])
     assert found.details["masked"] == int(mask[2].sum())
-    alone = attack([observe(replace(built, module=sent), images[2:3], LABELS[2:3], mask[2:3])])
+    alone = attack([with_localisation(replace(built, module=sent), images[2:3], LABELS[2:3], mask[2:3])])
     torch.testing.assert_close(found.images, alone.images, atol=2e-3, rtol=0)
-    honest = observe(built, images, LABELS[:4], mask)
+    honest = with_localisation(built, images, LABELS[:4], mask)
     assert not (honest.gradients["pos_embed"][0, 1:].abs().amax(dim=1) == 0)[mask[2]].any()
 
 
