@@ -74,6 +74,8 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "patch_set": "attacks.mjp.patch_set:PatchSet",
         "unmix": "attacks.mjp.unmix:Unmix",
         "unmix_rounds": "attacks.mjp.unmix_rounds:UnmixRounds",
+        "fishing": "attacks.active.fishing:Fishing",
+        "feature_fishing": "attacks.active.feature_fishing:FeatureFishing",
     },
     group="fedmjp.attacks",
     base="attacks.base:Attack",

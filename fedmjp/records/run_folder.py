@@ -202,8 +202,10 @@ class RunFolder:
         return number, ServerState(found, **parts)
 
     def save_images(self, defense: str, round: int, client: int, what: str, images: Tensor) -> None:
-        """Write (B, C, H, W) images in [0, 1] as PNG files."""
+        """Write (B, C, H, W) images in [0, 1] as PNG files; none for an image that is NaN."""
         for index, image in enumerate(images):
+            if image.isnan().any():
+                continue
             save_image(image, image_path(self.out, defense, round, client, index, what))
 
 

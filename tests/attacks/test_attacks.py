@@ -36,6 +36,14 @@ QUICK = {
     "patch_set": {"search": BRIEF, "sweep": SweepSearch(rounds=1), "placement": Placement(restarts=1, most_moves=100)},
     "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=4)},
 }
+# What the client was sent decides before anything else does (active/test_fishing.py).
+ACTIVE = {
+    "needs_positions": False,
+    "needs_table": False,
+    "single_image": False,
+    "single_step": False,
+    "reads_masks": True,
+}
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "sparse_rounds": Traits(exact_on=(STANDARD, APRIL), single_step=False),
@@ -66,6 +74,8 @@ TRAITS = {
     "mjp_subspace": Traits(exact_on=(STANDARD, APRIL)),
     "mjp_mixture": Traits(exact_on=(STANDARD, APRIL)),
     "mjp_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
+    "fishing": Traits(**ACTIVE, own=contract.fished),
+    "feature_fishing": Traits(**ACTIVE, own=lambda: contract.fished("feature_fishing", 7)),
 }
 CASES = [(name, *case) for name, traits in TRAITS.items() for case in traits.exact_on]
 STOPPED = [(name, make) for name, traits in TRAITS.items() for make, stops in contract.OBSTACLES if stops(traits)]
