@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from attacks.registry import UsageError
 from fedmjp.defenses.base import ClientInput, Defense
+from fedmjp.defenses.noise import KNOWING_NOISE
 from fedmjp.defenses.privacy import LARGEST, Schedule, check_target, epsilon_by_sampling, epsilon_in_epochs, noise_for
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class DPSGD(Defense):
     """Options of --defense dp_sgd."""
 
     random: ClassVar[bool] = True
+    known_by: ClassVar[tuple[str, ...]] = KNOWING_NOISE
 
     dp_clip_norm: float = 1.0
     """C, the largest Euclidean norm of one image's gradient (Abadi et al.: 3 to 4)."""
