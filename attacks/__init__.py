@@ -62,6 +62,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "april": "attacks.closed_form.april:April",
         "batch_rounds": "attacks.closed_form.batch_rounds:BatchRounds",
         "lora_span": "attacks.closed_form.lora_span:LoRASpan",
+        "noisy_rounds": "attacks.closed_form.noisy_rounds:NoisyRounds",
         "patch_embedding": "attacks.closed_form.patch_embedding:PatchEmbedding",
         "pixel_head": "attacks.heads.pixel_head:PixelHead",
         "position_head": "attacks.heads.position_head:PositionHead",

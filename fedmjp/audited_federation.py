@@ -345,14 +345,20 @@ class FederationAudit:
         return {"run_id": self.folder.run_id, **provenance.columns(self.task.device)}
 
 
-def check_before_start(config: RunConfig) -> None:
+def check_before_start(config: RunConfig) -> list[str]:
     """Build what every federation needs, so that a mistake shows before anything is written.
+
+    Returns:
+        What the defences prove for their federations, in words (`Defense.guarantee`).
 
     Raises:
         UsageError: unknown or missing data, weights, device; fewer images than clients.
     """
     config.validate()
+    guarantees = []
     for defense in config.defense:
         task = shared_task(config.to_json(), defense)
         if len(task.data.test) == 0:
             raise UsageError(f"--data {config.data.data} has no test images")
+        guarantees.append(task.guarantee)
+    return list(filter(None, guarantees))

@@ -211,6 +211,7 @@ class RunConfig:
         for name in self.defense:
             self.defence(name).validate()
             self.chosen_objective().check(self.model.model, self.defence(name))
+            self.defence(name).check(self.chosen_objective(), self.local.augmentation())
         if self.chosen_objective().per_pixel:
             raise UsageError(f"--objective {self.objective} has no federation here; train it with fedmjp.train")
         if MODELS.get(split_name(self.model.model)[0]).speech:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError, find_tokenizer
+from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.known_attention import SweepSearch
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import Placement
@@ -30,6 +31,7 @@ STANDARD, APRIL = ("standard", torch.float32, 60.0), ("april", torch.float64, 10
 SPAN = ("standard", torch.float32, 20.0)
 BRIEF = TokenSearch(rounds=1, steps=8)
 QUICK = {
+    "noisy_rounds": {"prior": VectorialVariation(strength=40.0, smoothing=(None, 0.01), iterations=20)},
     "token_span": {"steps": 0},
     "position_head": {"steps": 40},
     "pixel_head": {"steps": 1},
@@ -47,6 +49,7 @@ ACTIVE = {
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "sparse_rounds": Traits(exact_on=(STANDARD, APRIL), single_step=False),
+    "noisy_rounds": Traits(exact_on=(STANDARD,)),
     "april": Traits(exact_on=(APRIL,)),
     "batch_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
     # Batches of two alone: what stands in the way of those has tests of its own.
