@@ -152,6 +152,14 @@ class Attack(ABC):
         """
         return ()
 
+    def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
+        """Layers, by name, whose weights and gradients of earlier updates the attack reads beside those of the tokens.
+
+        Args:
+            image_shape: (C, H, W).
+        """
+        return ()
+
     def parameters(self) -> dict[str, Any]:
         """The configuration as plain values, for the results row."""
         return asdict(self)

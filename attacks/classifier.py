@@ -78,16 +78,23 @@ def read_step(observation: Observation, relative_error: float = 0.0) -> Step | N
 def find_classifier(observation: Observation) -> str | None:
     """Name of the linear layer whose output, for one image, are the model's logits; None where there is none.
 
+    See `classifier_of`.
+    """
+    return classifier_of(observation.model, observation.image_shape)
+
+
+def classifier_of(model: nn.Module, image_shape: tuple[int, int, int]) -> str | None:
+    """`find_classifier` of a model for images (C, H, W).
+
     One forward pass on a grey image, once for each model; a model that would change by it (batch norms in training
     mode) has none.
     """
-    model, key = observation.model, observation.image_shape
     if any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
         return None
     known = _CLASSIFIERS.setdefault(model, {})
-    if key not in known:
-        known[key] = _find_classifier(model, key)
-    return known[key]
+    if image_shape not in known:
+        known[image_shape] = _find_classifier(model, image_shape)
+    return known[image_shape]
 
 
 def _find_classifier(model: nn.Module, image_shape: tuple[int, int, int]) -> str | None:

@@ -22,8 +22,11 @@ from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
 
-def remember(observation: Observation) -> Observation:
+def remember(observation: Observation, layers: Collection[str] = ()) -> Observation:
     """The observation without what attacks on later updates do not use.
+
+    Args:
+        layers: further layers to keep, weights and gradients, by name (`Attack.remembered_layers`).
 
     Raises:
         UsageError: the model is no ViT.
@@ -33,23 +36,25 @@ def remember(observation: Observation) -> Observation:
     sent = tokenizer.positions is None or position_gradient(observation, tokenizer) is not None
     spans = () if sent else _first_attention(observation.model, tokenizer.width)
     kept |= {name for weight in spans for name in (weight, bias_of(weight), input_factor(observation.model, weight))}
+    kept |= {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     # Copies: a gradient may be a view of the whole message, which would live on as long as the view.
     gradients = {n: g.clone() for n, g in observation.gradients.items() if n in kept}
     bounds = {n: b.clone() for n, b in observation.bounds.items() if n in kept}
-    model = front(observation.model, tokenizer, spans=bool(spans))
+    model = front(observation.model, tokenizer, spans=bool(spans), layers=layers)
     return replace(observation, gradients=gradients, bounds=bounds, model=model)
 
 
-def front(model: nn.Module, tokenizer: Tokenizer, *, spans: bool = False) -> nn.Module:
+def front(model: nn.Module, tokenizer: Tokenizer, *, spans: bool = False, layers: Collection[str] = ()) -> nn.Module:
     """The model with its own parameters, and of its submodules only those of tokenizer and localisation loss.
 
     It cannot be run; parameters keep their names. Tensors are shared with `model`.
 
     Args:
         spans: keep the norms and the attention of the first block as well.
+        layers: names of further submodules to keep.
     """
     parameters = (tokenizer.weight, tokenizer.positions, tokenizer.shared_position)
-    kept = {tokenizer.localisation, *(name.split(".")[0] for name in parameters if name)} - {None}
+    kept = {tokenizer.localisation, *(name.split(".")[0] for name in parameters if name), *layers} - {None}
     if spans:
         attention = find_first_attention(model, tokenizer.width)
         kept |= {name.rpartition(".")[0] for name in attention.weights}

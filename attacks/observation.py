@@ -36,6 +36,7 @@ class Capability(StrEnum):
     MODIFIED_MODEL = "modified_model"  # the server chose the architecture to its advantage
     AUXILIARY_DATA = "auxiliary_data"  # public photographs, to which a prior was fitted
     AGGREGATE_ONLY = "aggregate_only"  # a restriction: the server sees sums over several clients, no single update
+    ACTIVE_PARAMETERS = "active_parameters"  # the server chooses the values of the parameters that it sends
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ class Reconstruction:
     """What an attack gives back.
 
     Attributes:
-        images: (B, C, H, W) float32 in [0, 1], or None where the attack cannot give any. known: (B, 1, H, W) bool, the
+        images: (B, C, H, W) float32 in [0, 1], or None where the attack cannot give any; fewer than the batch holds
+            where it recovers some of them alone. known: (B, 1, H, W) bool, the
         pixels that the attack vouches for, by its own estimate of its error; all False when
             `diagnosis` says why not.
         certified: the answer reproduces the update to the precision of the message (`attacks.certificate`). Set by the

@@ -25,7 +25,7 @@ from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
 from fedmjp.audit.harness import Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import SentModels, observe_update, undo_adam
-from fedmjp.audit.suite import Suite, select_attacks
+from fedmjp.audit.suite import Suite, active_attack, select_attacks
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
 from fedmjp.federation import ENGINES, run_rounds
@@ -109,6 +109,7 @@ class FederationAudit:
         self.threat_model, self.settings = self.config.threat_model(), self.config.attack_settings()
         names = (*BASELINES, *ATTACKS)
         self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
+        self.active = active_attack(self.config.audit.named(), self.settings)
         self.memory, self.models = self._memory(), SentModels(task.model.module)
         self.aggregation = Aggregation(self.config.audit.secure_aggregation)
         self.round_started = time.perf_counter()
@@ -120,7 +121,11 @@ class FederationAudit:
         several = (
             named or len(audit.named()) < len(audit.attacks) and Capability.SEVERAL_ROUNDS in self.threat_model.grants
         )
-        if not several or not has_tokenizer(built.module, (3, built.image_size, built.image_size)):
+        shape = (3, built.image_size, built.image_size)
+        if self.active is not None:
+            layers = self.active[1].remembered_layers(built.module.eval(), shape)
+            return Memory(self.folder.memory_folder(self.defense), layers)
+        if not several or not has_tokenizer(built.module, shape):
             return None
         return Memory(self.folder.memory_folder(self.defense))
 
@@ -151,9 +156,31 @@ class FederationAudit:
                     on_update=self.on_update,
                     on_round=self.on_round,
                     on_failure=self.on_failure,
+                    on_send=None if self.active is None else self.on_send,
                     first_round=finished + 1,
                     optimizer=state.optimizer if state else None,
                 )
+
+    def on_send(self, round: int, client: int, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """What an active server sends the clients (or groups) that it attacks; None for the others."""
+        (name, attack), client = self.active, self.aggregation.number_of(round, client)
+        if (round, client) not in self.attacked[name]:
+            return None
+        sent = self.memory.first_sent(client, state) if attack.same_model else dict(state)
+        model = self.models(sent)
+        # Stands for the update to come: earlier ones are read from disk by its names and shapes.
+        like = {parameter: sent[parameter] + 1 for parameter in self.task.parameters}
+        present = observe_update(
+            self.task,
+            self.threat_model,
+            model=model,
+            round=round,
+            client=client,
+            sent=sent,
+            received=like,
+            clients=max(self.aggregation.size, 1),
+        )
+        return sent | attack.prepare(model, present.image_shape, self.memory.before(present))
 
     def on_update(self, view: SingleUpdate) -> None:
         """Audit one client's update, or that of its group once it is complete, if the run asks for it."""
@@ -318,14 +345,20 @@ class FederationAudit:
         return {"run_id": self.folder.run_id, **provenance.columns(self.task.device)}
 
 
-def check_before_start(config: RunConfig) -> None:
+def check_before_start(config: RunConfig) -> list[str]:
     """Build what every federation needs, so that a mistake shows before anything is written.
+
+    Returns:
+        What the defences prove for their federations, in words (`Defense.guarantee`).
 
     Raises:
         UsageError: unknown or missing data, weights, device; fewer images than clients.
     """
     config.validate()
+    guarantees = []
     for defense in config.defense:
         task = shared_task(config.to_json(), defense)
         if len(task.data.test) == 0:
             raise UsageError(f"--data {config.data.data} has no test images")
+        guarantees.append(task.guarantee)
+    return list(filter(None, guarantees))

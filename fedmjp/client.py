@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from attacks.registry import UsageError
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
+from fedmjp.defenses.privacy import Schedule
 from fedmjp.defenses.step import LocalStep
 from fedmjp.models import MODELS, split_name
 from fedmjp.models.vit import drop_activations, skip_blocks
@@ -132,6 +133,7 @@ class ClientTask:
         objective = config.chosen_objective()
         if objective.needs_labels:
             self.data.require_labels(f"--objective {config.objective}")
+        self.defense = self.defense.scheduled(self.privacy_schedule)
         self.learner = Learner.build(
             objective,
             self.defense,
@@ -168,6 +170,19 @@ class ClientTask:
         fed = "the original" if self.augmented is None else "the image that the client fed"
         fed = fed if self.learner.objective.whole_views == 1 else "the crops fed"
         return ", ".join(["federation", f.partition, *strategy, *([recipe] if recipe else []), f"scored against {fed}"])
+
+    @property
+    def privacy_schedule(self) -> Schedule:
+        """How often the training uses each image, if every client takes part in every round."""
+        f = self.config.federation
+        own = [Schedule.of_epochs(n, f.batch_size, f.rounds * f.steps_of(n)) for n in map(len, self.parts)]
+        steps, uses = (max(getattr(one, name) for one in own) for name in ("steps", "uses"))
+        return Schedule(min(one.images for one in own), f.batch_size, steps, uses)
+
+    @cached_property
+    def guarantee(self) -> str:
+        """What the defence proves for this training, "" for nothing (`Defense.guarantee`)."""
+        return self.defense.guarantee(self.privacy_schedule)
 
     def steps(self, client: int) -> int:
         """Local steps of a client in a round."""

@@ -128,8 +128,8 @@ class AuditConfig:
     ATTACK.steps=NUMBER."""
     grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
     """What the adversary sees beyond an update: model_weights, position_gradient, several_rounds, labels,
-    token_gradient, modified_model, auxiliary_data; aggregate_only comes with --secure-aggregation. An attack that needs
-    more is refused."""
+    token_gradient, modified_model, auxiliary_data, active_parameters; aggregate_only comes with --secure-aggregation.
+    An attack that needs more is refused."""
     lpips_net: Literal["squeeze", "alex", "vgg"] = "squeeze"
     """Backbone of the LPIPS metric."""
     lpips_weights: Path | None = None
@@ -211,6 +211,7 @@ class RunConfig:
         for name in self.defense:
             self.defence(name).validate()
             self.chosen_objective().check(self.model.model, self.defence(name))
+            self.defence(name).check(self.chosen_objective(), self.local.augmentation())
         if self.chosen_objective().per_pixel:
             raise UsageError(f"--objective {self.objective} has no federation here; train it with fedmjp.train")
         if MODELS.get(split_name(self.model.model)[0]).speech:
@@ -243,6 +244,10 @@ class RunConfig:
             raise UsageError(f"--steps is for attacks that search, and none of {', '.join(named)} does")
         for name in named:
             build_attack(name, settings.get(name)).require(threat, name)
+        if Capability.ACTIVE_PARAMETERS in threat.grants:
+            from fedmjp.audit.suite import active_attack
+
+            active_attack(named, settings)
 
     def _validate_audited(self) -> None:
         f, count = self.federation, self._audited_updates()

@@ -99,8 +99,10 @@ def _run(grid: Any, run_config: Mapping[str, Any]) -> None:
     from fedmjp.simulate import report
 
     config = configuration(run_config, len(list(grid.get_node_ids())))
-    check_before_start(config)
-    folder, console = RunFolder(config), terminal()
+    console = terminal()
+    for guarantee in check_before_start(config):
+        console.print(guarantee, highlight=False, soft_wrap=True)
+    folder = RunFolder(config)
     run_on_grid(grid, config, folder, RunProgress(console))
     folder.finish()
     console.print(f"report: {report(folder, console)}")

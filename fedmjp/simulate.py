@@ -33,7 +33,8 @@ def run(config: RunConfig, console: Console) -> Path:
     from fedmjp.progress import RunProgress
     from fedmjp.records.run_folder import RunFolder
 
-    check_before_start(config)
+    for guarantee in check_before_start(config):
+        console.print(guarantee, highlight=False, soft_wrap=True)
     folder = RunFolder(config)
     if not folder.is_finished():
         run_experiment(config, folder, RunProgress(console))

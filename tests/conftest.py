@@ -11,6 +11,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from attacks import Observation, ThreatModel
@@ -56,6 +57,21 @@ def observe(
         "std": model.std,
     }
     return Observation(**(view | changes))
+
+
+def leave_undrawn(patched: pytest.MonkeyPatch) -> None:
+    """Figures become blank pictures, for runs whose rows and words count: drawing takes a third of a small run."""
+
+    def savefig(figure, path, **options) -> None:
+        Image.new("RGB", (1, 1)).save(path, dpi=(72, 72))
+
+    patched.setattr("matplotlib.figure.Figure.savefig", savefig)
+
+
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    """See `leave_undrawn`; fixtures of wider scopes draw theirs."""
+    leave_undrawn(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,7 @@ def finished(site, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_rows_name_both_with_their_options(finished) -> None:
     rows = [json.loads(line) for line in (finished / "rows.jsonl").read_text().splitlines()]
     toys = [row for row in rows if row["attack"] == "toy"]
@@ -90,12 +91,14 @@ def test_rows_name_both_with_their_options(finished) -> None:
     assert max(row["psnr"] for row in toys if row["defense"] == "toy") < 30
 
 
+@pytest.mark.slow
 def test_the_report_shows_both(finished) -> None:
     page = (finished / "report.html").read_text()
     assert len(re.findall(r"<td[^>]*>toy</td>", page)) >= 2
     assert ",toy," in (finished / "summary.csv").read_text()
 
 
+@pytest.mark.slow
 def test_the_run_resumes_where_the_packages_are_missing_only_with_a_message(finished) -> None:
     options = ["--attacks", "toy", "--out", str(finished), "--resume"]
     gone = python(finished, "-m", "fedmjp.simulate", *options)
@@ -117,6 +120,7 @@ print(json.dumps([run.federation.clients, run.defense, toy.gamma, toy.rescale, r
 """
 
 
+@pytest.mark.slow
 def test_flwr_run_takes_the_options_of_both(site) -> None:
     asked = 'defense="none,toy" gamma=0.2 defense_options="toy.gamma=0.5,rescale=true" attacks="toy"'
     done = python(site, "-c", CONFIGURE.format(asked=asked + ' attack_options="toy.cutoff=0.001"'))
@@ -141,6 +145,7 @@ print(ATTACKS.name_of(type(toy)))
 """
 
 
+@pytest.mark.slow
 def test_the_toy_attack_passes_the_table_of_the_built_in_ones(site) -> None:
     done = python(site, "-c", CONTRACT)
     assert done.stdout.strip() == "toy", done.stderr
@@ -167,10 +172,10 @@ BROKEN = {
     "stranger": "class Thing:\n    pass\n",
 }
 SAYS = {
-    "missing": "(broken:Thing of package broken) cannot be imported: ModuleNotFoundError: No module named 'a_package_",
-    "damaged": "(broken:Thing of package broken) cannot be imported: OSError: half a file",
-    "empty": "(broken:Thing of package broken) cannot be imported: AttributeError: ",
-    "stranger": "(broken:Thing of package broken) is no subclass of ",
+    "missing": "cannot be imported: ModuleNotFoundError: No module named 'a_package_",
+    "damaged": "cannot be imported: OSError: half a file",
+    "empty": "cannot be imported: AttributeError: ",
+    "stranger": "is no subclass of ",
 }
 
 
@@ -185,18 +190,37 @@ def plant(folder: Path, name: str, group: str, code: str, package: str = "broken
     return folder
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+# Command lines, as JSON, one after the other in one process -> exit code, output and errors of each.
+COMMANDS = """
+import contextlib, io, json, sys
+from fedmjp.simulate import main
+for arguments in json.loads(sys.argv[1]):
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            code = main(arguments)
+        except SystemExit as stop:
+            code = stop.code
+    print(json.dumps([code, out.getvalue(), errors.getvalue()]))
+"""
+
+
 @pytest.mark.parametrize(("group", "option"), [("fedmjp.attacks", "--attacks"), ("fedmjp.defenses", "--defense")])
-def test_a_broken_package_is_an_error_only_when_it_is_asked_for(tmp_path, kind: str, group: str, option: str) -> None:
-    site = plant(tmp_path / "site", "thing", group, BROKEN[kind])
-    assert "thing" in python(site, "-m", "fedmjp.simulate", "--help").stdout
-    done = python(site, "-m", "fedmjp.simulate", option, "thing", "--out", str(tmp_path / "run"))
-    assert done.returncode == 2
-    assert re.match(r"error: (attack|defense) 'thing' ", done.stderr)
-    assert SAYS[kind] in done.stderr
-    assert done.stderr.strip().count("\n") == 0
-    other = python(site, "-m", "fedmjp.simulate", "--rounds", "0", "--out", str(tmp_path / "run"))
-    assert "--rounds must be at least 1" in other.stderr
+def test_a_broken_package_is_an_error_only_when_it_is_asked_for(tmp_path, group: str, option: str) -> None:
+    """Four packages that are broken each in its own way."""
+    for kind, code in BROKEN.items():
+        site = plant(tmp_path / "site", f"{kind}_thing", group, code, f"broken_{kind}")
+    out = ["--out", str(tmp_path / "run")]
+    asked = [[option, f"{kind}_thing", *out] for kind in BROKEN]
+    done = python(site, "-c", COMMANDS, json.dumps([["--help"], ["--rounds", "0", *out], *asked]))
+    helped, other, *answers = (json.loads(line) for line in done.stdout.splitlines())
+    assert all(f"{kind}_thing" in helped[1] for kind in BROKEN)
+    assert "--rounds must be at least 1" in other[2]
+    for kind, (code, _, errors) in zip(BROKEN, answers, strict=True):
+        assert code == 2
+        assert re.match(rf"error: (attack|defense) '{kind}_thing' ", errors)
+        assert f"(broken_{kind}:Thing of package broken_{kind}) {SAYS[kind]}" in errors
+        assert errors.strip().count("\n") == 0
 
 
 def test_a_name_that_two_packages_claim_is_refused_with_both(tmp_path) -> None:

@@ -76,6 +76,8 @@ def test_defences_meet_the_same_images(finished) -> None:
     assert ids[0] == ids[1]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_same_command_same_rows(finished, tmp_path) -> None:
     assert run(tmp_path / "again", "--defense", "none", "mjp") == 0
     assert rows_of(tmp_path / "again") == rows_of(finished)
@@ -89,6 +91,7 @@ def test_finished_run_can_be_rendered_again(finished) -> None:
     assert rows_of(finished) == before
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("stop_at", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9))])
 def test_interrupted_run_resumes_without_repeating(finished, tmp_path, monkeypatch, stop_at: int) -> None:
     out = tmp_path / "run"
@@ -111,6 +114,7 @@ def test_interrupted_run_resumes_without_repeating(finished, tmp_path, monkeypat
     assert rows_of(out) == rows_of(finished)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_failed_client_is_named_and_its_run_resumes(tmp_path, monkeypatch, capsys) -> None:
     honest = ClientTask.update
 
@@ -128,6 +132,7 @@ def test_failed_client_is_named_and_its_run_resumes(tmp_path, monkeypatch, capsy
     assert run(tmp_path / "run", "--resume") == 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_noticed_about_updates_is_said_as_in_an_audit_of_ones_own(tmp_path, capsys) -> None:
     """The update is clipped to norm 0.5: named in run.json, on the page and below the table, and certified even so."""
     out = tmp_path / "out"
@@ -142,6 +147,7 @@ def test_what_is_noticed_about_updates_is_said_as_in_an_audit_of_ones_own(tmp_pa
     assert all(row["certified"] for row in solved)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_attack_that_raises_is_a_diagnosis_in_its_rows(tmp_path, monkeypatch) -> None:
     def break_down(self, cases):
         raise ZeroDivisionError("no pivot in column 3")
@@ -228,6 +234,7 @@ def test_second_run_into_the_same_folder(finished, tmp_path, capsys) -> None:
     assert "another seed" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_broken_image_in_a_folder_is_skipped_and_told(tmp_path) -> None:
     rng = np.random.default_rng(0)
     for name in ("a", "b"):
@@ -250,6 +257,7 @@ def test_a_batch_larger_than_a_clients_data_is_refused(tmp_path, capsys) -> None
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_batches_of_three_are_matched_and_diagnosed(tmp_path) -> None:
     assert run(tmp_path / "run", "--batch-size", "3", "--rounds", "1") == 0
     rows = [r for r in rows_of(tmp_path / "run") if r["attack"] == "patch_embedding"]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attacks.attention import find_first_attention, input_factor
 from attacks.base import Attack
@@ -56,10 +56,6 @@ class LoRASpan(Attack):
         except UsageError as error:
             return str(error)
         return ""
-
-    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
-        """None: a benchmark that computes some layers' gradients trains whole layers."""
-        return ()
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`.

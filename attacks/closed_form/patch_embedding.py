@@ -16,6 +16,7 @@ further: it holds on pre-norm blocks, where APRIL's equation does not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class PatchEmbedding(ClosedForm):
         if bounds is not None:
             rounded = RoundedSystem(system.factors, bounds[0], projection_products(observation, tokenizer), bounds[1])
             start = settle_rows(solution, tokenizer, observation.std, self.prior)
-            return self.corrected(rounded, start, tokenizer, observation.std, reasons)
+            return corrected([rounded], start, tokenizer, observation.std, self.prior, reasons)[:2]
         if solution.rank < LEAST_KNOWN * len(solution.rows):
             reasons.append(
                 f"only {solution.rank} of {len(solution.rows)} combinations of patches rise above the noise of the "
@@ -93,32 +94,34 @@ class PatchEmbedding(ClosedForm):
             )
         return settle_rows(solution, tokenizer, observation.std, self.prior), None
 
-    def corrected(
-        self,
-        system: RoundedSystem,
-        start: Tensor,
-        tokenizer: Tokenizer,
-        std: tuple[float, ...],
-        reasons: list[str],
-    ) -> tuple[Tensor, Tensor]:
-        """As `settle`, with the error of every entry.
 
-        Args:
-            start: (N, P), the plain solve's rows.
-        """
-        found = correct([system], start, tokenizer, std, self.prior)
-        expected = PRIOR_ERROR * found.deviation
-        if float(expected.mean()) > LARGEST_DEVIATION:
-            reasons.append(
-                "the update has too few digits (rounded, quantised or sparsified): pixels are expected to be off by "
-                f"{float(expected.mean()):.2g} of 1"
-            )
-        if found.misfit > LARGEST_MISFIT:
-            reasons.append(
-                f"the equations miss each other by {found.misfit**0.5:.1f} times what the update's precision explains: "
-                "it is not the gradient of one image (noise, or a defence)"
-            )
-        return found.patches, expected < VOUCHED_DEVIATION
+def corrected(
+    systems: Sequence[RoundedSystem],
+    start: Tensor,
+    tokenizer: Tokenizer,
+    std: tuple[float, ...],
+    prior: VectorialVariation,
+    reasons: list[str],
+) -> tuple[Tensor, Tensor, float]:
+    """Rows (N, P) of systems with the error of every entry, the patches to vouch for, and the misfit of the equations.
+
+    Args:
+        start: (N, P), the plain solve's rows.
+        reasons: why not to trust the rows; added to.
+    """
+    found = correct(systems, start, tokenizer, std, prior)
+    expected = PRIOR_ERROR * found.deviation
+    if float(expected.mean()) > LARGEST_DEVIATION:
+        reasons.append(
+            "the update has too few digits (noised, rounded, quantised or sparsified): pixels are expected to be off "
+            f"by {float(expected.mean()):.2g} of 1"
+        )
+    if found.misfit > LARGEST_MISFIT:
+        reasons.append(
+            f"the equations miss each other by {found.misfit**0.5:.1f} times what the update's precision explains: "
+            "it is not the gradient of one image (noise, or a defence)"
+        )
+    return found.patches, expected < VOUCHED_DEVIATION, found.misfit
 
 
 def _different_images(solution: RowSolution, local_steps: int) -> list[str]:

@@ -25,7 +25,7 @@ from attacks.linear.input_spans import count_inputs
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Observation
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer
+from attacks.tokenizer import LOCALISATION, RELEASED_LOCALISATION, Tokenizer
 
 # Least share of the places that the head must have been asked for: copies of a patch lower the rank of its gradient.
 LEAST_ASKED = 0.75
@@ -54,12 +54,19 @@ def find_dense_head(observation: Observation) -> DenseHead:
     """The last linear layer, or 1 x 1 convolution, of the model.
 
     Raises:
-        UsageError: there is none, it has no bias, its gradient is not in the update, or it was applied to one token.
+        UsageError: there is none, it is of MJP's localisation term, it has no bias, its gradient is not in the update,
+            or it was applied to one token.
     """
     found = [name for name, module in observation.model.named_modules() if _is_linear(module)]
     if not found:
         raise UsageError(f"{type(observation.model).__name__} has no linear layer, so there is no head to read")
     name = found[-1]
+    if name.partition(".")[0] in (LOCALISATION, RELEASED_LOCALISATION):
+        raise UsageError(
+            f"the last linear layer, {name}, is of MJP's localisation term, a regression of the two coordinates of a "
+            "place from its position embedding: it has no row for each place, and its gradient holds no token of the "
+            "image"
+        )
     layer = observation.model.get_submodule(name)
     if layer.bias is None:
         raise UsageError(f"the head {name} has no bias, whose gradient says how much each of its rows was asked for")

@@ -43,10 +43,6 @@ NEAR, ROUND_OFF = 1e-2, 1e-6
 START, WIDTH = 1.0, 4.0
 
 
-class _Reached(Exception):
-    """The residual is below `REACHED`."""
-
-
 @dataclass
 class HeadSearch:
     """A search for the patches of one image.
@@ -159,14 +155,14 @@ class HeadSearch:
         )
 
         def evaluate() -> Tensor:
-            """The weighted residual and its gradient."""
+            """The weighted residual and its gradient; 0 without a gradient at the search's end, where L-BFGS stops."""
             optimiser.zero_grad()
             left, _ = self.difference(key_bias())
             loss = (weights @ left).square().sum() / whole
-            loss.backward()
             self.evaluations, self.residual = self.evaluations + 1, float(left.detach().square().sum() / size)
             if self.residual < REACHED:
-                raise _Reached
+                return torch.zeros_like(loss)
+            loss.backward()
             return loss
 
         for variable in variables:
@@ -175,8 +171,6 @@ class HeadSearch:
             with torch.enable_grad():
                 optimiser.step(evaluate)
                 self.residual = float(self.difference(key_bias())[0].detach().square().sum() / size)
-        except _Reached:
-            pass
         finally:
             for variable in variables:
                 variable.requires_grad_(False)

@@ -78,10 +78,6 @@ class PixelHead(Attack):
         products = target.num_examples * tokenizer.num_patches * sum(p.numel() for p in target.model.parameters())
         return SECONDS_OF_READING + self.steps * (SECONDS_AN_EVALUATION + SECONDS_A_PRODUCT * products)
 
-    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
-        """None: a benchmark that computes some layers' gradients trains classifiers."""
-        return ()
-
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; the views in any order.
 

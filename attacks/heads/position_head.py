@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attacks.base import Attack
 from attacks.heads.context import read_context
@@ -69,10 +69,6 @@ class PositionHead(Attack):
         tokenizer = find_tokenizer(target.model, target.image_shape)
         products = tokenizer.num_patches * sum(p.numel() for p in target.model.parameters())
         return self.steps * (SECONDS_AN_EVALUATION + SECONDS_A_PRODUCT * products)
-
-    def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
-        """None: a benchmark that computes some layers' gradients trains classifiers."""
-        return ()
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`.

@@ -42,7 +42,7 @@ INSIDE = 1e-2
 # Sign vectors for each token up to which a search chooses among them: searches, moves of one, and moves for which a
 # vector that left may not come back. Shares of a vector below this are zero; weight of the ones beside the features;
 # violation at which the search ends.
-MOST_A_TOKEN, SEARCHES, MOVES, TABU, LEAST_SHARE, WEIGHT_OF_ONES, ALLOWED = 16, 3, 300, 10, 0.2, 5.0, 1e-2
+MOST_A_TOKEN, SEARCHES, MOVES, TABU, LEAST_SHARE, WEIGHT_OF_ONES, ALLOWED = 5, 3, 200, 10, 0.2, 5.0, 1e-2
 # Largest relative difference of the coefficients of dL/db.
 EQUAL = 1e-3
 

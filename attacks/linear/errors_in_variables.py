@@ -61,6 +61,8 @@ class RoundedSystem:
         factors, factor_bounds: G and its bounds, (N, D) float64.
         products, product_bounds: S and its bounds, (D, P) or, with the constant pixel, (D, P + 1) float64.
         hidden: (N,) bool, rows of `factors` of which nothing but the size is known; None for none.
+        channels: number of channels that the system stands for, where its D rows are a rotation of more of them; 0 for
+            the D that it has.
     """
 
     factors: Tensor
@@ -68,6 +70,7 @@ class RoundedSystem:
     products: Tensor
     product_bounds: Tensor
     hidden: Tensor | None = None
+    channels: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,12 @@ class _Term:
         self.of_products = _variance(system.product_bounds)
         nothing = torch.zeros_like(system.factors[:, 0], dtype=torch.bool)
         self.seen = ~(nothing if system.hidden is None else system.hidden)  # (N,)
+        self.channels = system.channels or len(system.products)
+
+    @property
+    def equations(self) -> int:
+        """Of all channels together."""
+        return self.channels * self.products.shape[1]
 
     def extended(self, patches: Tensor) -> Tensor:
         """[x, 1], (N, Q), or x alone."""
@@ -204,7 +213,7 @@ class _Scene:
     def _around(self, patches: Tensor, term: _Term) -> _Linearised:
         """A term around some patches; where they are far off, S is believed as far as it fits, or steps lead astray."""
         found = _Linearised(term, patches)
-        misfit = found.misfit / term.products.numel()
+        misfit = found.misfit / term.equations
         return found if misfit < FAR else _Linearised(term, patches, misfit)
 
     def _prepare(self, data: Sequence[_Linearised], patches: Tensor, weights: Tensor) -> None:
@@ -222,7 +231,8 @@ class _Scene:
             moments += (one.factors.T * inverse) @ one.factors
             read = one.term.factors * seen
             raw += (read.T * inverse) @ read
-            own += (1 + (n / len(v)) ** 0.5) ** 2 * (v.T @ inverse)
+            channels = one.term.channels
+            own += (1 + (n / channels) ** 0.5) ** 2 * channels / len(v) * (v.T @ inverse)
             error = (patches.T * v.mean(dim=0)) @ patches + torch.diag(s[:, :p].mean(dim=0))
             covariance += error * inverse.mean() / len(data)
         strengths, self.left = torch.linalg.eigh(moments)
@@ -251,7 +261,7 @@ class _Scene:
     def misfit(self, patches: Tensor) -> float:
         """See `Corrected.misfit`."""
         found = sum(_Linearised(term, patches).misfit for term in self.terms)
-        return found / max(sum(term.products.numel() for term in self.terms) - patches.numel(), 1)
+        return found / max(sum(term.equations for term in self.terms) - patches.numel(), 1)
 
     def _paint(self, patches: Tensor) -> Tensor:
         """(N, P) normalised -> (C, H, W) luma and chroma."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from attacks.mjp.mlp_spans import FirstBlock
-from attacks.mjp.mlp_tokens import FOUND, Optima, TokenFamily, repeated
+from attacks.mjp.mlp_tokens import FOUND, Optima, StartedSearch, TokenFamily, repeated
 from attacks.mjp.token_patches import KnownPatches
 
 # A start has not converged where its squared residual exceeds the median one by this factor.
@@ -125,28 +125,23 @@ class PatchSweeps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepSearch:
+class SweepSearch(StartedSearch):
     """Sweeps, and random starts for the patches that no update shows.
 
     Attributes:
-        rounds: at most.
-        patience: rounds without a gain before giving up.
         sweeps, steps: sweeps of a round, and their Levenberg-Marquardt steps.
-        starts, start_steps: random starts of a round for each unseen patch that is missing, and their steps.
-        seed: of the random starts.
+        start_steps: Levenberg-Marquardt steps of a start.
     """
 
     rounds: int = 6
-    patience: int = 2
+    starts: int = 6
     sweeps: int = 2
     steps: int = 4
-    starts: int = 6
     start_steps: int = 25
-    seed: int = 0
 
     def __call__(self, sweeps: PatchSweeps, c: Tensor) -> Swept:
         """The best round's patches, from c (N, k) on."""
-        generator, unseen = torch.Generator().manual_seed(self.seed), sweeps.known.unseen
+        generator, unseen = self.generator(), sweeps.known.unseen
         best, pool, idle = sweeps.swept(c), c[:0], 0
         for number in range(self.rounds):
             reached = self.polished(sweeps, c)

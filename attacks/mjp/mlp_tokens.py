@@ -241,22 +241,37 @@ class Optima:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSearch:
-    """Refines guesses, then rounds of random starts, until all tokens are found.
+class StartedSearch:
+    """Rounds of random starts for what is missing.
 
     Attributes:
-        rounds: of random starts, at most.
-        starts: of a round, per token that is missing.
-        steps: Levenberg-Marquardt steps of a start, at most.
-        patience: rounds without a new token before giving up.
+        rounds: at most.
+        starts: of a round, for each token or patch that is missing.
+        patience: rounds without a gain before giving up.
         seed: of the random starts.
+    """
+
+    rounds: int
+    starts: int
+    patience: int = 2
+    seed: int = 0
+
+    def generator(self) -> torch.Generator:
+        """That of the random starts, at its beginning."""
+        return torch.Generator().manual_seed(self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSearch(StartedSearch):
+    """Refines guesses, then rounds of random starts, until all tokens are found; a new token is a gain.
+
+    Attributes:
+        steps: Levenberg-Marquardt steps of a start, at most.
     """
 
     rounds: int = 12
     starts: int = 2
     steps: int = 40
-    patience: int = 2
-    seed: int = 0
 
     def __call__(self, block: FirstBlock, guess: Tensor) -> Optima:
         """The tokens that are found: at most N', or a few more where the noise splits one.
@@ -264,7 +279,7 @@ class TokenSearch:
         Args:
             guess: (S, D) tokens at the second norm to start from, if any.
         """
-        whole, generator = TokenFamily(block, cone(block)), torch.Generator().manual_seed(self.seed)
+        whole, generator = TokenFamily(block, cone(block)), self.generator()
         optima = whole.refine(guess, self.steps)
         tokens = distinct(whole, optima[[]], optima[optima.found])
         duals, idle = dual_vectors(block, tokens.y), 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -151,3 +151,35 @@ class AttackSession(Session):
         for reason in gallery.skipped:
             self.say(f"left out: {reason}")
         return Victims(gallery, defense, seed=seed, device=self.device, warn=self.say, group=group)
+
+
+class TableRun:
+    """One call of a command that attacks, and prints the table that is rendered from its rows.
+
+    Subclasses write the rows in `attack`.
+
+    Attributes:
+        program: how the command is typed, without its options.
+        rendering: what is rendered from the rows, table.csv among it.
+    """
+
+    program: ClassVar[str]
+    rendering: ClassVar[Rendering]
+
+    def __init__(self, options: RowOptions, console: Console) -> None:
+        self.options, self.console, self.session = options, console, self.start(options, console)
+
+    def start(self, options: RowOptions, console: Console) -> Session:
+        """The session that rows are written in."""
+        return AttackSession(options, console)
+
+    def __call__(self) -> None:
+        """Attack, then write the table and print it."""
+        with self.session.rows() as rows:
+            images = self.attack(rows)
+        self.session.finish(self.program, self.rendering, images=images)
+        self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)
+
+    def attack(self, rows: RowLog) -> str:
+        """Write every row that is missing; returns the images' provenance."""
+        raise NotImplementedError

@@ -55,8 +55,22 @@ class Aggregation:
     def __init__(self, size: int) -> None:
         self.size = size
         self._round, self._groups = 0, 0
+        self._asked = 0, 0  # round, and how many of its clients `number_of` was called for
         self._members: list[int] = []
         self._sums: dict[str, Tensor] = {}
+
+    def number_of(self, round: int, client: int) -> int:
+        """`SeenUpdate.client` of the update that a client is going to send.
+
+        Args:
+            round: its number.
+            client: the next one, in the order of the clients' numbers; of a round, all are asked for.
+        """
+        if not self.size:
+            return client
+        count = self._asked[1] if self._asked[0] == round else 0
+        self._asked = round, count + 1
+        return count // self.size
 
     def add(self, update: SingleUpdate) -> SeenUpdate | None:
         """The update itself without aggregation; else what the server sees once the group is complete, until then None.

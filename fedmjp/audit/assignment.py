@@ -10,19 +10,25 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+NONE = -1  # stands for no reconstruction
+
 
 def match(reconstructions: Tensor, originals: Tensor) -> Tensor:
     """For each original the index of its reconstruction.
 
     Args:
-        reconstructions: (B' >= B, C, H, W).
+        reconstructions: (B', C, H, W).
         originals: (B, C, H, W).
 
     Returns:
         (B,) int64: `reconstructions[result]` is in the order of `originals`. A permutation, or a selection if there are
-        more reconstructions than originals (an update of several local steps, scored on the images of one step).
+        more reconstructions than originals (an update of several local steps, scored on the images of one step). Where
+        there are fewer, -1 for originals without one.
     """
-    if len(reconstructions) == 1:
-        return torch.zeros(1, dtype=torch.int64, device=reconstructions.device)
+    found = torch.full((len(originals),), NONE, dtype=torch.int64, device=reconstructions.device)
+    if len(reconstructions) == len(originals) == 1:
+        return torch.zeros_like(found)
     cost = torch.cdist(originals.flatten(1).double(), reconstructions.flatten(1).double()).square()
-    return torch.as_tensor(linear_sum_assignment(cost.cpu().numpy())[1], device=reconstructions.device)
+    places, chosen = (torch.as_tensor(i, device=found.device) for i in linear_sum_assignment(cost.cpu().numpy()))
+    found[places] = chosen
+    return found

@@ -19,7 +19,7 @@ from attacks.arithmetic import exact_arithmetic
 from attacks.certificate import certify, certify_encoder
 from attacks.findings import Finding
 from attacks.observation import CLASSIFIER_LEFT_OUT
-from fedmjp.audit.assignment import match
+from fedmjp.audit.assignment import NONE, match
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.metrics import METRIC_DIRECTIONS, score
 
@@ -33,7 +33,8 @@ class Scored:
     Attributes:
         attack: name of the attack or of the baseline.
         parameters: its configuration.
-        images: (B, C, H, W) reconstructions in [0, 1], in the order of the originals, or None.
+        images: (B, C, H, W) reconstructions in [0, 1], in the order of the originals, or None; NaN for originals of
+            which there is none.
         records: for each image of the batch the metrics by name (NaN where there is no reconstruction).
         seconds: wall-clock time of the attack.
         diagnosis: of the attack, see `Reconstruction`.
@@ -66,7 +67,7 @@ class Scored:
             {"known": None, "certified": None, "residual": None}
             if self.reconstruction is None
             else {
-                "known": _share_known(self.reconstruction),
+                "known": _share_known(self, place),
                 "certified": self.reconstruction.certified,
                 "residual": self.reconstruction.residual,
             }
@@ -75,9 +76,18 @@ class Scored:
         return {**case, **where, **self.records[place], **answer}
 
 
-def _share_known(found: Reconstruction) -> float | None:
-    """Share of the batch's pixels that the attack vouches for; None without images."""
-    return None if found.known is None else float(found.known.float().mean())
+def _share_known(scored: Scored, place: int) -> float | None:
+    """Share of the pixels that the attack vouches for, of the whole batch; of the one image where the attack answers
+    with fewer images than the batch holds. None without images.
+
+    Args:
+        place: index of the image in its batch.
+    """
+    known = scored.reconstruction.known
+    if known is None or len(known) >= len(scored.records):
+        return None if known is None else float(known.float().mean())
+    known = known if scored.known is None else scored.known
+    return float(known[place].float().mean()) if place < len(known) else 0.0
 
 
 def answer(attack: Attack, observations: Sequence[Observation], *, weights_granted: bool = False) -> Reconstruction:
@@ -158,22 +168,56 @@ def score_found(
         originals: for each update (B, C, H, W) in [0, 1], all of one size.
         score_images: see `scorer`.
     """
-    pairs = list(zip(found, originals, strict=True))
-    orders = [None if f.images is None else match(f.images.to(o), o) for f, o in pairs]
-    images = [None if order is None else f.images.to(o)[order] for (f, o), order in zip(pairs, orders, strict=True)]
-    present = [i for i, batch in enumerate(images) if batch is not None]
+    matched = [_matched(f, o) for f, o in zip(found, originals, strict=True)]
+    present = [m for m in matched if m is not None]
     records = iter(
-        score_images(torch.cat([images[i] for i in present]), torch.cat([originals[i] for i in present]))
+        score_images(
+            torch.cat([m.images[m.given] for m in present]),
+            torch.cat([o[m.given] for m, o in zip(matched, originals, strict=True) if m is not None]),
+        )
         if present
         else []
     )
+    missing = dict.fromkeys(METRIC_DIRECTIONS, float("nan"))
     scored = []
-    for (answer, target), batch, order in zip(pairs, images, orders, strict=True):
-        missing = dict.fromkeys(METRIC_DIRECTIONS, float("nan"))
-        own = [missing if batch is None else next(records) for _ in target]
-        known = None if batch is None or answer.known is None else answer.known[order.to(answer.known.device)]
-        scored.append(Scored(name, attack.parameters(), batch, own, answer.seconds, answer.diagnosis, answer, known))
+    for answer, target, own in zip(found, originals, matched, strict=True):
+        given = [False] * len(target) if own is None else own.given.tolist()
+        scores = [next(records) if there else missing for there in given]
+        images, known = (None, None) if own is None else (own.images, own.known)
+        scored.append(
+            Scored(name, attack.parameters(), images, scores, answer.seconds, answer.diagnosis, answer, known)
+        )
     return scored
+
+
+@dataclass(frozen=True)
+class _Matched:
+    """Reconstructions in the order of the originals.
+
+    Attributes:
+        images: (B, C, H, W); NaN where none is given.
+        given: (B,) bool.
+        known: (B, 1, H, W) bool, or None.
+    """
+
+    images: Tensor
+    given: Tensor
+    known: Tensor | None
+
+
+def _matched(found: Reconstruction, originals: Tensor) -> _Matched | None:
+    """An attack's answer beside the originals (B, C, H, W); None without an image."""
+    if found.images is None:
+        return None
+    order = match(found.images.to(originals), originals)
+    given = order != NONE
+    images = found.images.to(originals)[order]
+    images[~given] = float("nan")
+    if found.known is None:
+        return _Matched(images, given, None)
+    known = found.known[order.to(found.known.device)].clone()
+    known[~given.to(known.device)] = False
+    return _Matched(images, given, known)
 
 
 def scorer(patch_size: int, lpips: Callable | None) -> ScoreImages:

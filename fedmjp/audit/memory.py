@@ -20,10 +20,11 @@ class Memory:
 
     Args:
         folder: of the files, one per update; updates of an interrupted run that exist there are loaded.
+        layers: kept beside the layers that make the tokens (`Attack.remembered_layers`).
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, layers: tuple[str, ...] = ()) -> None:
+        self.folder, self.layers = folder, layers
         self._updates: dict[int, dict[int, Observation]] = defaultdict(dict)  # client -> round -> update
 
     def before(self, present: Observation) -> list[Observation]:
@@ -38,22 +39,33 @@ class Memory:
 
     def add(self, observation: Observation) -> None:
         """Keep the part of an update that later attacks need, in memory and on disk."""
-        kept = remember(observation)
+        kept = remember(observation, self.layers)
         self._updates[kept.client][kept.round] = kept
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"gradient.{n}": g for n, g in kept.gradients.items()}
         tensors |= {f"bounds.{n}": b for n, b in kept.bounds.items()}
         tensors |= {f"model.{n}": t for n, t in kept.model.state_dict().items()}
         path = self._file(kept.client, kept.round)
-        save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        _write(tensors, path)
+
+    def first_sent(self, client: int, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights by name of the first call for this client, in this process or an interrupted one.
+
+        Args:
+            sent: those to keep if this is the first.
+        """
+        path = self.folder / f"client{client:04d}_sent.safetensors"
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write(sent, path)
+        return load_file(path)
 
     def _file(self, client: int, number: int) -> Path:
         return self.folder / f"client{client:04d}_round{number:05d}.safetensors"
 
     def _read(self, present: Observation) -> None:
         """Load this client's updates that an interrupted run has written."""
-        template = remember(present)
+        template = remember(present, self.layers)
         for path in sorted(self.folder.glob(f"client{present.client:04d}_round*.safetensors")):
             number = int(path.stem.rpartition("round")[2])
             tensors = load_file(path, device=str(next(iter(present.gradients.values())).device))
@@ -63,6 +75,12 @@ class Memory:
             self._updates[present.client][number] = replace(
                 template, gradients=gradients, bounds=bounds, model=model, round=number, labels=None
             )
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a file whole or not at all."""
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

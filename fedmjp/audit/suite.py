@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attacks import ATTACKS, Attack, Observation, ThreatModel, UsageError
+from attacks.active.base import ActiveAttack
 from fedmjp.budgets import ALL, AUTO, DEFAULT_BUDGET, build_attack
 
 OVERRUN = 1.2  # times the budget from which on it is said what took longer
@@ -97,6 +98,24 @@ def select_attacks(
     planned = {} if ALL in names else _within_budget(candidates, observations, budget, left_out)
     chosen |= candidates if ALL in names else {name: candidates[name] for name in planned}
     return Suite(chosen, {name: left_out[name] for name in ATTACKS if name in left_out}, planned)
+
+
+def active_attack(
+    names: Sequence[str], settings: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[str, ActiveAttack] | None:
+    """The attack among `names` that chooses what clients are sent, with its name; None without one.
+
+    Args:
+        names: as for `select_attacks`; `AUTO` and `ALL` send what an honest server sends.
+        settings: attack -> its settings (`build_attack`).
+
+    Raises:
+        UsageError: several, of which a client could be sent what only one sets.
+    """
+    found = [n for n in names if n not in (AUTO, ALL) and issubclass(ATTACKS.get(n), ActiveAttack)]
+    if len(found) > 1:
+        raise UsageError(f"--attacks takes one attack that chooses what clients are sent, not {' and '.join(found)}")
+    return (found[0], build_attack(found[0], (settings or {}).get(found[0]))) if found else None
 
 
 def _within_budget(

@@ -175,7 +175,8 @@ class Watcher:
         overrun = suite.overrun(taken, self.budget)
         if overrun:
             self.findings.setdefault("budget", overrun)
-        self._earlier[node].append(remember(observation))
+        layers = {n for a in suite.chosen.values() for n in a.remembered_layers(observation.model, self.shape)}
+        self._earlier[node].append(remember(observation, sorted(layers)))
 
     def _observe(self, sent: Mapping, received: Mapping, node: int, number: int) -> tuple[Observation, list[Finding]]:
         """The update without weight decay, and what was noticed about it.
@@ -249,12 +250,16 @@ class Watcher:
         for row in self._subject.rows(observation, scored, [f"image {i}" for i in range(size)]):
             self._folder.log.append(row)
         for index in range(size):
-            image = None if images is None else images[index].cpu()
+            image = None if images is None or index >= len(images) else images[index].cpu()
             if image is not None:
                 file = f"round{place[0]:03d}_node{place[1]}_image{index}_{name}.png"
                 save_image(image, self.out / "images" / file)
             if (*place, index) in self._pictures or len(self._pictures) < MOST_PANELS:
                 self._pictures.setdefault((*place, index), {})[name] = image, scored.diagnosis
+
+    def earlier(self, node: int) -> list[Observation]:
+        """The parts of a node's earlier updates that attacks over several rounds read, oldest first."""
+        return list(self._earlier[node])
 
     def verdict(self) -> Verdict:
         """What all answers so far amount to.

@@ -15,7 +15,9 @@ DEFENSES: Registry[type[Defense]] = Registry(
     "defense",
     {
         "none": "fedmjp.defenses.base:Defense",
+        "adapters": "fedmjp.defenses.adapters:Adapters",
         "ats": "fedmjp.defenses.ats:TransformationPolicy",
+        "dp_sgd": "fedmjp.defenses.dp_sgd:DPSGD",
         "frozen_positions": "fedmjp.defenses.frozen_positions:FrozenPositions",
         "lora": "fedmjp.defenses.lora:LowRankAdaptation",
         "mjp": "fedmjp.defenses.mjp:MaskedJigsawPuzzle",

@@ -10,8 +10,8 @@ A policy is written as in the paper: 3-1-7 applies transformations 3, 1 and 7 of
 numbered from 0, and 3-1-7+43-18-18 draws one of two policies for each image. As there, every transformation of a policy
 is applied: the probabilities in the released list are not read.
 
-Departs from it: the search is not part of this package, a policy is given by its numbers; the random crops and flips
-that the released training puts before a policy are left to the client's recipe (`--augment`).
+Departs from it: the random crops and flips that the released training puts before a policy are left to the client's
+recipe (`--augment`). The search is a command of its own (`fedmjp.ats_search`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from attacks.registry import UsageError
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from fedmjp.data.augmentations import Augmentation
+    from fedmjp.defenses.privacy import Schedule
     from fedmjp.defenses.step import LocalStep
     from fedmjp.models import BuiltModel
+    from fedmjp.objectives import Objective
 
 
 @dataclass(frozen=True)
@@ -158,3 +161,18 @@ class Defense:
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
+
+    def check(self, objective: Objective, augmentation: Augmentation | None) -> None:
+        """Raise `UsageError` where the defence does not go with what is trained, or with how images are augmented."""
+
+    def scheduled(self, schedule: Schedule) -> Self:
+        """The defence with what follows from how often a training uses each image.
+
+        Raises:
+            UsageError: what the options ask for cannot be had in such a training.
+        """
+        return self
+
+    def guarantee(self, schedule: Schedule) -> str:
+        """What the defence proves for a training, with its assumptions, in words; "" where it proves nothing."""
+        return ""

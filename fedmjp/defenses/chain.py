@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from fedmjp.data.augmentations import Augmentation
+    from fedmjp.defenses.privacy import Schedule
     from fedmjp.defenses.step import LocalStep
     from fedmjp.models import BuiltModel
+    from fedmjp.objectives import Objective
 
 JOINT = re.compile(r"\+(?=[A-Za-z_]\w*(?:[:+]|$))")  # a "+" before a name, not one in a number such as 1e+3
 
@@ -103,6 +106,19 @@ class Chain(Defense):
                 raise UsageError(f"--defense {'+'.join(names)}: {' and '.join(both)} both {what}; keep one of them")
         for _, part in self.parts:
             part.validate()
+
+    def check(self, objective: Objective, augmentation: Augmentation | None) -> None:
+        """See `Defense.check`, for every part."""
+        for _, part in self.parts:
+            part.check(objective, augmentation)
+
+    def scheduled(self, schedule: Schedule) -> Chain:
+        """Every part with what follows from the schedule."""
+        return Chain(tuple((name, part.scheduled(schedule)) for name, part in self.parts))
+
+    def guarantee(self, schedule: Schedule) -> str:
+        """What the parts prove; what acts on their output does not weaken it."""
+        return " ".join(filter(None, (part.guarantee(schedule) for _, part in self.parts)))
 
     def model_name(self, name: str) -> str:
         """The variant that the parts ask for, each from that of the part before it."""

@@ -2,10 +2,10 @@
 Defense against Privacy Leakage in Federated Learning from Representation Perspective", CVPR 2021).
 
 With r = f(x) the input of the classifier, the paper looks for r' that differs from r in few entries and maximises the
-distance between x and the input that r' belongs to. To first order that sets the entries with the largest
-|r_i| / ||dr_i/dx|| to zero (its equation of ||r_i (grad_x f(r_i))^-1||): those that a small change of the image could
-not account for. The classifier's weight gradient is then dL/dW = mean over images of (dL/dlogits) r'^T. All other
-gradients, that of the classifier's bias among them, are those of the undefended step.
+distance between x and the input that r' belongs to. To first order that sets the entries with the largest ||r_i (grad_x
+f(r_i))^-1|| = |r_i| / ||dr_i/dx|| to zero: those that only a large change of the image could remove. The classifier's
+weight gradient is then dL/dW = mean over images of (dL/dlogits) r'^T. All other gradients, that of the classifier's
+bias among them, are those of the undefended step.
 
 The released code (github.com/jeremy313/Soteria) prunes in the same direction: it keeps the entries with the largest
 ||dr_i/dx|| / (r_i + 0.1), summed over the batch, for features behind a ReLU. Departs from it: the representation of a

@@ -9,9 +9,19 @@ from fedmjp.errors import ClientFailure, needs_extra
 with needs_extra("federation", "a federation"):
     import flwr  # noqa: F401
 
+from fedmjp.federation.active_server import ActiveServer
 from fedmjp.federation.client_app import app as client_app
 from fedmjp.federation.engines import ENGINES
 from fedmjp.federation.server_app import ServerView, run_rounds, server_app_for
 from fedmjp.federation.tap import TapGrid
 
-__all__ = ["ENGINES", "ClientFailure", "ServerView", "TapGrid", "client_app", "run_rounds", "server_app_for"]
+__all__ = [
+    "ENGINES",
+    "ActiveServer",
+    "ClientFailure",
+    "ServerView",
+    "TapGrid",
+    "client_app",
+    "run_rounds",
+    "server_app_for",
+]

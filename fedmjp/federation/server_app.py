@@ -15,9 +15,12 @@ from fedmjp.federation.boundary import CheckedGrid, Expected
 from fedmjp.federation.client_app import pack_state, read_kept, read_state
 from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.strategy import FederatedMean
-from fedmjp.federation.tap import TapGrid
+from fedmjp.federation.tap import TapGrid, Turn
 from fedmjp.federation.wire import KEPT, flat, layout_of, pack, unpack
 from fedmjp.records.server_state import ServerState
+
+# (round, client, state by name) -> parameters by name to send instead, or None.
+OnSend = Callable[[int, int, Mapping[str, Tensor]], Mapping[str, Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ def run_rounds(
     on_update: Callable[[ServerView], None],
     on_round: Callable[[int, ServerState], None],
     on_failure: Callable[[int, int, str], None] = lambda number, client, reason: None,
+    on_send: OnSend | None = None,
     first_round: int = 1,
     optimizer: Mapping[str, Tensor] | None = None,
 ) -> None:
@@ -58,6 +62,9 @@ def run_rounds(
         on_round: called with the round's number and what the server holds after each round, and with first_round - 1
             before the first.
         on_failure: called with round, client and reason for each client that failed or whose reply was refused.
+        on_send: the turn of an active server, called with round, client and the state by name before a client is sent
+            it; it returns the parameters to send instead, or None. The update of a client that was sent other
+            parameters is observed, and does not enter the mean.
         first_round: number of the first round, above 1 if a run is resumed.
         optimizer: moments of the server's optimiser after the round before the first (`ServerState.optimizer`).
 
@@ -83,12 +90,7 @@ def run_rounds(
         first_round=first_round,
         keep=keep if KEPT in state else None,
     )
-    layout = layout_of(task.parameters)
-
-    def observe(sent: RecordDict, received: RecordDict, node: int) -> None:
-        number = int(sent["instructions"]["round"])
-        gradients = unpack(flat(received["update"]["parameters"]), layout)
-        on_update(ServerView(number, strategy.partitions[node], read_state(task, sent["state"]), gradients))
+    server_side = _ServerSide(task, strategy, on_update, on_send)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         state = ServerState(read_state(task, arrays), read_kept(task, arrays) or {}, server.state())
@@ -98,8 +100,49 @@ def run_rounds(
     def examples(node: int) -> int:
         return f.batch_size * task.steps(strategy.partitions[node])
 
-    checked = CheckedGrid(grid, Expected.of(layout, layout_of(task.buffers), examples))
-    strategy.start(TapGrid(checked, observe), state, num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)
+    checked = CheckedGrid(grid, Expected.of(layout_of(task.parameters), layout_of(task.buffers), examples))
+    strategy.start(TapGrid(checked, server_side), state, num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)
+
+
+@dataclass(frozen=True)
+class _ServerSide:
+    """What the server does at the tap: it observes updates and, if it is active, chooses what is sent.
+
+    Attributes: see `run_rounds`.
+    """
+
+    task: ClientTask
+    strategy: FederatedMean
+    on_update: Callable[[ServerView], None]
+    on_send: OnSend | None
+
+    def __call__(self, sent: RecordDict, received: RecordDict, node: int) -> None:
+        """Observe one update."""
+        gradients = unpack(flat(received["update"]["parameters"]), layout_of(self.task.parameters))
+        number, client = self._place(sent, node)
+        self.on_update(ServerView(number, client, read_state(self.task, sent["state"]), gradients))
+
+    def prepare(self, content: RecordDict, node: int) -> Turn | None:
+        """The server's turn to send; see `TapGrid`."""
+        if self.on_send is None:
+            return None
+        state = read_state(self.task, content["state"])
+        changes = self.on_send(*self._place(content, node), state)
+        if changes is None:
+            return None
+        parameters = {name: changes.get(name, state[name]) for name in self.task.parameters}
+        arrays = ArrayRecord(dict(content["state"].items()) | {"parameters": pack(parameters)})
+        return Turn(RecordDict(dict(content.items()) | {"state": arrays}), _without_weight)
+
+    def _place(self, sent: RecordDict, node: int) -> tuple[int, int]:
+        """(round, client) of a message."""
+        return int(sent["instructions"]["round"]), self.strategy.partitions[node]
+
+
+def _without_weight(reply: RecordDict) -> RecordDict:
+    """The reply as one of no examples, which counts for nothing in the mean."""
+    metrics = MetricRecord(dict(reply["metrics"].items()) | {"num-examples": 0})
+    return RecordDict(dict(reply.items()) | {"metrics": metrics})
 
 
 def server_app_for(run: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:

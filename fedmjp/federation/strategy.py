@@ -85,7 +85,8 @@ class FederatedMean(Strategy):
         """Add the replies to the mean as they arrive, then take the server's step.
 
         Returns:
-            The new state, and the mean training loss and number of clients.
+            The new state, and the mean training loss and number of clients. Replies of no examples (`tap.Turn`) count
+            for nothing, and with no others the state stays as it was.
 
         Raises:
             ClientFailure: too few updates arrived; the message names the first client whose update is missing.
@@ -102,7 +103,10 @@ class FederatedMean(Strategy):
                     sums[part].add_(values, alpha=weight)
                 else:
                     sums[part] = values * weight
-            examples, loss, clients = examples + weight, loss + weight * float(metrics["train-loss"]), clients + 1
+            if weight:
+                examples, loss, clients = examples + weight, loss + weight * float(metrics["train-loss"]), clients + 1
+        if not examples:
+            return self._sent, MetricRecord({"train-loss": float("nan"), "clients": clients})
         mean = {part: total.div_(examples) for part, total in sums.items()}
         if not all(torch.isfinite(values).all() for values in mean.values()):
             raise ClientFailure(

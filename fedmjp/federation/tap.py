@@ -1,17 +1,33 @@
 """A Grid that passes every training reply to an observer and returns it unchanged.
 
-It wraps any Grid, so it can audit a user's own Flower app and strategy as well as ours.
+It wraps any Grid, so it can audit a user's own Flower app and strategy as well as ours. An observer may stand for an
+active server too: it is asked before a training message is sent, and may send another one in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 Observer = Callable[[RecordDict, RecordDict, int], None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one client is sent instead of the strategy's message.
+
+    Attributes:
+        content: of the message.
+        pass_on: from the content of the client's reply to what the strategy gets as its reply, so that an update of
+            other weights than its own does not enter the strategy's mean.
+    """
+
+    content: RecordDict
+    pass_on: Callable[[RecordDict], RecordDict]
 
 
 class WrappedGrid(Grid):
@@ -56,7 +72,8 @@ class TapGrid(WrappedGrid):
     """`grid`, with `observer(sent, received, node id)` called for each client's successful training reply.
 
     An observer that has a method `round_done` has it called, without arguments, after the last reply of each round of
-    training.
+    training. One that has a method `prepare` has it called as `prepare(content, node id)` before each training message
+    is sent; it returns a `Turn`, or None to send the message as it is.
     """
 
     def __init__(self, grid: Grid, observer: Observer) -> None:
@@ -66,6 +83,7 @@ class TapGrid(WrappedGrid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Replies of the wrapped grid, each passed to the observer first."""
         outgoing = list(messages)  # Flower's network grid iterates over them twice
+        turns = self._prepare(outgoing)
         sent: dict[int, RecordDict] = {
             message.metadata.dst_node_id: message.content
             for message in outgoing
@@ -75,6 +93,20 @@ class TapGrid(WrappedGrid):
             node = reply.metadata.src_node_id
             if node in sent and reply.has_content():
                 self._observer(sent.pop(node), reply.content, node)
+                if node in turns:
+                    reply.content = turns[node].pass_on(reply.content)
             yield reply
         if outgoing and outgoing[0].metadata.message_type.startswith(MessageType.TRAIN):
             getattr(self._observer, "round_done", lambda: None)()
+
+    def _prepare(self, messages: Iterable[Message]) -> dict[int, Turn]:
+        """Let the observer replace the content of training messages, in place; the turns that it took, by node."""
+        prepare = getattr(self._observer, "prepare", None)
+        turns: dict[int, Turn] = {}
+        for message in messages if prepare is not None else ():
+            if message.metadata.message_type.startswith(MessageType.TRAIN):
+                node = message.metadata.dst_node_id
+                turn = prepare(message.content, node)
+                if turn is not None:
+                    turns[node], message.content = turn, turn.content
+        return turns

@@ -72,8 +72,9 @@ def plane(points: Sequence[Mapping[str, Any]], tiers: Mapping[str, str]) -> str:
         "<div>",  # Markdown leaves what stands in it as it is
         f'<p><label>Threat tier: <select id="leaderboard-tier"><option value="worst">the worst of all</option>{options}'
         "</select></label></p>",
-        f'<svg id="leaderboard-plane" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" style="max-width:min(100%, 900px);font:12px '
-        f'sans-serif" aria-label="Accuracy against leakage of {len(points)} submissions">',
+        f'<svg id="leaderboard-plane" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        'style="max-width:min(100%, 900px);font:12px sans-serif" '
+        f'aria-label="Accuracy against leakage of {len(points)} submissions">',
         *_axes(low, high, across),
         *(_point(point, spread) for point, spread in zip(points, _spread(points, across), strict=True)),
         *_legend(),

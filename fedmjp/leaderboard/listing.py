@@ -1,4 +1,4 @@
-"""All submissions of a folder, the worst cases first or last as the reader asks."""
+"""All submissions of a folder, read and checked, and as a table for a terminal."""
 
 from __future__ import annotations
 

@@ -176,6 +176,7 @@ def _facts(document: Document, usual: Document | None) -> list[str]:
         f"{tier_title(result['tier'])}, `{result['model']}`: {result['worst']['headline']}."
         for result in document["results"]
     ]
+    facts.append(_tried(document))
     if document["entry"] != "none":
         facts.append(_knowledge(document))
     tuned, cost = document["accuracy"], document["cost"]
@@ -196,6 +197,17 @@ def _facts(document: Document, usual: Document | None) -> list[str]:
         f"(`results/leaderboard/{document['rows']['file']}`){again}."
     )
     return facts
+
+
+def _tried(document: Document) -> str:
+    """The attacks whose assumptions held somewhere, and their budget."""
+    held = dict.fromkeys(name for result in document["results"] for name in result["worst"]["held"])
+    run, search = document["protocol"], document["protocol"]["search"]
+    names = ", ".join(f"`{name}`" for name in held) or "none"
+    return (
+        f"Attacks whose assumptions held: {names}; budget {run['budget']} of one core an update, `{search['attack']}` "
+        f"{search['passes']} passes on {search['updates']} of {len(document['data']['images'])} updates."
+    )
 
 
 def _knowledge(document: Document) -> str:

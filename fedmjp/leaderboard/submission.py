@@ -316,5 +316,5 @@ def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, 
                 sheet.paste(cell, (column * SIDE, line * SIDE))
     target = submission.results / "pictures" / f"{submission.name}.png"
     target.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(target, optimize=True)
+    sheet.quantize(256).save(target, optimize=True)  # a quarter of the size
     return f"pictures/{target.name}"

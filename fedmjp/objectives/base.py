@@ -49,6 +49,7 @@ class Objective:
     Attributes:
         needs_labels: whether the loss reads labels. Mixing and smoothing of labels are for such objectives only.
         per_pixel: whether labels are maps, a class for each pixel; such an objective is trained centrally.
+        per_image: whether the loss is the mean over images of a loss of each image alone, without random numbers.
         drops_patches: whether the encoder sees a part of the patches only.
         score: name of what `evaluate` measures, for a table.
         accuracy_of: what the accuracy of `evaluate` counts, in words for a table.
@@ -58,6 +59,7 @@ class Objective:
 
     needs_labels: ClassVar[bool] = False
     per_pixel: ClassVar[bool] = False
+    per_image: ClassVar[bool] = False
     drops_patches: ClassVar[bool] = False
     score: ClassVar[str] = "accuracy"
     accuracy_of: ClassVar[str] = "images"

@@ -23,6 +23,7 @@ class Supervised(Objective):
     """Options of --objective supervised."""
 
     needs_labels: ClassVar[bool] = True
+    per_image: ClassVar[bool] = True
 
     pool: Literal["class", "mean"] = "class"
     """What a plain ViT's classifier reads: the class token, or the mean of the patches (DropPos fine-tunes so)."""

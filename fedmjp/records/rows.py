@@ -36,8 +36,8 @@ PROVENANCE = (
     "weights",
 )
 
-ROW_KEYS = (
-    *PROVENANCE,
+# What clients do and send.
+_CLIENTS = (
     "block",
     "defense",
     "defense_parameters",
@@ -48,6 +48,10 @@ ROW_KEYS = (
     "update",
     "batch_size",
     "local_steps",
+)
+ROW_KEYS = (
+    *PROVENANCE,
+    *_CLIENTS,
     "attack",
     "attack_parameters",
     "threat_model",
@@ -81,16 +85,7 @@ CASE = (
     "dataset",
     "model",
     "weights",
-    "block",
-    "defense",
-    "defense_parameters",
-    "objective",
-    "objective_parameters",
-    "setting",
-    "precision",
-    "update",
-    "batch_size",
-    "local_steps",
+    *_CLIENTS,
     "seed",
     "threat_model",
     "attack",

@@ -102,10 +102,17 @@ class RunFolder:
         counted = task.learner.objective.accuracy_of
         if counted != Objective.accuracy_of:
             self.description["data"]["test_images"] = None  # an accuracy of other things has no interval over images
-            self.description["notes"] = [
+            self._note(
                 f"The clients train the objective {self.config.objective}; accuracy counts {counted}, not classes."
-            ]
+            )
+        self._note(task.guarantee)
         self._write_description()
+
+    def _note(self, sentence: str) -> None:
+        """Add a sentence to those that the report shows, once."""
+        notes = self.description.setdefault("notes", [])
+        if sentence and sentence not in notes:
+            notes.append(sentence)
 
     def note_attacks(self, defense: str, chosen: Collection[str], left_out: Mapping[str, str]) -> None:
         """Record in run.json which registered attacks have run on no update of a federation yet, and why.
@@ -202,8 +209,10 @@ class RunFolder:
         return number, ServerState(found, **parts)
 
     def save_images(self, defense: str, round: int, client: int, what: str, images: Tensor) -> None:
-        """Write (B, C, H, W) images in [0, 1] as PNG files."""
+        """Write (B, C, H, W) images in [0, 1] as PNG files; none for an image that is NaN."""
         for index, image in enumerate(images):
+            if image.isnan().any():
+                continue
             save_image(image, image_path(self.out, defense, round, client, index, what))
 
 

@@ -70,6 +70,7 @@ DEFENCES = {
     "spp": ("#CC79A7", "#7A2F5C"),
     "frozen_positions": (VIOLET,),
 }
+OBJECTIVES = {"supervised": BLUE, "mp3": "#D55E00", "droppos": "#F2A900", "mst": "#00593F"}
 _SCALES = {"gamma": (0.0, 1.0), "noise_multiplier": (-5.0, -1.0), "spp_probability": (0.0, 1.0)}  # of log10 for noise
 
 

@@ -165,6 +165,7 @@ class TrainConfig:
         self.defence().validate()
         split_name(self.model.model)
         self.chosen_objective().check(self.model.model, self.defence())
+        self.defence().check(self.chosen_objective(), self.recipe.augmentation())
         self._validate_labels()
         self.start.validate(self.model)
         self._validate_kind()

@@ -24,13 +24,14 @@ class TrainingFolder:
 
     Args:
         config: all options of the training.
+        guarantee: what the defence proves for it, in words.
 
     Raises:
         UsageError: the folder holds a training and `resume` is not set, or it holds one with other options, or another
             process writes to it.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, guarantee: str = "") -> None:
         self.out = config.out
         self._identity = config.identity()
         described = self.out / "run.json"
@@ -46,6 +47,7 @@ class TrainingFolder:
             json.dumps(
                 {
                     "config": self._identity,
+                    **({"guarantee": guarantee} if guarantee else {}),
                     "commit": provenance.commit(),
                     "versions": provenance.versions(),
                     "device": provenance.device_name(torch.device(config.device)),

@@ -27,7 +27,10 @@ def train(config: TrainConfig, console: Console) -> Path:
         UsageError: options, data, weights, device or folder cannot be used.
     """
     trainer = Trainer(config)
-    folder = TrainingFolder(config)
+    guarantee = trainer.defense.guarantee(trainer.privacy_schedule)
+    folder = TrainingFolder(config, guarantee)
+    if guarantee:
+        console.print(guarantee, highlight=False, soft_wrap=True)
     state, history = folder.load()
     if state is not None:
         trainer.load_state(state)

@@ -21,6 +21,7 @@ from attacks import UsageError
 from fedmjp.client import usable_device
 from fedmjp.data import DataBundle, load_data
 from fedmjp.defenses import Defense
+from fedmjp.defenses.privacy import Schedule
 from fedmjp.models import MODELS, split_name
 from fedmjp.models.vit import skip_blocks
 from fedmjp.objectives import Draws, Learner
@@ -50,6 +51,7 @@ class Trainer:
         self.data = load(config) if data is None else data
         if config.chosen_objective().needs_labels:
             self.data.require_labels(f"--objective {config.objective}")
+        self.defense = self.defense.scheduled(self.privacy_schedule)
         self.learner = build_learner(config, self.defense, len(self.data.classes), self.device)
         self.model = self.learner.model
         self.memory: dict[str, Tensor] = {}  # what the defence remembers from step to step
@@ -75,6 +77,14 @@ class Trainer:
             warmup_t=round(self.recipe.warmup_epochs * len(self.batches)),
             warmup_lr_init=rate * LAST_RATE,
             t_in_epochs=False,
+        )
+
+    @property
+    def privacy_schedule(self) -> Schedule:
+        """How often the training uses each image; repeated augmentation puts its copies into one batch."""
+        recipe, images = self.recipe, len(self.data.train)
+        return Schedule(
+            images, recipe.batch_size, recipe.epochs * (images // recipe.batch_size), recipe.epochs * recipe.repeats**2
         )
 
     def epoch(self, number: int, on_step: Callable[[float], None]) -> dict[str, float]:

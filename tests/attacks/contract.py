@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from attacks import Attack, Observation, Reconstruction
+from attacks import ATTACKS, Attack, Observation, Reconstruction
+from fedmjp.audit.observe import model_as_sent
 from fedmjp.metrics import score
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.low_rank import add_low_rank
@@ -87,9 +88,19 @@ def low_rank() -> Observation:
     add_low_rank(built.module, ["*attn.qkv"], rank=80, alpha=80.0)
     nn.init.normal_(built.module.blocks[0].attn.qkv.lora_B, std=0.1)
     return observe(built, photographs(64, 1))
+
+
 def pixels_restored() -> Observation:
     """MST: two views of a photograph without uniform patches are restored."""
     return observe_under("mst:local_crops=0,outputs=16,hidden=16,bottleneck=8", "vit_micro8_32", photographs(32, 8)[7:])
+
+
+def fished(name: str = "fishing", target: int = 0) -> Observation:
+    """The first round of an attack that chooses what is sent, on a batch of one image of class 0."""
+    built = small()
+    attack = ATTACKS.get(name)(target=target)
+    sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), []))
+    return observe(dataclasses.replace(built, module=sent), photographs(64, 1))
 
 
 def withheld() -> Observation:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError, find_tokenizer
+from attacks.linear.image_prior import VectorialVariation
+from attacks.mjp.known_attention import SweepSearch
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import Placement
 from attacks.registry import Registry
@@ -29,15 +31,25 @@ STANDARD, APRIL = ("standard", torch.float32, 60.0), ("april", torch.float64, 10
 SPAN = ("standard", torch.float32, 20.0)
 BRIEF = TokenSearch(rounds=1, steps=8)
 QUICK = {
+    "noisy_rounds": {"prior": VectorialVariation(strength=40.0, smoothing=(None, 0.01), iterations=20)},
     "token_span": {"steps": 0},
     "position_head": {"steps": 40},
     "pixel_head": {"steps": 1},
-    "patch_set": {"search": BRIEF, "placement": Placement(restarts=1)},
-    "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=8)},
+    "patch_set": {"search": BRIEF, "sweep": SweepSearch(rounds=1), "placement": Placement(restarts=1, most_moves=100)},
+    "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=4)},
+}
+# What the client was sent decides before anything else does (active/test_fishing.py).
+ACTIVE = {
+    "needs_positions": False,
+    "needs_table": False,
+    "single_image": False,
+    "single_step": False,
+    "reads_masks": True,
 }
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "sparse_rounds": Traits(exact_on=(STANDARD, APRIL), single_step=False),
+    "noisy_rounds": Traits(exact_on=(STANDARD,)),
     "april": Traits(exact_on=(APRIL,)),
     "batch_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
     # Batches of two alone: what stands in the way of those has tests of its own.
@@ -65,6 +77,8 @@ TRAITS = {
     "mjp_subspace": Traits(exact_on=(STANDARD, APRIL)),
     "mjp_mixture": Traits(exact_on=(STANDARD, APRIL)),
     "mjp_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
+    "fishing": Traits(**ACTIVE, own=contract.fished),
+    "feature_fishing": Traits(**ACTIVE, own=lambda: contract.fished("feature_fishing", 7)),
 }
 CASES = [(name, *case) for name, traits in TRAITS.items() for case in traits.exact_on]
 STOPPED = [(name, make) for name, traits in TRAITS.items() for make, stops in contract.OBSTACLES if stops(traits)]

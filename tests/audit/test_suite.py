@@ -123,16 +123,16 @@ from tests.attacks.models import timm_vit
 model = timm_vit()
 gradients = {n: torch.randn_like(p) for n, p in model.named_parameters()}
 view = Observation(gradients, model, 1, (3, 32, 32), (0.5,) * 3, (0.5,) * 3)
-suite = select_attacks(sys.argv[1:], [view], ThreatModel())
-assert set(suite.chosen) >= {"patch_embedding"}, suite
-assert "breaching" not in sys.modules and "breaching_dlg" in suite.left_out
+for names in sys.argv[1:]:
+    suite = select_attacks([names], [view], ThreatModel())
+    assert set(suite.chosen) >= {"patch_embedding"}, suite
+    assert "breaching" not in sys.modules and "breaching_dlg" in suite.left_out
 """
 
 
-@pytest.mark.parametrize("names", [["auto"], ["patch_embedding"]])
-def test_attacks_that_run_by_name_only_are_not_built(names: list[str]) -> None:
+def test_attacks_that_run_by_name_only_are_not_built() -> None:
     """The package `breaching` takes seconds to import, and may not be installed."""
-    command = [sys.executable, "-c", SELECT, *names]
+    command = [sys.executable, "-c", SELECT, "auto", "patch_embedding"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
 

@@ -18,6 +18,8 @@ from fedmjp.client import ClientTask
 from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # but for the fixture `whole`
+
 SMALL = ["--data", "photos", "--clients", "3", "--rounds", "2", "--audit-points", "2", "--audit-clients", "2"]
 SMALL += ["--test-images", "8", "--threads", "1", "--at-most", "1", "--steps", "1", "--partitions", "iid"]
 FAST = ["--attacks", "patch_embedding,mjp_subspace,inverting_gradients", "--gammas", "0.5"]
@@ -44,6 +46,7 @@ def whole(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_writes_table_and_figure_with_every_attack(whole) -> None:
     names = {p.name for p in whole.iterdir()}
     assert names >= {"rows.jsonl.gz", "rounds.csv", "table.csv", "table.md", "tradeoff.png", "run.json"}
@@ -64,6 +67,7 @@ def test_writes_table_and_figure_with_every_attack(whole) -> None:
     assert len(json.loads((whole / "run.json").read_text())["federations"]) == 3
 
 
+@pytest.mark.slow
 def test_federations_differ_in_their_defence_alone(whole) -> None:
     rows = rows_of(whole)
     assert set(rows["model"]) == {"vit_mini_32", "vit_mini_32_nope", "vit_mini_32_mjp"}
@@ -137,7 +141,8 @@ def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_every_attack_gives_rows_or_a_reason(tmp_path) -> None:
-    assert run(tmp_path / "out", "--gammas", "0.9", "--rounds", "1", "--audit-points", "1") == 0
+    small = ["--model", "vit_micro8_32", "--gammas", "0.9", "--rounds", "1", "--audit-points", "1"]
+    assert run(tmp_path / "out", *small) == 0
     table = pd.read_csv(tmp_path / "out" / "table.csv", keep_default_na=False)
     assert set(table["attack"]) == {*ATTACKS, "mean_image", "other_image"}
     silent = table[table["psnr_mean"].astype(str) == ""]
@@ -222,3 +227,26 @@ def test_all_is_every_attack_that_is_granted_and_auto_is_left_to_the_updates() -
     assert set(auto.not_run()) == {"mjp_mixture"}  # needs what no update exposes
     assert "auxiliary_data" in auto.not_run()["mjp_mixture"]
     assert Options(attacks=("dlg",)).not_run()["april"] == "not run: not among --attacks"
+
+
+def test_objectives_are_lines_measured_by_a_probe(tmp_path, capsys) -> None:
+    """Options of an objective hold commas; both crops are scored; a probe's accuracy stands with no classifier's."""
+    out = tmp_path / "out"
+    small = ["--model", "vit_micro8_32", "--rounds", "1", "--audit-points", "1", "--attacks", "patch_embedding"]
+    small += ["--defenses", "none", "nope"]
+    objectives = ["--objectives", "supervised", "mst:local_crops=0,outputs=8,hidden=8,bottleneck=4"]
+    assert run(out, *small, *objectives) == 0
+    rounds = pd.read_csv(out / "rounds.csv")
+    assert list(rounds["point"]) == ["none", "none", "nope", "nope", "mst", "mst"]
+    assert list(rounds["round"]) == [0, 1] * 3
+    assert rounds["accuracy"].between(0, 1).all()
+    rows = rows_of(out)
+    crops = rows[(rows["objective"] == "mst") & (rows["attack"] == "patch_embedding")]
+    assert list(crops["image"]) == [0, 1]
+    assert crops["setting"].str.endswith("scored against the crops fed").all()
+    table = pd.read_csv(out / "table.csv")
+    assert list(dict.fromkeys(table["point"])) == ["supervised", "nope", "mst"]
+    assert run(out, *small, "--resume") == 2
+    assert "federations whose accuracy is that of a linear probe" in capsys.readouterr().err
+    assert run(tmp_path / "twice", "--objectives", "mp3", "mp3:eta=0.5") == 2
+    assert "each once" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from experiments.matching.render import matching_block
 from experiments.matching.table import matching_table
 
 from fedmjp.records.rows import load_rows
+from tests.conftest import leave_undrawn
 from tests.records.sample_rows import make_row
 
 SMALL = [
@@ -59,7 +60,9 @@ def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
         assert run(broken, *CELLS) == 130
     assert run(broken, *CELLS) == 2
     assert "pass --resume" in capsys.readouterr().err
-    assert run(broken, *CELLS, "--resume") == 0
+    with monkeypatch.context() as patched:
+        leave_undrawn(patched)
+        assert run(broken, *CELLS, "--resume") == 0
     first, second = (load_rows(o / "rows.jsonl.gz").drop(columns="seconds") for o in (whole, broken))
     pd.testing.assert_frame_equal(first, second)
     assert run(broken, "--model", "vit_mini_64", "--batches", "1", "--resume") == 2
@@ -105,6 +108,7 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], 
     assert words in error[0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_another_defence_stands_beside_none(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--batches", "1", "--num-images", "1", "--pictures", "0", "--attacks", "patch_embedding"]

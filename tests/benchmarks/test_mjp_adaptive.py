@@ -30,6 +30,8 @@ SMALL = [
     "--batch-size",
     "1",
 ]
+# What is asked of `unmix` here is a row; tests/attacks/mjp/test_unmix.py asks for the image.
+BRIEF = ["unmix.search.rounds=1", "unmix.search.steps=5", "unmix.sweep.rounds=0", "unmix.placement.restarts=0"]
 NAMED = ["--attacks", "april", "patch_embedding", "mjp_subspace", "--update-attacks", "mjp_rounds"]
 
 
@@ -39,6 +41,13 @@ def run(out: Path, *options: str) -> int:
         return mjp_adaptive.main([*SMALL, *NAMED, "--out", str(out), *options])
     except SystemExit as stop:  # the parser leaves this way
         return int(stop.code)
+
+
+@pytest.fixture(autouse=True)
+def brief_pictures(undrawn, monkeypatch) -> None:
+    """For all runs but that of `finished`: pictures take as long as rows."""
+    monkeypatch.setattr(protocol, "PICTURED", 1)
+    monkeypatch.setattr(protocol, "PICTURED_UPDATES", (1,))
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +77,7 @@ def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
     assert updates["paper", 6] > updates["paper", 1] + 20
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
     real, calls = protocol.score_found, []
 
@@ -102,7 +112,8 @@ def test_weights_move_and_stay_reproducible(tmp_path) -> None:
 def test_auto_is_the_default_and_takes_what_the_updates_expose(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--model", "vit_mini_32", "--num-images", "1", "--gammas", "0.5", "--update-gammas", "0.5"]
-    assert mjp_adaptive.main([*options, "--updates", "1", "2", "--schedules", "paper", "--out", str(out)]) == 0
+    options += ["--updates", "1", "2", "--schedules", "paper", "--attack-options", *BRIEF]
+    assert mjp_adaptive.main([*options, "--out", str(out)]) == 0
     rows = load_rows(out / "rows.jsonl.gz")
     assert set(zip(rows["attack"], rows["block"], rows["round"], strict=True)) == {
         *(("april", "april", 1), ("patch_embedding", "standard", 1), ("mjp_subspace", "standard", 1)),
@@ -147,9 +158,9 @@ def test_masks_as_released_a_warm_up_and_a_resampled_model_are_named(tmp_path) -
 @pytest.mark.slow
 def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None:
     out = tmp_path / "out"
-    options = ["--model", "vit_mini_32", "--num-images", "1", "--gammas", "0.1", "--update-gammas", "0.1"]
+    options = ["--model", "vit_micro8_32", "--num-images", "1", "--gammas", "0.1", "--update-gammas", "0.1"]
     options += ["--updates", "2", "--schedules", "paper", "--attacks", "all", "--update-attacks", "all", "--steps", "1"]
-    options += ["--attack-options", "unmix.search.rounds=1", "unmix_rounds.search.rounds=1"]
+    options += ["--attack-options", *BRIEF, *(option.replace("unmix", "unmix_rounds") for option in BRIEF)]
     assert mjp_adaptive.main([*options, "--out", str(out)]) == 0
     rows = load_rows(out / "rows.jsonl.gz")
     over = {name for name in ATTACKS if Capability.SEVERAL_ROUNDS in ATTACKS.get(name).needs}

@@ -54,6 +54,7 @@ def test_no_answer_has_no_scores(tokenizer) -> None:
     assert all(value != value for value in scores.values())
 
 
+@pytest.mark.slow
 def test_one_photograph_and_resumption(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--num-images", "1", "--gammas", "0.5", "--no-without-positions"]

@@ -8,6 +8,8 @@ import position_claim as command
 import pytest
 from experiments.leakage import position_claim
 
+from tests.conftest import leave_undrawn
+
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
@@ -23,7 +25,9 @@ def out(tmp_path_factory):
         "--block",
         "standard",
     ]
-    assert april_attack.main([*options, "--num-images", "6", "--out", str(out)]) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        leave_undrawn(patched)
+        assert april_attack.main([*options, "--num-images", "6", "--out", str(out)]) == 0
     return out
 
 

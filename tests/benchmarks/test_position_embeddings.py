@@ -116,6 +116,7 @@ def checkpoint(tmp_path):
     return tmp_path / "grid.safetensors"
 
 
+@pytest.mark.slow
 def test_tables_and_figures(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--projections", "pca", "--shuffles", "3", "--out", str(out)]

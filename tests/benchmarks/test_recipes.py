@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import recipes
 from experiments.recipes.options import RECIPES, Options
 
@@ -17,6 +18,7 @@ def run(out: Path, *options: str) -> int:
     return recipes.main([*SMALL, "--threads", "1", "--defenses", "none", "--out", str(out), *options])
 
 
+@pytest.mark.slow
 def test_recipes_add_up_to_one_table(tmp_path) -> None:
     assert run(tmp_path, "--recipes", "weight decay 0.05") == 0
     assert run(tmp_path, "--recipes", "flip", "2 local steps", "--resume") == 0

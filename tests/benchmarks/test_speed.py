@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 
 import mjp_overhead
 import pandas as pd
 import pytest
 import round_overhead
 import speed as command
-from experiments.speed import matching_speed, speed
+from experiments.speed import matching_speed, speed, timing
 from experiments.speed.options import SpeedOptions
 
 from attacks.breaching import prepare_attack
 
 
+@pytest.fixture
+def forked_processes(monkeypatch) -> None:
+    """Processes that measure memory are forked from one that has imported the packages, instead of importing them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["breaching", "fedmjp.audit.campaign", "fedmjp.models"])
+    monkeypatch.setattr(timing.multiprocessing, "get_context", lambda method: context)
+
+
 @pytest.mark.slow
-def test_writes_its_tables(tmp_path, capsys) -> None:
+def test_writes_its_tables(tmp_path, capsys, monkeypatch, forked_processes) -> None:
     pytest.importorskip("breaching")
+    monkeypatch.setattr(matching_speed, "LONG", matching_speed.SHORT + 2)
     options = [
         "--model",
         "vit_mini_64",

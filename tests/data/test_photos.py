@@ -7,6 +7,7 @@ import pytest
 import skimage.data
 import torch
 
+from attacks import UsageError
 from fedmjp.data import load_data
 from fedmjp.data.photos import PHOTOS, photo_crops
 
@@ -78,3 +79,12 @@ def test_limits_take_a_seeded_subset():
     assert torch.equal(some.train.images([4]), full.train.images([where[4]]))
     assert some.train.ids == load_data("photos", size=32, train_limit=10, seed=1).train.ids
     assert some.train.ids != load_data("photos", size=32, train_limit=10, seed=2).train.ids
+
+
+def test_in_order_limits_take_the_first_views():
+    whole, some = load_data("photos", size=32), load_data("photos-in-order", size=32, train_limit=10, test_limit=3)
+    assert some.train.ids == whole.train.ids[:10]
+    assert some.test.ids == whole.test.ids[:3]
+    assert torch.equal(some.train.images([9]), whole.train.images([9]))
+    with pytest.raises(UsageError, match="data set 'photos-in-order' is part of scikit-image"):
+        load_data("photos-in-order", size=32, path="x")

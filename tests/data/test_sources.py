@@ -14,7 +14,7 @@ from PIL import Image
 from attacks.registry import UsageError
 from fedmjp.data import SOURCES, load_data
 
-NAMES = ["photos", "folder:PATH", "cifar10", "cifar100", "tiny-imagenet", "imagenet"]
+NAMES = ["photos", "photos-in-order", "folder:PATH", "cifar10", "cifar100", "tiny-imagenet", "imagenet"]
 NAMES += ["masks:PATH", "mosaics", "speech:PATH", "spoken"]
 SNIPPET = """
 import sys, fedmjp.data
@@ -111,7 +111,7 @@ def test_an_unreachable_hub_raises_within_seconds(tmp_path, offline):
 
 
 MISTAKES = [
-    (dict(name="mnist"), "choose from: photos, folder:PATH, cifar10"),
+    (dict(name="mnist"), "choose from: photos, photos-in-order, folder:PATH, cifar10"),
     (dict(name="cifar"), "did you mean 'cifar10'"),
     (dict(name="photos", path="x"), "drop --data-path"),
     (dict(name="folder:x", path="x"), "drop --data-path"),

@@ -232,6 +232,18 @@ def test_noise_clips_then_adds() -> None:
     assert float(many["a"].std()) == pytest.approx(0.2, rel=0.02)
 
 
+def test_noise_in_units_of_the_updates_own_entries() -> None:
+    """Whatever the update's norm, the same share of it; 10 % of the root mean square entry after the clip."""
+    noise = DEFENSES.get("noise")(noise_multiplier=0.1, noise_unit="entry")
+    whole = torch.randn(100_000, generator=draw(1))
+    for scale in (1e-4, 1e-2, 1e4):  # norms of 0.03 and 3; the third is clipped to 1
+        update = {"a": scale * whole}
+        clean = update["a"] * min(1.0, 1.0 / float(update["a"].norm()))
+        added = noise.on_update(update, draw())["a"] - clean
+        assert float(added.std()) == pytest.approx(0.1 * float(clean.square().mean().sqrt()), rel=0.02)
+    assert "noise_unit" not in DEFENSES.get("noise")().parameters()
+
+
 def test_frozen_positions_sends_zeros() -> None:
     update = {name: torch.ones(2) for name in ("pos_embed", "unk_embed", "idx_embed", "w")}
     sent = DEFENSES.get("frozen_positions")().message(update, draw(), {})[0]
@@ -246,6 +258,8 @@ BAD = [
     ("mjp", {"jigsaw_probability": 2.0}, "--jigsaw-probability"),
     ("mjp", {"dal_weight": -1.0}, "--dal-weight"),
     ("noise", {"clip_norm": 0.0}, "--clip-norm"),
+    ("noise", {"clip_norm": float("nan")}, "--clip-norm"),
+    ("noise", {"noise_multiplier": float("nan")}, "--noise-multiplier"),
     ("spp", {"spp_probability": 1.5}, "--spp-probability"),
     ("topk", {"topk_share": 0.0}, r"--topk-share must lie in \(0, 1\], not 0.0"),
     ("topk", {"topk_share": 1.5}, "--topk-share"),

@@ -79,10 +79,15 @@ LEAKING = (
 )
 
 
+# Audits in which searches run, or that import another library.
+LONG = ("hugging_face", "fixed_positions", "released_layout_masked", "top_k", "int8", "partial_reply", "half_reply")
+LONG += ("unsaid_batch", "adam_clients", "decaying_clients")
+
+
 def slow(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Runs of a federation take seconds; what is refused takes none."""
-    takes_long = name in GROUPS["python -m fedmjp.simulate"] and NOW[name].kind != REFUSED
-    return (pytest.mark.slow,) if takes_long else ()
+    """Runs of a federation take seconds, as some audits do; what is refused takes none."""
+    runs = name in GROUPS["python -m fedmjp.simulate"] and NOW[name].kind != REFUSED
+    return (pytest.mark.slow,) if runs or name in LONG else ()
 
 
 @cache
@@ -90,6 +95,7 @@ def answer(name: str) -> Answer:
     return answer_of(CASES[name][1])
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name)) for name in CASES])
 def test_the_answer_is_the_one_in_the_table_and_names_its_cause(name: str) -> None:
     found = answer(name)

@@ -43,7 +43,7 @@ def test_fine_tuning_from_a_local_folder(options: list[str], answer: str, tmp_pa
     """The model is published with another classifier, which fine-tuning replaces."""
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 384}
-    config = transformers.ViTConfig(image_size=32, patch_size=4, num_labels=5, **shape)
+    config = transformers.ViTConfig(image_size=64, patch_size=8, num_labels=5, **shape)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "weights")
     arguments = ["--weights", tmp_path / "weights", "--out", tmp_path / "page", *options]
     done = python(EXAMPLES / "huggingface_finetuning.py", *arguments, cwd=tmp_path)

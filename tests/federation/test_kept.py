@@ -136,6 +136,7 @@ def rows_of(out) -> list[dict]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.slow
 def test_a_run_with_the_servers_teacher_resumes(tmp_path, monkeypatch) -> None:
     assert command(tmp_path / "whole", "server") == 0
@@ -144,6 +145,7 @@ def test_a_run_with_the_servers_teacher_resumes(tmp_path, monkeypatch) -> None:
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_with_the_clients_teachers_does_not_resume(tmp_path, monkeypatch, capsys) -> None:
     interrupted(tmp_path / "run", "client", monkeypatch)
     capsys.readouterr()

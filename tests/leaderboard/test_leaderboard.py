@@ -172,7 +172,7 @@ def test_a_defence_must_keep_names_and_shapes() -> None:
         (["add", "mjp:gam=1"], "has no setting 'gam'"),
         (["add", "mjp:gamma=2"], "must lie in [0, 1]"),
         (["add", "mjp+mjp"], "names mjp twice"),
-        (["add", "mjp/x"], "makes no file name"),
+        (["add", "../none"], "unknown defense '../none'"),
         (["add", "none", "--track", "big"], "unknown track 'big'; choose from: small, full, trial"),
         (["add", "none", "--images", "nowhere"], "--images nowhere is no folder"),
         (["verify", "nowhere.json"], "no submission nowhere.json"),

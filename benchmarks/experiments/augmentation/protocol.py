@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import pandas as pd
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -17,7 +16,8 @@ from experiments.augmentation.options import Options
 from experiments.augmentation.render import AGAINST, AUGMENTATION, WITHHELD_ROUNDS
 from experiments.augmentation.views import AUGMENTATIONS, photograph
 from experiments.batches.protocol import affine_plane
-from experiments.session import AttackSession
+from experiments.rendering import Rendering
+from experiments.session import TableRun
 from experiments.withheld.groups import without
 from fedmjp.audit.harness import score_found
 from fedmjp.audit.per_image import observe_groups, observe_together
@@ -48,26 +48,25 @@ def victim(options, defense: Defense) -> Subject:
     return Subject(built)
 
 
-class Run:
+class Run(TableRun):
     """One call of the benchmark."""
 
-    def __init__(self, options: Options, console: Console) -> None:
-        self.options, self.console, self.session = options, console, AttackSession(options, console)
-        self.provenance = ""
+    program = "augmentation"
 
-    def __call__(self) -> None:
-        """Attack, then write the table."""
+    @property
+    def rendering(self) -> Rendering:
+        """See `TableRun`; its own where gradients of positions are withheld."""
+        return WITHHELD_ROUNDS if self.options.withhold else AUGMENTATION
+
+    def attack(self, rows: RowLog) -> str:
+        """See `TableRun.attack`."""
         o = self.options
-        defenses = [replace(DEFENSES.get("mjp")(), gamma=gamma) for gamma in o.gammas]
-        with self.session.rows() as rows:
-            for name in o.augmentations():
-                for defense in defenses:
-                    self.rounds(defense, name, rows)
-                if o.batches:
-                    self.batches(name, rows)
-        rendering = WITHHELD_ROUNDS if o.withhold else AUGMENTATION
-        self.session.finish("augmentation", rendering, images=self.provenance)
-        self.console.print(pd.read_csv(o.out / "table.csv").to_string(index=False), highlight=False)
+        for name in o.augmentations():
+            for gamma in o.gammas:
+                self.rounds(replace(DEFENSES.get("mjp")(), gamma=gamma), name, rows)
+            if o.batches:
+                self.batches(name, rows)
+        return self.provenance
 
     def clients(self, defense: Defense) -> tuple[Subject, Victims]:
         """The model and the clients, whose images are scenes: a patch larger than the model's on each side."""

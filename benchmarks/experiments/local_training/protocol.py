@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
 import torch
 from rich.console import Console
 
@@ -12,7 +11,7 @@ from attacks import Observation
 from experiments.local_training.clients import Client, Situation, situations
 from experiments.local_training.options import Options
 from experiments.local_training.render import LOCAL_TRAINING
-from experiments.session import AttackSession
+from experiments.session import TableRun
 from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.victims import Subject, Victims
 from fedmjp.budgets import build_attack
@@ -30,13 +29,18 @@ def run(options: Options, console: Console) -> None:
     Run(options, console)()
 
 
-class Run:
+class Run(TableRun):
     """One call of the benchmark."""
 
+    program, rendering = "local_training", LOCAL_TRAINING
+
     def __init__(self, options: Options, console: Console) -> None:
-        self.options, self.console, self.session = options, console, AttackSession(options, console)
+        super().__init__(options, console)
         self.situations = [one for one in situations() if one.attack in options.attacks]
         self.plain = self.build(options.model, options.weights)
+        self.gallery = load_gallery(
+            options.images, size=self.plain.image_size, limit=options.num_images, path=options.data_path
+        )
         masked = any(one.masked for one in self.situations)
         self.masked = self.build(f"{options.model}_mjp", "auto") if masked else None
 
@@ -48,25 +52,18 @@ class Run:
         built.module.to(self.session.device).eval()
         return built
 
-    def __call__(self) -> None:
-        """Attack, then write the table."""
-        gallery = load_gallery(
-            self.options.images,
-            size=self.plain.image_size,
-            limit=self.options.num_images,
-            path=self.options.data_path,
-        )
-        victims = self.session.victims(gallery, DEFENSES.get("none")(), self.options.seed)
+    def attack(self, rows: RowLog) -> str:
+        """See `TableRun.attack`."""
+        victims = self.session.victims(self.gallery, DEFENSES.get("none")(), self.options.seed)
         mean = victims.mean_image(1)
-        with self.session.rows() as rows, self.session.bar() as bar:
+        with self.session.bar() as bar:
             task = bar.add_task(f"{self.plain.name}, {self.plain.provenance}", total=len(victims))
             for client in range(len(victims)):
-                self.attack(victims, client, mean, rows)
+                self.attack_client(victims, client, mean, rows)
                 bar.advance(task)
-        self.session.finish("local_training", LOCAL_TRAINING, images=gallery.provenance)
-        self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)
+        return self.gallery.provenance
 
-    def attack(self, victims: Victims, client: int, mean: torch.Tensor, rows: RowLog) -> None:
+    def attack_client(self, victims: Victims, client: int, mean: torch.Tensor, rows: RowLog) -> None:
         """Write every row of one image that is missing."""
         o = self.options
         members, images = victims.decode([(client + k) % len(victims) for k in range(SIZE)])

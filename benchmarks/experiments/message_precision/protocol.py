@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import torch
 from rich.console import Console
 
@@ -16,12 +15,12 @@ from attacks.registry import UsageError
 from experiments.message_precision.options import DECAYED, Options
 from experiments.message_precision.precisions import has_memory, is_sparse, send
 from experiments.message_precision.render import KNOWN, MESSAGE_PRECISION, PLAIN
-from experiments.session import AttackSession
+from experiments.session import TableRun
 from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.budgets import build_attack
-from fedmjp.data import Gallery, load_gallery
+from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
@@ -36,24 +35,21 @@ def run(options: Options, console: Console) -> None:
     Run(options, console)()
 
 
-class Run:
+class Run(TableRun):
     """One call of the benchmark."""
 
-    def __init__(self, options: Options, console: Console) -> None:
-        self.options, self.console, self.session = options, console, AttackSession(options, console)
+    program, rendering = "message_precision", MESSAGE_PRECISION
 
-    def __call__(self) -> None:
-        """Attack, then write the table."""
-        with self.session.rows() as rows:
-            for defense in ("none", "mjp"):
-                names = [name for name in self.options.attacks if (name in UNDEFENDED) == (defense == "none")]
-                if names:
-                    gallery = self.attack(defense, names, rows)
-        self.session.finish("message_precision", MESSAGE_PRECISION, images=gallery.provenance)
-        self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)
+    def attack(self, rows: RowLog) -> str:
+        """See `TableRun.attack`."""
+        for defense in ("none", "mjp"):
+            names = [name for name in self.options.attacks if (name in UNDEFENDED) == (defense == "none")]
+            if names:
+                images = self.attack_under(defense, names, rows)
+        return images
 
-    def attack(self, defense: str, names: Sequence[str], rows: RowLog) -> Gallery:
-        """Write every row of one defence that is missing."""
+    def attack_under(self, defense: str, names: Sequence[str], rows: RowLog) -> str:
+        """Write every row of one defence that is missing; returns the images' provenance."""
         o = self.options
         acting = DEFENSES.get(defense)(**({"gamma": o.gamma} if defense == "mjp" else {}))
         name = acting.model_name(o.model) if defense == "mjp" else o.model
@@ -69,7 +65,7 @@ class Run:
                 for case, one, norm in self.scored(subject, victims, client, defense, names, mean, rows):
                     rows.append({**self.session.columns, **one.row(case, victims.ids(client)[0], norm, 0)})
                 bar.advance(task)
-        return gallery
+        return gallery.provenance
 
     def scored(
         self,

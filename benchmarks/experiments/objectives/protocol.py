@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 from rich.console import Console
 from torch import Tensor
 
 from attacks import ATTACKS, Observation, ThreatModel
 from experiments.objectives.options import LINES, PRETRAINED, Line, Options
 from experiments.objectives.render import OBJECTIVES_LEAK
-from experiments.session import AttackSession
+from experiments.session import TableRun
 from fedmjp.audit.harness import Scored, audit_update
 from fedmjp.audit.observe import observe_step
 from fedmjp.audit.victims import Subject, Victims
@@ -34,23 +33,17 @@ def run(options: Options, console: Console) -> None:
     Run(options, console)()
 
 
-class Run:
+class Run(TableRun):
     """One call of the benchmark."""
 
-    def __init__(self, options: Options, console: Console) -> None:
-        self.options, self.console, self.session = options, console, AttackSession(options, console)
-        self.granted = ThreatModel()
+    program, rendering = "objectives_leak", OBJECTIVES_LEAK
+    granted = ThreatModel()
 
-    def __call__(self) -> None:
-        """Attack, then write the table."""
-        provenance = ""
-        with self.session.rows() as rows:
-            for name in self.options.lines:
-                provenance = self.attack(LINES[name], rows)
-        self.session.finish("objectives_leak", OBJECTIVES_LEAK, images=provenance)
-        self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)
+    def attack(self, rows: RowLog) -> str:
+        """See `TableRun.attack`."""
+        return [self.attack_line(LINES[name], rows) for name in self.options.lines][-1]
 
-    def attack(self, line: Line, rows: RowLog) -> str:
+    def attack_line(self, line: Line, rows: RowLog) -> str:
         """Write every row of one line that is missing; returns the images' provenance."""
         o, learner = self.options, self.learner(line)
         count = max(1, round(line.images * o.num_images))

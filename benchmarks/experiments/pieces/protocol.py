@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import pandas as pd
 import torch
 from rich.console import Console
 from scipy.optimize import linear_sum_assignment
@@ -14,7 +13,7 @@ from torch import Tensor
 from attacks import Tokenizer, find_tokenizer
 from experiments.pieces.options import Options
 from experiments.pieces.render import PIECES, SCHEMA
-from experiments.session import Session
+from experiments.session import Session, TableRun
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Victims
 from fedmjp.budgets import build_attack
@@ -35,27 +34,27 @@ def run(options: Options, console: Console) -> None:
     Run(options, console)()
 
 
-class Run:
+class Run(TableRun):
     """One call of the benchmark."""
 
-    def __init__(self, options: Options, console: Console) -> None:
-        self.options, self.console, self.session = options, console, Session(options, console, SCHEMA)
+    program, rendering = "pieces", PIECES
 
-    def __call__(self) -> None:
-        """Attack, then write the table."""
-        o, provenance = self.options, ""
-        with self.session.rows() as rows:
-            for solver in o.solvers:
-                if o.without_positions:
-                    none = DEFENSES.get("none")()
-                    provenance = self.attack(f"{o.model}_nope", none, "patch_set", solver, rows)
-                for gamma in o.gammas:
-                    defense = replace(DEFENSES.get("mjp")(), gamma=gamma)
-                    provenance = self.attack(defense.model_name(o.model), defense, "unmix", solver, rows)
-        self.session.finish("pieces", PIECES, images=provenance)
-        self.console.print(pd.read_csv(o.out / "table.csv").to_string(index=False), highlight=False)
+    def start(self, options: Options, console: Console) -> Session:
+        """See `TableRun.start`: rows of pieces."""
+        return Session(options, console, SCHEMA)
 
-    def attack(self, model: str, defense: Defense, name: str, solver: str, rows: RowLog) -> str:
+    def attack(self, rows: RowLog) -> str:
+        """See `TableRun.attack`."""
+        o, images = self.options, ""
+        for solver in o.solvers:
+            if o.without_positions:
+                images = self.place(f"{o.model}_nope", DEFENSES.get("none")(), "patch_set", solver, rows)
+            for gamma in o.gammas:
+                defense = replace(DEFENSES.get("mjp")(), gamma=gamma)
+                images = self.place(defense.model_name(o.model), defense, "unmix", solver, rows)
+        return images
+
+    def place(self, model: str, defense: Defense, name: str, solver: str, rows: RowLog) -> str:
         """Attack one client for each image, its pieces placed by `solver`; returns the images' provenance."""
         o, gamma = self.options, getattr(defense, "gamma", 0.0)
         classes = classes_of(model, o.weights) or IMAGENET_CLASSES

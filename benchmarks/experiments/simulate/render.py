@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import MEAN, Rendering, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows, spread_table
+from fedmjp.records.rows import BASELINES
 from fedmjp.report import leakage_by_round_figure, summary_files
 from fedmjp.report.words import defence_words
 
@@ -31,6 +32,27 @@ def run_block(folder: Path) -> str:
     return markdown_table(["defence", "attack", "updates", "PSNR (dB)", "SSIM", "LPIPS", "patches > 25 dB"], lines)
 
 
+def rounds_files(folder: Path) -> dict[str, str]:
+    """Beside those of a run table.csv: leakage by defence, round and attack."""
+    table = spread_table(read_rows(folder), ["defense", "round", "attack"])
+    return run_files(folder) | {"table.csv": csv(table, 4)}
+
+
+def rounds_block(folder: Path) -> str:
+    """Leakage by defence, round and attack: median, images above 25 dB; of the guesses the first alone, once."""
+    table = pd.read_csv(folder / "table.csv")
+    guess = table[table["attack"] == BASELINES[0]].drop_duplicates(["attack"])
+    lines = []
+    for _, row in pd.concat([guess, table[~table["attack"].isin(BASELINES)]]).iterrows():
+        answered = row["count"] > 0
+        above = f"{round(row.psnr_share_recognisable * row['count'])} of {row['count']}" if answered else "no answer"
+        median = f"{row.psnr_median:.1f}" if answered else ""
+        named = "(none)" if row.attack in BASELINES else defence_words(row.defense)
+        number = "" if row.attack in BASELINES else str(row["round"])
+        lines.append([named, number, f"`{row.attack}`", median, above])
+    return markdown_table(["defence", "round", "attack", "median (dB)", "images above 25 dB"], lines)
+
+
 def _figures(folder: Path) -> None:
     leakage_by_round_figure(read_rows(folder), folder / "leakage_by_round.png")
 
@@ -39,4 +61,7 @@ RENDERINGS = (
     Rendering("simulate", run_files, {"simulate": run_block}, _figures),
     Rendering("mjp_federation", run_files, figures=_figures),
     Rendering("soteria_precode_ats", run_files, {"soteria_precode_ats": run_block}),
+    Rendering("lora", rounds_files, {"lora": rounds_block}),
+    Rendering("secure_aggregation", rounds_files, {"secure_aggregation": rounds_block}),
+    Rendering("secure_aggregation_4", rounds_files, {"secure_aggregation_4": rounds_block}),
 )

@@ -28,7 +28,7 @@ from fedmjp.metrics import bootstrap_mean
 from fedmjp.metrics.intervals import wilson
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.figures import draw_by_round, legend_below, strongest_attacks
-from fedmjp.report.styles import NORMAL, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
+from fedmjp.report.styles import NORMAL, OBJECTIVES, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
 from fedmjp.report.tables import summarise
 
 # Stands under the table.
@@ -274,8 +274,10 @@ def tradeoff_figure(
 
 
 def _colour(point: str) -> str:
-    """Colour of a defence with its strength in words (`point_of`)."""
+    """Colour of a defence with its strength in words (`point_of`), or of an objective."""
     name, *rest = point.split(", ")
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
     for part in rest:
         for option, symbol in STRENGTHS.items():
             if part.startswith(f"{symbol} = "):

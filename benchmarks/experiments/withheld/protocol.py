@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pandas as pd
 import torch
 from rich.console import Console
 
 from attacks import ThreatModel
-from experiments.session import AttackSession
+from experiments.session import TableRun
 from experiments.withheld.groups import without
 from experiments.withheld.options import Options
 from experiments.withheld.render import WITHHELD
@@ -31,23 +30,17 @@ def run(options: Options, console: Console) -> None:
     Run(options, console)()
 
 
-class Run:
+class Run(TableRun):
     """One call of the benchmark."""
 
-    def __init__(self, options: Options, console: Console) -> None:
-        self.options, self.console, self.session = options, console, AttackSession(options, console)
-        self.granted = ThreatModel()
+    program, rendering = "withheld", WITHHELD
+    granted = ThreatModel()
 
-    def __call__(self) -> None:
-        """Attack, then write the table."""
-        provenance = []
-        with self.session.rows() as rows:
-            for model, source, pixels in self.options.lines():
-                provenance.append(self.attack(model, source, pixels, rows))
-        self.session.finish("withheld", WITHHELD, images=provenance[0])
-        self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)
+    def attack(self, rows: RowLog) -> str:
+        """See `TableRun.attack`."""
+        return [self.attack_model(*line, rows) for line in self.options.lines()][0]
 
-    def attack(self, model: str, source: str, pixels: int | None, rows: RowLog) -> Any:
+    def attack_model(self, model: str, source: str, pixels: int | None, rows: RowLog) -> str:
         """Write every row of one model that is missing; returns the images' provenance."""
         o = self.options
         classes = classes_of(model, source) or IMAGENET_CLASSES

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks import ATTACKS, Observation, find_tokenizer
+from attacks import ATTACKS, Observation, Reconstruction, find_tokenizer
 from attacks.closed_form.batch_rounds import find_groups, fit, largest_misfit, read_step, steps_needed
 from fedmjp.data import load_data
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
@@ -265,8 +265,8 @@ def test_float32_above_50_db(mini) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "threshold", "sent"), [(2, 60.0, True), (3, 40.0, True), (2, 40.0, False)])
-def test_vit_b_at_224(size: int, threshold: float, sent: bool) -> None:
+@pytest.mark.parametrize(("size", "threshold"), [(2, 60.0), (3, 40.0)])
+def test_vit_b_at_224(size: int, threshold: float) -> None:
     """Image i of the last batch meets `size` - 1 strangers in each of its three steps."""
     folder = shared_file("data/imagenet-sample")
     images = load_data(f"folder:{folder}", size=224, train_limit=16).train.images(list(range(16)))
@@ -274,14 +274,18 @@ def test_vit_b_at_224(size: int, threshold: float, sent: bool) -> None:
     strangers = iter(range(size, len(images)))
     batches = [(i, *(next(strangers) for _ in range(size - 1))) for _ in range(2) for i in range(size)]
     observations = [observe(model, images[list(b)]) for b in [*batches, range(size)]]
-    observations = observations if sent else [withheld(view) for view in observations]
-    found = ATTACKS.get("batch_rounds")()(observations)
-    values = [
-        max(float(score(f[None], t[None], patch_size=16)["psnr"][0]) for f in found.images) for t in images[:size]
-    ]
-    if sent:
-        assert found.known.all(), found.diagnosis
-        assert median(values) > threshold, values
-    else:  # without positions one of the two images is not identified here, which is said
+
+    def attacked(views: list[Observation]) -> tuple[Reconstruction, list[float]]:
+        """The answer, and the PSNR of each image against its best reconstruction."""
+        found = ATTACKS.get("batch_rounds")()(views)
+        return found, [
+            max(float(score(f[None], t[None], patch_size=16)["psnr"][0]) for f in found.images) for t in images[:size]
+        ]
+
+    found, values = attacked(observations)
+    assert found.known.all(), found.diagnosis
+    assert median(values) > threshold, values
+    if size == 2:  # without positions one of the two images is not identified here, which is said
+        found, values = attacked([withheld(view) for view in observations])
         assert "1 could be identified" in found.diagnosis
-        assert max(values) > threshold, values
+        assert max(values) > 40.0, values

@@ -106,7 +106,7 @@ def test_our_reconstruction_is_not_worse(ours: str, options: dict, theirs: str) 
     model = small_vit()
     cases = [view(model, first) for first in range(4)]
     mean = {
-        name: fmean(psnr(attack(name, o, steps=200, **extra), images) for o, images in cases)
+        name: fmean(psnr(attack(name, o, steps=100, **extra), images) for o, images in cases)
         for name, extra in ((ours, options), (theirs, {}))
     }
     assert mean[ours] > mean[theirs] - 0.5, mean

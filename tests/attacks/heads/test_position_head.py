@@ -16,6 +16,8 @@ from attacks.heads.inversion import HeadSearch
 from attacks.heads.place_rows import read_places
 from attacks.heads.position_head import PositionHead, place_gradients
 from attacks.mjp.patch_set import PatchSet, known_span
+from fedmjp.models import build_model
+from fedmjp.objectives import client_loss
 from fedmjp.objectives.places import members, random_subsets
 from tests.attacks.contract import psnr
 from tests.conftest import observe, observe_under, photographs
@@ -142,6 +144,20 @@ def test_a_head_of_pixels_and_a_head_over_one_token_are_refused(mini) -> None:
         [one]
     )
     assert "rank one: a head over one token" in PositionHead().obstacle([observe(mini, photographs(64, 1))])
+
+
+@pytest.mark.parametrize("dal", ["linear", "nonlinear"])
+def test_the_localisation_term_of_mjp_is_named(dal: str) -> None:
+    """Its map is the last linear layer, but reads position embeddings, whether its loss is in the update or not."""
+    model = build_model("vit_micro_32_mjp", num_classes=8, weights="random", dal=dal)
+    loss = client_loss(model, photographs(32, 1), torch.tensor([1]), None, {"dal": 1.0})
+    names, parameters = zip(*model.module.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    without = observe(model, photographs(32, 1))
+    for view in (without, dataclasses.replace(without, gradients=dict(zip(names, gradients, strict=True)))):
+        words = PositionHead().obstacle([view])
+        assert "a regression of the two coordinates of a place from its position embedding" in words
+        assert "has no row for each place, and its gradient holds no token of the image" in words
 
 
 def test_a_batch_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import permutations
 
 import pytest
@@ -93,5 +92,3 @@ def test_a_batch_of_two_from_one_update(trained) -> None:
     error = (found.images[list(order)] - images).square().mean(dim=1, keepdim=True)
     assert known.any()
     assert float((error[known] < 10**-2.5).double().mean()) > 0.98
-    again = ATTACKS.get("batch_tokens")()([dataclasses.replace(view)])
-    torch.testing.assert_close(again.images, found.images)

@@ -1,0 +1,1 @@
+"""What an active server gets out of large batches."""

@@ -1,0 +1,97 @@
+"""Options of the leakage of large batches to an active server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from attacks import ATTACKS, ThreatModel
+from attacks.registry import UsageError
+from experiments.fishing.batches import Labels
+from experiments.scaffold import DefendedOptions, check_names, check_positive
+from fedmjp.budgets import attack_settings, build_attack
+
+CASES = ("fishing=distinct", "feature_fishing=equal", "feature_fishing=mixed")
+GRANTS = ("active_parameters", "model_weights", "position_gradient", "several_rounds")
+
+
+@dataclass(frozen=True)
+class Options(DefendedOptions):
+    """What does a server get out of a large batch if it chooses the parameters that it sends?
+
+        python benchmarks/fishing.py                                             small ViT, CIFAR-10 or photographs
+        python benchmarks/fishing.py --defense mjp --cases fishing=distinct --batch-sizes 8
+        python benchmarks/fishing.py --model deit_s --weights random --rounds 4 --cases fishing=distinct --images DIR
+
+    Each client trains one step a round on all of its images, a batch of 8 to 64, and sends the gradient in float32. In
+    every round the server sends it a model whose classifier the attack has set, and reads the update; what it needs to
+    know it takes from earlier rounds: it has neither labels nor other images. The weights below the classifier stay the
+    same. Labels are the images' own, chosen to be distinct, equal, or as they come.
+
+    Beside it stands the closed form of a server that sends the model as it is (patch_embedding, on one honest update),
+    and the guesses without a gradient.
+
+    Writes rows.jsonl.gz, table.csv, rounds.csv, rounds.png, batch.png (embedded photographs) and run.json to --out;
+    --resume goes on with an unfinished run, or adds models and cases to a finished one.
+    """
+
+    model: str = "vit_mini_32"
+    """Plain model; the defence turns it into the variant it needs."""
+    weights: str = "auto"
+    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    image_size: int | None = None
+    """Pixels of a side, for a plain ViT, whose position embedding is resampled (None: the model's own)."""
+    images: str = "photos"
+    """photos (embedded), a folder of pictures, or a data set's name."""
+    data_path: Path | None = None
+    """Local copy of the data set named in --images."""
+    defense: str = "none"
+    """The clients' defence."""
+    cases: tuple[str, ...] = CASES
+    """ATTACK=LABELS: an attack that chooses what is sent, and the labels of a client's images: distinct, equal or
+    mixed (as they come)."""
+    attack_options: tuple[str, ...] = ()
+    """Settings of attacks, as ATTACK.setting=value (fishing.reader=unmix)."""
+    batch_sizes: tuple[int, ...] = (8, 32, 64)
+    """Images of a client."""
+    clients: int = 2
+    """Clients for each case and batch size, with different images."""
+    rounds: int = 0
+    """Rounds that the server takes at most (0: one more than the client has images)."""
+    seed: int = 0
+    """Fixes random weights, the choice of images and the defence."""
+    out: Path = Path("runs/fishing")
+    """Folder of rows, tables and figures (the committed ones stand in results/fishing)."""
+
+    def pairs(self) -> list[tuple[str, Labels]]:
+        """(attack, labels) for each entry of `cases`.
+
+        Raises:
+            UsageError: an entry is not written so.
+        """
+        found = []
+        for entry in self.cases:
+            attack, _, labels = entry.partition("=")
+            if labels not in get_args(Labels):
+                raise UsageError(f"--cases {entry}: write ATTACK=LABELS with labels {', '.join(get_args(Labels))}")
+            found.append((attack, labels))
+        return found
+
+    def settings(self) -> dict[str, dict]:
+        """The settings given for attacks, by attack."""
+        return attack_settings([attack for attack, _ in self.pairs()], (), self.attack_options)
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        check_positive(self, "batch_sizes", "clients", "image_size")
+        if self.rounds < 0:
+            raise UsageError("--rounds must not be negative")
+        check_names(ATTACKS, [attack for attack, _ in self.pairs()])
+        self.chosen_defense()
+        super().validate()
+        for name, _ in self.pairs():
+            attack = build_attack(name, self.settings().get(name))
+            attack.require(ThreatModel.parse(GRANTS), name)
+            if not hasattr(attack, "prepare"):
+                raise UsageError(f"--cases {name}: the attack does not choose what is sent")

@@ -1,0 +1,106 @@
+"""What is rendered from the rows of large batches and an active server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.rendering import Rendering, csv, markdown_table, read_rows
+from fedmjp.audit.verdict import RECOGNISABLE
+from fedmjp.records.rows import BASELINES
+from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
+from fedmjp.report.words import defence_words
+
+PASSIVE = "patch_embedding"
+LINE = ["model", "weights", "defense", "setting", "batch_size"]
+
+
+def fishing_files(folder: Path) -> dict[str, str]:
+    """table.csv: PSNR and images by case and attack; rounds.csv: images that came back by round."""
+    rows = read_rows(folder)
+    return {"table.csv": csv(_table(rows), 4), "rounds.csv": csv(_by_round(rows), 4)}
+
+
+def fishing_block(folder: Path) -> str:
+    """The table as Markdown, a line for each case; the other attacks' medians in columns of their own."""
+    table = pd.read_csv(folder / "table.csv")
+    heads = ["model", "labels", "images", "defence", "attack", "came back", "PSNR, median (dB)", "least", "rounds"]
+    lines = []
+    for key, own in table.groupby(LINE, sort=False):
+        model, weights, defense, setting, size = key
+        of = own.set_index("attack")
+        active = [name for name in of.index if name not in (*BASELINES, PASSIVE)]
+        for name in active:
+            row = of.loc[name]
+            cells = [f"{model}, {'random' if 'NOT TRAINED' in weights else 'trained'}", setting.split()[0], str(size)]
+            came = f"{row['recovered']} of {row['count']}"
+            figures = [f"{row['psnr_median']:.1f}", f"{row['psnr_min']:.1f}", f"{row['rounds']}"]
+            lines.append([*cells, defence_words(defense), f"`{name}`", came, *figures])
+    return markdown_table(heads, lines)
+
+
+def passive_block(folder: Path) -> str:
+    """The same cases without the server's turn to send: medians (dB) of the closed form and of the mean image."""
+    table = pd.read_csv(folder / "table.csv")
+    wide = table.pivot_table(index=LINE, columns="attack", values="psnr_median", sort=False)
+    low, high = wide[PASSIVE].min(), wide[PASSIVE].max()
+    guess = wide["mean_image"]
+    return (
+        f"With the same batches and the model as it is, `{PASSIVE}` returns a mixture: medians of {low:.1f} to "
+        f"{high:.1f} dB over the {len(wide)} lines of the table, and the mean image has {guess.min():.1f} to "
+        f"{guess.max():.1f} dB."
+    )
+
+
+def rounds_figure(folder: Path) -> None:
+    """Draw the share of a client's images that came back against the rounds."""
+    table = pd.read_csv(folder / "rounds.csv")
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    for index, (key, own) in enumerate(table.groupby([*LINE, "attack"], sort=False)):
+        model, _, defense, setting, size, attack = key
+        label = f"{attack}, {model}, {size} {setting}" + ("" if defense == "none" else f", {defence_words(defense)}")
+        look = style(index) | {"marker": ""}
+        axes.plot(
+            [0, *own["round"]], [0, *own["recovered"] / own["count"]], drawstyle="steps-post", label=label, **look
+        )
+    axes.set_xlabel("rounds in which the client was sent a prepared model", fontsize=NORMAL)
+    axes.set_ylabel(f"share of images above {RECOGNISABLE:.0f} dB", fontsize=NORMAL)
+    axes.legend(fontsize=SMALL, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    dress(axes, "y")
+    save(figure, folder / "rounds.png")
+
+
+def _table(rows: pd.DataFrame) -> pd.DataFrame:
+    lines = []
+    for key, own in rows.groupby([*LINE, "attack"], sort=False):
+        psnr = own["psnr"].dropna()
+        line = dict(zip([*LINE, "attack"], key, strict=True)) | {"count": len(own)}
+        line |= {"recovered": int((psnr > RECOGNISABLE).sum()), "failed": len(own) - len(psnr)}
+        line |= {"psnr_median": psnr.median(), "psnr_min": psnr.min(), "psnr_max": psnr.max()}
+        line |= {"rounds": int(_rounds(own).max()), "seconds_median": own["seconds"].median()}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def _by_round(rows: pd.DataFrame) -> pd.DataFrame:
+    """Images above the bar after each round, over all clients of a case."""
+    lines = []
+    for key, own in rows[~rows["attack"].isin((*BASELINES, PASSIVE))].groupby([*LINE, "attack"], sort=False):
+        when = _rounds(own[own["psnr"] > RECOGNISABLE])
+        for number in range(1, int(_rounds(own).max()) + 1):
+            line = dict(zip([*LINE, "attack"], key, strict=True)) | {"round": number, "count": len(own)}
+            lines.append(line | {"recovered": int((when <= number).sum())})
+    return pd.DataFrame(lines)
+
+
+def _rounds(rows: pd.DataFrame) -> pd.Series:
+    return rows["details"].map(lambda details: details["rounds"]).astype(int)
+
+
+FISHING = Rendering(
+    "fishing", fishing_files, {"fishing": fishing_block, "fishing-passive": passive_block}, rounds_figure
+)
+RENDERINGS = (FISHING,)

@@ -1,0 +1,85 @@
+"""The benchmark of an active server: batches by label, rows, resumption, the curve of rounds, mistakes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import fishing
+import pandas as pd
+import pytest
+from experiments.fishing.batches import draw_batches
+
+from attacks import UsageError
+from fedmjp.records.rows import load_rows
+
+SMALL = ["--batch-sizes", "4", "--clients", "1", "--threads", "1"]
+LABELS = [0, 0, 0, 0, 1, 1, 1, 2, 2, 3]
+
+
+def run(out: Path, *options: str) -> int:
+    """Exit code of the command line, in this process."""
+    try:
+        return fishing.main([*SMALL, "--out", str(out), *options])
+    except SystemExit as stop:  # the parser leaves this way
+        return int(stop.code)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("fishing") / "out"
+    assert run(out, "--cases", "fishing=distinct", "feature_fishing=equal") == 0
+    return out
+
+
+def test_batches_have_the_labels_that_are_asked_for() -> None:
+    distinct = draw_batches(LABELS, 3, "distinct", 2, seed=0)
+    assert all(len({LABELS[i] for i in batch}) == 3 for batch in distinct)
+    equal = draw_batches(LABELS, 2, "equal", 4, seed=0)
+    assert all(len({LABELS[i] for i in batch}) == 1 for batch in equal)
+    for batches in (distinct, equal, draw_batches(LABELS, 5, "mixed", 2, seed=0)):
+        assert max(Counter(i for batch in batches for i in batch).values()) == 1
+    with pytest.raises(UsageError, match="1 clients with 5 images of distinct labels each need more images or labels"):
+        draw_batches(LABELS, 5, "distinct", 1, seed=0)
+
+
+def test_every_image_comes_back_and_an_honest_server_gets_a_mixture(finished) -> None:
+    table = pd.read_csv(finished / "table.csv").set_index(["setting", "attack"])
+    for case in (("distinct labels", "fishing"), ("equal labels", "feature_fishing")):
+        assert table.loc[case, "recovered"] == table.loc[case, "count"] == 4
+        assert table.loc[case, "psnr_min"] > 60
+        assert table.loc[case, "rounds"] <= 5
+        assert table.loc[(case[0], "patch_embedding"), "recovered"] == 0
+    rows = load_rows(finished / "rows.jsonl.gz")
+    assert rows["threat_model"].map(lambda grants: "active_parameters" in grants).all()
+    assert (finished / "batch.png").stat().st_size > 1000
+
+
+def test_the_curve_counts_images_by_round(finished) -> None:
+    curve = pd.read_csv(finished / "rounds.csv")
+    own = curve[curve["attack"] == "fishing"]
+    assert list(own["round"]) == list(range(1, len(own) + 1))
+    assert own["recovered"].is_monotonic_increasing
+    assert own["recovered"].iloc[-1] == 4
+
+
+def test_resuming_a_finished_run_adds_nothing(finished) -> None:
+    before = len(load_rows(finished / "rows.jsonl.gz"))
+    assert run(finished, "--cases", "fishing=distinct", "--resume") == 0
+    assert len(load_rows(finished / "rows.jsonl.gz")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cases", "fishing=odd"], "write ATTACK=LABELS with labels distinct, equal, mixed"),
+        (["--cases", "patch_embedding=equal"], "the attack does not choose what is sent"),
+        (["--cases", "fishin=equal"], "did you mean 'fishing'"),
+        (["--cases", "fishing=distinct", "--batch-sizes", "50"], "need more images or labels"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, options: list[str], message: str) -> None:
+    assert run(tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
