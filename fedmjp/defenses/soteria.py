@@ -72,7 +72,8 @@ class Soteria(Defense):
         images, scale = views[0].images, torch.tensor(step.model.std).to(views[0].images)
         sensitivity = jacobian_norms(features, images, scale)
         pruned = pruned_entries(features.detach(), sensitivity, self.pruned_features)
-        lost = (slopes.mT @ (features.detach() * pruned)).to(step.trained[f"{name}.weight"])
+        weight = step.trained[f"{name}.weight"]  # activations may have fewer digits
+        lost = slopes.to(weight).mT @ (features.detach() * pruned).to(weight)
         found = step.gradients()
         return found | {f"{name}.weight": found[f"{name}.weight"] - lost}
 

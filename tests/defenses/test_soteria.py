@@ -142,6 +142,22 @@ def test_it_acts_in_chains_and_on_batches() -> None:
     assert read_defense("soteria+noise").known_by == ("patch_embedding",)
 
 
+def test_activations_of_half_precision() -> None:
+    """As central training computes them: without the whole representation nothing is left, to bfloat16's precision."""
+    model, images = build_model("vit_micro16_32", num_classes=8, weights="random"), photographs(32, 2)
+    plain, step = step_of(model, images).gradients(), step_of(model, images)
+    exact = step.loss_of
+
+    def loss_of(views: tuple[ClientInput, ...], labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return exact(views, labels)
+
+    step.loss_of = loss_of
+    found = DEFENSES.get("soteria")(pruned_features=1.0).gradients(step, torch.Generator())
+    assert float(found["head.weight"].abs().max()) < 0.02 * float(plain["head.weight"].abs().max())
+    torch.testing.assert_close(found["head.bias"], plain["head.bias"], rtol=0.05, atol=0.01)
+
+
 def test_what_it_cannot_act_on() -> None:
     with pytest.raises(UsageError, match=r"--pruned-features must lie in \[0, 1\], not 1.5"):
         DEFENSES.get("soteria")(pruned_features=1.5).validate()
