@@ -7,7 +7,7 @@ patch projection read neither bottleneck nor classifier and are exact as before 
 and Balunovic et al. 2022, arXiv:2111.04706, leave these layers out of gradient matching: `leave_out`).
 
 Departs from the published code in evaluating the mean instead of a sample (`fedmjp.models.bottleneck`). The bottleneck
-is new in every run, whatever weights are loaded; weights trained under PRECODE cannot be loaded into another run.
+is new where weights of a plain model are loaded, and loaded from weights that were trained under PRECODE.
 """
 
 from __future__ import annotations
