@@ -84,20 +84,9 @@ def test_trained_weights_load_and_the_bottleneck_is_new_and_shared() -> None:
 
 def test_training_under_it_ends_with_weights_that_it_loads(tmp_path) -> None:
     """From its command line; the bottleneck of a run that starts from them is theirs."""
-    small = [
-        "--model",
-        "vit_micro16_32",
-        "--data",
-        "photos",
-        "--train-limit",
-        "8",
-        "--test-limit",
-        "4",
-        "--threads",
-        "1",
-    ]
-    recipe = ["--epochs", "1", "--batch-size", "4", "--repeats", "1", "--warmup-epochs", "0", "--precision", "float32"]
-    assert train([*small, *recipe, "--defense", "precode", "--out", str(tmp_path)]) == 0
+    small = "--model vit_micro16_32 --data photos --train-limit 8 --test-limit 4 --threads 1 --precision float32"
+    recipe = "--epochs 1 --batch-size 4 --repeats 1 --warmup-epochs 0 --defense precode"
+    assert train([*small.split(), *recipe.split(), "--out", str(tmp_path)]) == 0
     file = tmp_path / "model.safetensors"
     task = task_under("precode", "vit_micro16_32", weights=str(file))
     weight = task.model.module.bottleneck.encode.weight
