@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import Defense
+from fedmjp.defenses.base import FIRST_LAYERS, Defense
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,8 +28,7 @@ class Precode(Defense):
     """Options of --defense precode."""
 
     random: ClassVar[bool] = True
-    # They leave out bottleneck and classifier: they read the gradients of the first layers alone.
-    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding", "token_span", "batch_rounds")
+    known_by: ClassVar[tuple[str, ...]] = FIRST_LAYERS
 
     bottleneck_size: int = 256
     """Channels of the sample (published code: 256)."""

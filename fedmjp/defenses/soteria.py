@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import Defense
+from fedmjp.defenses.base import FIRST_LAYERS, Defense
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 class Soteria(Defense):
     """Options of --defense soteria."""
 
-    # They leave out the classifier: they read the gradients of the first layers alone.
-    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding", "token_span", "batch_rounds")
+    known_by: ClassVar[tuple[str, ...]] = FIRST_LAYERS
 
     pruned_features: float = 0.8
     """Share of the representation's entries that are set to zero, in [0, 1] (0.8 in comparisons of defences)."""

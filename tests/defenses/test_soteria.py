@@ -131,6 +131,14 @@ def test_gradient_matching_can_leave_the_classifier_out() -> None:
     assert "no parameter's name begins with 'classifier.'" in missing.diagnosis
 
 
+def test_attacks_on_mjp_are_as_good_in_a_chain_with_it() -> None:
+    alone, chained = (
+        update_under(entry).attacked("mjp_subspace") for entry in ("mjp:gamma=0.1", "mjp:gamma=0.1+soteria")
+    )
+    torch.testing.assert_close(chained.images, alone.images, atol=0.01, rtol=0)
+    assert "mjp_subspace" in read_defense("mjp:gamma=0.1+soteria").known_by
+
+
 def test_it_acts_in_chains_and_on_batches() -> None:
     """The noise comes after the perturbation: without noise both are the same update."""
     chained, alone = (
