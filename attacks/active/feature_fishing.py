@@ -211,8 +211,7 @@ def _read_probe(observation: Observation, head: SetHead, threshold: float) -> Pr
     weight, bias = head.row_gradient(observation)
     direction = (head.direction / head.direction.norm()).to(weight)
     scale, biases = observation.num_examples, observation.gradient_of(f"{head.layer}.bias").double()
-    others = -scale * torch.cat([biases[: head.row], biases[head.row + 1 :]])
-    return Probe(threshold, scale * bias, scale * float(weight @ direction), observation, others)
+    return Probe(threshold, scale * bias, scale * float(weight @ direction), observation, -scale * head.others(biases))
 
 
 def _is_gated(head: SetHead) -> bool:

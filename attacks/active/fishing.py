@@ -146,8 +146,7 @@ def _heads(history: Sequence[Observation], layer: str) -> list[tuple[SetHead, Te
 
 
 def _is_fished(head: SetHead) -> bool:
-    others = torch.cat([head.bias[: head.row], head.bias[head.row + 1 :]])
-    return bool(head.bias[head.row] < others.min() - MARGIN / 2)
+    return bool(head.bias[head.row] < head.others(head.bias).min() - MARGIN / 2)
 
 
 def _some(labels: Sequence[int], most: int = 8) -> str:

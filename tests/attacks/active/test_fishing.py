@@ -125,6 +125,19 @@ def test_masks_that_differ_between_images_are_read_from_the_one_that_sends() -> 
     assert not (honest.gradients["pos_embed"][0, 1:].abs().amax(dim=1) == 0)[mask[2]].any()
 
 
+@pytest.mark.parametrize("rate", [1e-1, 1e-4])
+def test_images_are_counted_in_returned_weights(rate: float) -> None:
+    """At the small rate the bias of the target does not change by as much as a digit of float32."""
+    built, images, attack = micro("auto", "vit_mini_32"), photographs(32, 4), ATTACKS.get("fishing")(target=5)
+    view, _ = answer_to(attack, built, images, LABELS[:4], [])
+    sent = dict(view.model.named_parameters())
+    gradients = {n: (sent[n] - (sent[n] - rate * g)).detach() / rate for n, g in view.gradients.items()}
+    found = attack([replace(view, gradients=gradients, kind="weights", learning_rate=rate)])
+    assert found.details["senders"] == 1
+    assert found.labels.tolist() == [0, 3, 5, 6]
+    assert psnr(found, images[2:3]) > 25
+
+
 def test_the_mean_of_several_clients_is_one_batch() -> None:
     built, images, attack = micro("auto", "vit_mini_32"), photographs(32, 6), ATTACKS.get("fishing")(target=6)
     labels = torch.tensor([3, 0, 5, 3, 6, 5])
