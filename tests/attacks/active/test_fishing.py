@@ -182,6 +182,31 @@ def test_another_batch_is_noticed() -> None:
     assert found.known is None or not found.known.any()
 
 
+def test_a_localisation_loss_that_cannot_be_silenced_is_noticed() -> None:
+    built = build_model("vit_mini_64_mjp", num_classes=200, weights="auto", dal="pca")
+    attack, images = ATTACKS.get("fishing")(target=5), photographs(64, 4)
+    mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) < 0.1
+    sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), []))
+    found = attack([with_localisation(replace(built, module=sent), images, LABELS[:4], mask)])
+    assert "no row of the position gradient is zero" in found.diagnosis
+    assert not found.known.any()
+
+
+def test_thresholds_under_masks_drawn_anew_are_not_vouched_for() -> None:
+    built, images, attack = micro("auto", "vit_mini_64_mjp"), photographs(64, 4), ATTACKS.get("feature_fishing")()
+    history, generator = list[Observation](), torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(5):
+        sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), history))
+        mask = torch.rand(4, 64, generator=generator) < 0.1
+        view = with_localisation(replace(built, module=sent), images, LABELS[:4], mask)
+        found.append(attack([*history, view]))
+        history.append(remember(view, attack.remembered_layers(sent, (3, 64, 64))))
+    assert any(one.images is not None for one in found)
+    assert all("the client hides positions" in one.diagnosis for one in found)
+    assert not any(one.known.any() for one in found if one.known is not None)
+
+
 def test_other_weights_below_the_classifier_are_noticed() -> None:
     attack, images, history = ATTACKS.get("feature_fishing")(), photographs(32, 4), []
     for seed in (0, 0, 1):
