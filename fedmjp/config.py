@@ -244,10 +244,6 @@ class RunConfig:
             raise UsageError(f"--steps is for attacks that search, and none of {', '.join(named)} does")
         for name in named:
             build_attack(name, settings.get(name)).require(threat, name)
-        if Capability.ACTIVE_PARAMETERS in threat.grants:
-            from fedmjp.audit.suite import active_attack
-
-            active_attack(named, settings)
 
     def _validate_audited(self) -> None:
         f, count = self.federation, self._audited_updates()
