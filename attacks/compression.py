@@ -28,7 +28,8 @@ from attacks.observation import Observation
 LEAST_LARGE = 4096
 # Updates of fewer entries have no statistics.
 LEAST_ENTRIES = 1000
-MEANS = "the attacks reach what that precision leaves of the image, about 10 to 45 dB"
+MEANS = "the attacks reach what that precision leaves of the image, about 20 to 45 dB"
+FEW = "the attacks reach what that leaves of the image, about 10 to 25 dB"
 SIGNS = "closed forms need magnitudes"
 
 
@@ -67,12 +68,15 @@ def _find_grids(observation: Observation, large: Mapping[str, Tensor]) -> Findin
     if not found or len(found) <= ALMOST_ALL * len(large):
         return None
     kinds = [kind for kind, _ in found]
-    kind = max(set(kinds), key=kinds.count)
-    where = "each channel's" if any(count > 1 for _, count in found) else "each parameter's"
+    kind, shared = max(set(kinds), key=kinds.count), all(count == 1 for _, count in found)
+    where = "each parameter's" if shared else "each channel's"
     if kind == "signs":
         return Finding("precision", f"{where} entries have one magnitude (signs, as in signSGD): {SIGNS}", hinders=True)
-    values = "15 values (4 bits)" if kind == "int4" else "256 values (int8)"
-    return Finding("precision", f"{where} gradient lies on a grid of {values} of its own: {MEANS}")
+    if kind == "int4":
+        return Finding("precision", f"{where} gradient lies on a grid of 15 values of its own (4 bits): {FEW}")
+    if shared:
+        return Finding("precision", f"no parameter's gradient has more than 256 different values (int8): {MEANS}")
+    return Finding("precision", f"each channel's gradient lies on a grid of 256 values of its own (int8): {MEANS}")
 
 
 def find_sparsification(observation: Observation, values: Mapping[str, Tensor]) -> Finding | None:

@@ -117,7 +117,7 @@ def command(out, teacher: str, *options: str) -> int:
     return simulate.main([*given, "--out", str(out), *options])
 
 
-def interrupted(out, teacher: str, monkeypatch) -> None:
+def interrupted(out, teacher: str, monkeypatch, *options: str) -> None:
     """A run that stops in its third round."""
     honest = ClientTask.update
 
@@ -128,7 +128,7 @@ def interrupted(out, teacher: str, monkeypatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(ClientTask, "update", update)
-        assert command(out, teacher) == 130
+        assert command(out, teacher, *options) == 130
 
 
 def rows_of(out) -> list[dict]:
@@ -146,11 +146,18 @@ def test_a_run_with_the_servers_teacher_resumes(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_run_with_the_clients_teachers_does_not_resume(tmp_path, monkeypatch, capsys) -> None:
-    interrupted(tmp_path / "run", "client", monkeypatch)
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ((), "--objective mst"),
+        (("--objective", "supervised", "--defense", "topk:topk_feedback=true"), "--defense topk:topk_feedback=true"),
+    ],
+)
+def test_a_run_whose_clients_keep_something_does_not_resume(tmp_path, monkeypatch, capsys, options, cause: str) -> None:
+    interrupted(tmp_path / "run", "client", monkeypatch, *options)
     capsys.readouterr()
-    assert command(tmp_path / "run", "client", "--resume") == 2
+    assert command(tmp_path / "run", "client", *options, "--resume") == 2
     printed = capsys.readouterr().err.strip()
-    assert "round 3 needs what each client keeps under --objective mst" in printed
+    assert f"round 3 needs what each client keeps under {cause}" in printed
     assert "start again in another --out" in printed
     assert printed.count("\n") == 0
