@@ -118,7 +118,6 @@ def test_clients_send_it_and_a_chain_goes_on_with_it() -> None:
 SCHEDULES = [
     (1.0, Schedule.of_epochs(64, 8, 80)),
     (4.0, Schedule.of_epochs(60_000, 600, 10_000)),
-    (0.7, Schedule.of_epochs(2_000, 20, 500)),
 ]
 
 
