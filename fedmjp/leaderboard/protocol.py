@@ -77,7 +77,7 @@ TIERS = (
     Tier(
         "active_parameters",
         "active on parameters",
-        PLAIN,
+        (*PLAIN, Capability.ACTIVE_PARAMETERS),
         "a malicious server that chooses the weights it sends",
         "F, active manipulator",
         why_not=NOT_RUN,
