@@ -143,7 +143,7 @@ class Track:
 TRACKS = {
     track.name: track
     for track in (
-        Track("small", "8 photographs; took 1.2 minutes of a CPU core without a defence, 3.1 under topk", 8),
+        Track("small", "8 photographs; took 1.2 minutes of a CPU core without a defence, 3.5 under quantise", 8),
         Track(
             "full",
             "32 photographs on more federations with longer searches; not timed",
