@@ -68,8 +68,9 @@ def search(config: SearchConfig, on_policy: Callable[[ScoredPolicy], None]) -> l
     """
     import torch
 
-    from fedmjp.client import shared_data, usable_device
+    from fedmjp.client import shared_data
     from fedmjp.defenses.policy_search import random_policies, score_policies
+    from fedmjp.devices import usable_device
     from fedmjp.models import MODELS, build_model, split_name
 
     device = usable_device(config.device)

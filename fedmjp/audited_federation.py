@@ -355,6 +355,7 @@ def check_before_start(config: RunConfig) -> list[str]:
         UsageError: unknown or missing data, weights, device; fewer images than clients.
     """
     config.validate()
+    active_attack(config.audit.named(), config.attack_settings())
     guarantees = []
     for defense in config.defense:
         task = shared_task(config.to_json(), defense)

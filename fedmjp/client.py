@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attacks.arithmetic import use_exact_arithmetic
 from attacks.registry import UsageError
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
 from fedmjp.defenses.privacy import Schedule
 from fedmjp.defenses.step import LocalStep
+from fedmjp.devices import usable_device
 from fedmjp.models import MODELS, split_name
 from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import Draws, Learner
@@ -386,20 +386,3 @@ def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """
     kept = module.state_dict().keys()
     return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point() and n in kept}
-
-
-def usable_device(name: str) -> torch.device:
-    """The torch device called `name`; the process computes in full float32 from now on (`attacks.arithmetic`).
-
-    Raises:
-        UsageError: this machine has no such device, or it computes no numbers (meta).
-    """
-    use_exact_arithmetic()
-    try:
-        device = torch.device(name)
-        float(torch.ones(1, device=device).sum())
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(
-            f"--device {name} cannot be used here ({str(error).splitlines()[0][:80]}); try --device cpu"
-        ) from error
-    return device

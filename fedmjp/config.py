@@ -244,10 +244,6 @@ class RunConfig:
             raise UsageError(f"--steps is for attacks that search, and none of {', '.join(named)} does")
         for name in named:
             build_attack(name, settings.get(name)).require(threat, name)
-        if Capability.ACTIVE_PARAMETERS in threat.grants:
-            from fedmjp.audit.suite import active_attack
-
-            active_attack(named, settings)
 
     def _validate_audited(self) -> None:
         f, count = self.federation, self._audited_updates()
@@ -255,18 +251,15 @@ class RunConfig:
             raise UsageError(f"--audit-clients takes at least one client, from 0 to {count - 1}")
         strange = [c for c in self.audit.audit_clients if not 0 <= c < count]
         if strange and self.audit.audit_clients != AuditConfig().audit_clients:
-            what = f"group of {self.audit.secure_aggregation} clients" if self.audit.secure_aggregation else "client"
+            size = self.audit.secure_aggregation
+            what = f"group of {size} clients" if size else "client"
             raise UsageError(f"--audit-clients {strange[0]} is no {what}; choose from 0 to {count - 1}")
         strange = [r for r in self.audit.audit_rounds if not 1 <= r <= f.rounds]
         if strange:
             raise UsageError(f"--audit-rounds {strange[0]} is no round; choose from 1 to {f.rounds}")
 
     def _audited_updates(self) -> int:
-        """Numbers that --audit-clients has to choose from: clients, or groups of them in a round.
-
-        Raises:
-            UsageError: the clients of a round do not make groups of --secure-aggregation.
-        """
+        """Clients, or groups of them in a round; `UsageError` if they do not make groups of --secure-aggregation."""
         size, sampled = self.audit.secure_aggregation, self.sampled()
         if not size:
             if Capability.AGGREGATE_ONLY.value in self.audit.grants:

@@ -52,7 +52,8 @@ def probe(config: ProbeConfig) -> dict[str, float]:
     Raises:
         UsageError: checkpoint, data or device that cannot be used.
     """
-    from fedmjp.client import shared_data, usable_device
+    from fedmjp.client import shared_data
+    from fedmjp.devices import usable_device
     from fedmjp.evaluation.features import trained_pool
     from fedmjp.evaluation.linear_probe import probe_accuracy
     from fedmjp.evaluation.neighbours import neighbour_accuracy

@@ -100,6 +100,13 @@ class ActiveAttack(Attack):
         return ATTACKS.get("patch_embedding")()([alone]) if masked.obstacle([alone]) else masked([alone])
 
 
+def hides_positions(observation: Observation) -> bool:
+    """Whether the client hid positions in this step: the embedding that hidden ones share has a gradient."""
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    shared = tokenizer.shared_embedding(observation.gradients) if tokenizer.hides_positions else None
+    return shared is not None and bool(shared.any())
+
+
 def nobody(diagnosis: str, details: Mapping[str, float]) -> Reconstruction:
     """The answer where no image of the batch sent its gradient alone."""
     return Reconstruction(images=None, diagnosis=diagnosis, details=details)

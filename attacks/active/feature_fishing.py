@@ -30,7 +30,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import ActiveAttack, nobody, prepared
+from attacks.active.base import ActiveAttack, hides_positions, nobody, prepared
 from attacks.active.head import SetHead, find_head, read_head, unit_direction
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
@@ -211,8 +211,7 @@ def _read_probe(observation: Observation, head: SetHead, threshold: float) -> Pr
     weight, bias = head.row_gradient(observation)
     direction = (head.direction / head.direction.norm()).to(weight)
     scale, biases = observation.num_examples, observation.gradient_of(f"{head.layer}.bias").double()
-    others = -scale * torch.cat([biases[: head.row], biases[head.row + 1 :]])
-    return Probe(threshold, scale * bias, scale * float(weight @ direction), observation, others)
+    return Probe(threshold, scale * bias, scale * float(weight @ direction), observation, -scale * head.others(biases))
 
 
 def _is_gated(head: SetHead) -> bool:
@@ -230,6 +229,10 @@ def _contradiction(probes: Sequence[Probe], intervals: Sequence[Interval]) -> st
     changes = [probe.others - sent[0].others for probe in sent]
     if any(float(change.max() - change.min()) > 0.5 for change in changes):
         return "the classes of the client's batch changed between the prepared rounds: it does not train on one batch"
+    if any(hides_positions(view) for view in views):
+        return (
+            "the client hides positions, with masks that may differ between the prepared rounds: differences mix them"
+        )
     if any(interval.count < -WHOLE or abs(interval.count - round(interval.count)) > WHOLE for interval in intervals):
         return (
             "the images between the thresholds do not add up to whole numbers: the client's batch changed between the "

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import ActiveAttack, nobody, prepared
+from attacks.active.base import ActiveAttack, hides_positions, nobody, prepared
 from attacks.active.head import SetHead, find_head, read_head, unit_direction
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
@@ -32,6 +32,10 @@ from attacks.registry import UsageError
 # Images that send a gradient to the layers below when p_t = exp(-margin): none in float32 from 104 on, in float64 from
 # 746 on. The logit of the target may lie above its bias by far less than the difference.
 MARGIN = 1000.0
+POLLUTED = (
+    "the client hides positions, and no row of the position gradient is zero: something that does not pass the "
+    "classifier reaches the positions (a localisation loss without parameters)"
+)
 NOT_PREPARED = "the model that the client was sent was not prepared for fishing by class"
 
 
@@ -100,7 +104,8 @@ class Fishing(ActiveAttack):
         reason = (
             f"{senders} images of class {head.row} send their gradients together (feature_fishing tells them apart)"
         )
-        diagnosis = "; ".join(text for text in (reason * several, found.diagnosis) if text)
+        polluted = hides_positions(observation) and not found.details.get("masked")
+        diagnosis = "; ".join(text for text in (reason * several, POLLUTED * polluted, found.diagnosis) if text)
         known = None if found.known is None else found.known & (not diagnosis)
         complete = labels is not None and len(labels) == observation.num_examples
         return Reconstruction(
@@ -146,8 +151,7 @@ def _heads(history: Sequence[Observation], layer: str) -> list[tuple[SetHead, Te
 
 
 def _is_fished(head: SetHead) -> bool:
-    others = torch.cat([head.bias[: head.row], head.bias[head.row + 1 :]])
-    return bool(head.bias[head.row] < others.min() - MARGIN / 2)
+    return bool(head.bias[head.row] < head.others(head.bias).min() - MARGIN / 2)
 
 
 def _some(labels: Sequence[int], most: int = 8) -> str:

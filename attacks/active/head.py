@@ -42,15 +42,26 @@ class SetHead:
     bias: Tensor
 
     def row_gradient(self, observation: Observation) -> tuple[Tensor, float]:
-        """The gradients of w_t, (D,) float64, and of b_t."""
+        """The gradients of w_t, (D,) float64, and of b_t.
+
+        Over the classes dL/db sums to zero. It is read from the other classes, because returned weights have no digits
+        left for the change of a bias as far from zero as b_t.
+        """
         weight = observation.gradient_of(f"{self.layer}.weight")[self.row].double()
-        return weight, float(observation.gradient_of(f"{self.layer}.bias")[self.row].double())
+        bias = observation.gradient_of(f"{self.layer}.bias").double()
+        return weight, -float(self.others(bias).sum())
+
+    def others(self, values: Tensor) -> Tensor:
+        """(K,) without the entry of class t."""
+        return torch.cat([values[: self.row], values[self.row + 1 :]])
 
     def class_counts(self, observation: Observation) -> Tensor:
         """Images of each class in the batch of one step, (K,) int64; right where p_t is 0 or 1 for all of them."""
         bias = observation.gradient_of(f"{self.layer}.bias").double()
-        share = self.bias.softmax(dim=0).to(bias) - bias
-        return (observation.num_examples * share).round().long().clamp(min=0)
+        share = self.bias.softmax(dim=0).to(bias)
+        below = share - bias
+        below[self.row] = share[self.row] - self.row_gradient(observation)[1]
+        return (observation.num_examples * below).round().long().clamp(min=0)
 
 
 def find_head(model: nn.Module, image_shape: tuple[int, int, int]) -> str:

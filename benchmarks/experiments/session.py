@@ -20,9 +20,9 @@ from fedmjp.audit.harness import ScoreImages, scorer
 from fedmjp.audit.suite import select_attacks
 from fedmjp.audit.victims import Victims
 from fedmjp.budgets import ALL, AUTO
-from fedmjp.client import usable_device
 from fedmjp.data import Gallery
 from fedmjp.defenses import Defense
+from fedmjp.devices import usable_device
 from fedmjp.metrics import load_lpips
 from fedmjp.records import provenance
 from fedmjp.records.rows import RESULTS, RowLog, Schema, pack_rows, unpack_rows

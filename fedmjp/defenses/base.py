@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from fedmjp.models import BuiltModel
     from fedmjp.objectives import Objective
 
+# Attacks that read the gradients of a model's first layers alone, with and without hidden positions.
+FIRST_LAYERS = (
+    *("patch_embedding", "token_span", "batch_rounds"),
+    *("mjp_subspace", "mjp_mixture", "mjp_rounds", "unmix", "unmix_rounds"),
+)
+
 
 @dataclass(frozen=True)
 class ClientInput:

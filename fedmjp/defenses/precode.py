@@ -7,7 +7,7 @@ patch projection read neither bottleneck nor classifier and are exact as before 
 and Balunovic et al. 2022, arXiv:2111.04706, leave these layers out of gradient matching: `leave_out`).
 
 Departs from the published code in evaluating the mean instead of a sample (`fedmjp.models.bottleneck`). The bottleneck
-is new in every run, whatever weights are loaded; weights trained under PRECODE cannot be loaded into another run.
+is new where weights of a plain model are loaded, and loaded from weights that were trained under PRECODE.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import Defense
+from fedmjp.defenses.base import FIRST_LAYERS, Defense
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,8 +28,7 @@ class Precode(Defense):
     """Options of --defense precode."""
 
     random: ClassVar[bool] = True
-    # They leave out bottleneck and classifier: they read the gradients of the first layers alone.
-    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding", "token_span", "batch_rounds")
+    known_by: ClassVar[tuple[str, ...]] = FIRST_LAYERS
 
     bottleneck_size: int = 256
     """Channels of the sample (published code: 256)."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import Defense
+from fedmjp.defenses.base import FIRST_LAYERS, Defense
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 class Soteria(Defense):
     """Options of --defense soteria."""
 
-    # They leave out the classifier: they read the gradients of the first layers alone.
-    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding", "token_span", "batch_rounds")
+    known_by: ClassVar[tuple[str, ...]] = FIRST_LAYERS
 
     pruned_features: float = 0.8
     """Share of the representation's entries that are set to zero, in [0, 1] (0.8 in comparisons of defences)."""
@@ -72,7 +71,8 @@ class Soteria(Defense):
         images, scale = views[0].images, torch.tensor(step.model.std).to(views[0].images)
         sensitivity = jacobian_norms(features, images, scale)
         pruned = pruned_entries(features.detach(), sensitivity, self.pruned_features)
-        lost = (slopes.mT @ (features.detach() * pruned)).to(step.trained[f"{name}.weight"])
+        weight = step.trained[f"{name}.weight"]  # activations may have fewer digits
+        lost = slopes.to(weight).mT @ (features.detach() * pruned).to(weight)
         found = step.gradients()
         return found | {f"{name}.weight": found[f"{name}.weight"] - lost}
 

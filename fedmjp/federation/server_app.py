@@ -97,10 +97,7 @@ def run_rounds(
         on_round(server_round + first_round - 1, state)
         return None
 
-    def examples(node: int) -> int:
-        return f.batch_size * task.steps(strategy.partitions[node])
-
-    checked = CheckedGrid(grid, Expected.of(layout_of(task.parameters), layout_of(task.buffers), examples))
+    checked = CheckedGrid(grid, server_side.expected())
     strategy.start(TapGrid(checked, server_side), state, num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)
 
 
@@ -115,6 +112,15 @@ class _ServerSide:
     strategy: FederatedMean
     on_update: Callable[[ServerView], None]
     on_send: OnSend | None
+
+    def expected(self) -> Expected:
+        """What a client's reply must hold."""
+
+        def examples(node: int) -> int:
+            """Images of all local steps of the node's client."""
+            return self.task.config.federation.batch_size * self.task.steps(self.strategy.partitions[node])
+
+        return Expected.of(layout_of(self.task.parameters), layout_of(self.task.buffers), examples)
 
     def __call__(self, sent: RecordDict, received: RecordDict, node: int) -> None:
         """Observe one update."""

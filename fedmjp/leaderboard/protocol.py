@@ -77,7 +77,7 @@ TIERS = (
     Tier(
         "active_parameters",
         "active on parameters",
-        PLAIN,
+        (*PLAIN, Capability.ACTIVE_PARAMETERS),
         "a malicious server that chooses the weights it sends",
         "F, active manipulator",
         why_not=NOT_RUN,
@@ -143,7 +143,7 @@ class Track:
 TRACKS = {
     track.name: track
     for track in (
-        Track("small", "8 photographs; took 1.2 minutes of a CPU core without a defence, 2.8 under mjp:gamma=0.5", 8),
+        Track("small", "8 photographs; took 1.2 minutes of a CPU core without a defence, 3.5 under quantise", 8),
         Track(
             "full",
             "32 photographs on more federations with longer searches; not timed",

@@ -7,7 +7,9 @@ logits = built.module(built.normalise(images), position_mask=mask)
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import timm
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from attacks.registry import UsageError
 from fedmjp.models.registry import MODELS, ModelSpec, split_name
 from fedmjp.models.vit import AprilBlock, BlockKind, ViT
-from fedmjp.models.weights import load_weights
+from fedmjp.models.weights import load_weights, read_state
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def build_model(
     dal: str = "linear",
     seed: int = 0,
     attach: Callable[[nn.Module], None] | None = None,
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> BuiltModel:
     """Build a model by name.
 
@@ -82,6 +85,8 @@ def build_model(
         dal: DAL map of the _mjp and _idx variants.
         seed: of the random initialisation; NAME and its variants share every weight that they have in common.
         attach: adds an objective's heads to the new module, before weights are loaded (`Objective.attach`).
+        adapt: changes layers (`Defense.adapt`) after weights are loaded, or before that for a checkpoint that holds
+            parameters which it adds.
 
     Raises:
         UsageError: unknown name, missing or unfit weights, or an april block on a model that is no plain ViT.
@@ -95,9 +100,14 @@ def build_model(
         module = _initialise(spec, variant, num_classes, dal)
         if attach is not None:
             attach(module)
+    adapted = adapt is not None and _holds_added(weights, module, adapt)
+    if adapted:
+        adapt(module)
     provenance = load_weights(module, name=name, source=weights, timm_name=spec.published, seed=seed)
     if block == "april":
         module.blocks[0] = AprilBlock(module.blocks[0])
+    if adapt is not None and not adapted:
+        adapt_seeded(module, adapt, seed)
     about = {"image_size": spec.image_size, "patch_size": spec.patch_size, "mean": spec.mean, "std": spec.std}
     return BuiltModel(module, name, block, **about, provenance=provenance, speech=spec.speech)
 
@@ -118,6 +128,23 @@ def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
         raise UsageError(f"images of {image_size} pixels do not divide into patches of {built.patch_size}")
     built.module.set_input_size(img_size=image_size)
     return replace(built, image_size=image_size)
+
+
+def adapt_seeded(module: nn.Module, adapt: Callable[[nn.Module], None], seed: int) -> None:
+    """Change a model's layers; what is new in it depends on `seed` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapt(module)
+
+
+def _holds_added(weights: str, module: nn.Module, adapt: Callable[[nn.Module], None]) -> bool:
+    """Whether `weights` is a checkpoint that holds parameters which `adapt` would add to the module."""
+    if weights in ("random", "timm", "auto"):
+        return False
+    changed = deepcopy(module)
+    adapt_seeded(changed, adapt, 0)
+    added = changed.state_dict().keys() - module.state_dict().keys()
+    return not added.isdisjoint(read_state(Path(weights)))
 
 
 def _initialise(spec: ModelSpec, variant: str, num_classes: int, dal: str) -> nn.Module:

@@ -18,6 +18,7 @@ from fedmjp.config import ModelConfig
 from fedmjp.defenses import ClientInput, Defense
 from fedmjp.defenses.step import LocalStep, local_step
 from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.build import adapt_seeded
 from fedmjp.models.encoder import load_encoder
 from fedmjp.models.weights import Origin, classes_of, read_origin, read_state
 from fedmjp.objectives import read_objective
@@ -85,15 +86,14 @@ class Learner:
             dal=getattr(defense, "dal", "none"),
             seed=seed,
             attach=objective.attach,
+            adapt=defense.adapt if encoder is None else None,
         )
         if encoder is not None:
             origin = load_encoder(built.module, encoder)
             if origin.objective:
                 read_objective(origin.objective).begin_fine_tuning(built.module)
             built = dataclasses.replace(built, provenance=origin.provenance)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            defense.adapt(built.module)
+            adapt_seeded(built.module, defense.adapt, seed)
         built.module.to(device)
         return cls(objective, defense, built)
 

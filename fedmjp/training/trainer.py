@@ -18,10 +18,10 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor
 
 from attacks import UsageError
-from fedmjp.client import usable_device
 from fedmjp.data import DataBundle, load_data
 from fedmjp.defenses import Defense
 from fedmjp.defenses.privacy import Schedule
+from fedmjp.devices import usable_device
 from fedmjp.models import MODELS, split_name
 from fedmjp.models.vit import skip_blocks
 from fedmjp.objectives import Draws, Learner

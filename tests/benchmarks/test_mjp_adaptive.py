@@ -139,6 +139,7 @@ def test_attacks_over_updates_are_chosen_where_the_last_update_of_a_client_is_no
         assert set(plan[2]) == {"mjp_rounds", "unmix_rounds"}
 
 
+@pytest.mark.slow
 def test_masks_as_released_a_warm_up_and_a_resampled_model_are_named(tmp_path) -> None:
     """Of 36 patches the first update hides none (warm-up), the second at most the floor of half."""
     out = tmp_path / "out"
@@ -210,6 +211,7 @@ def test_either_experiment_can_be_left_out(tmp_path, left_out: str) -> None:
     assert ("updates.csv" in names) == (left_out == "--gammas")
 
 
+@pytest.mark.slow
 def test_a_defence_without_a_masking_ratio_is_attacked_once(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--model", "vit_mini_64", "--num-images", "1", "--defense", "noise", "--noise-multiplier", "0"]

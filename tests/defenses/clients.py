@@ -35,18 +35,21 @@ class Update:
         return answer(ATTACKS.get(name)(), [self.view], weights_granted=True)
 
 
-def task_under(defense: str, model: str = "vit_mini_64", batch_size: int = 1, **local) -> ClientTask:
-    """The task of a federation of two clients on photographs; weights are the shipped ones where there are any.
+def task_under(
+    defense: str, model: str = "vit_mini_64", batch_size: int = 1, weights: str = "auto", **local
+) -> ClientTask:
+    """The task of a federation of two clients on photographs.
 
     Args:
         defense: entry of --defense.
+        weights: as for --weights; by default the shipped ones where there are any.
         local: fields of `LocalConfig`.
     """
     config = RunConfig(
         defense=(defense,),
         federation=FederationConfig(clients=2, rounds=1, batch_size=batch_size),
         local=LocalConfig(**local),
-        model=ModelConfig(model),
+        model=ModelConfig(model, weights),
         data=DataConfig(train_limit=8, test_limit=2),
     )
     config.validate()

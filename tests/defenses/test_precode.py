@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
@@ -16,6 +17,7 @@ from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from fedmjp.models.bottleneck import VariationalBottleneck
+from fedmjp.train import main as train
 from tests.defenses.clients import task_under, update_under, weights_of
 
 
@@ -78,6 +80,19 @@ def test_trained_weights_load_and_the_bottleneck_is_new_and_shared() -> None:
     sent = SentModels(server.model.module)(weights_of(server))
     images = server.batch(0, 1, 0).images
     assert torch.equal(sent(images), copy.deepcopy(client.model.module).eval()(images))
+
+
+def test_training_under_it_ends_with_weights_that_it_loads(tmp_path) -> None:
+    """From its command line; the bottleneck of a run that starts from them is theirs."""
+    small = "--model vit_micro16_32 --data photos --train-limit 8 --test-limit 4 --threads 1 --precision float32"
+    recipe = "--epochs 1 --batch-size 4 --repeats 1 --warmup-epochs 0 --defense precode"
+    assert train([*small.split(), *recipe.split(), "--out", str(tmp_path)]) == 0
+    file = tmp_path / "model.safetensors"
+    task = task_under("precode", "vit_micro16_32", weights=str(file))
+    weight = task.model.module.bottleneck.encode.weight
+    assert torch.equal(weight, load_file(file)["bottleneck.encode.weight"].float())
+    with pytest.raises(UsageError, match="unknown"):
+        task_under("none", "vit_micro16_32", weights=str(file))
 
 
 @pytest.mark.parametrize("attack", ["patch_embedding", "token_span"])

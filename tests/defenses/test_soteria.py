@@ -131,6 +131,14 @@ def test_gradient_matching_can_leave_the_classifier_out() -> None:
     assert "no parameter's name begins with 'classifier.'" in missing.diagnosis
 
 
+def test_attacks_on_mjp_are_as_good_in_a_chain_with_it() -> None:
+    alone, chained = (
+        update_under(entry).attacked("mjp_subspace") for entry in ("mjp:gamma=0.1", "mjp:gamma=0.1+soteria")
+    )
+    torch.testing.assert_close(chained.images, alone.images, atol=0.01, rtol=0)
+    assert "mjp_subspace" in read_defense("mjp:gamma=0.1+soteria").known_by
+
+
 def test_it_acts_in_chains_and_on_batches() -> None:
     """The noise comes after the perturbation: without noise both are the same update."""
     chained, alone = (
@@ -139,7 +147,24 @@ def test_it_acts_in_chains_and_on_batches() -> None:
     weights = weights_of(alone)
     sent, expected = (task.update(0, 1, weights).tensors for task in (chained, alone))
     assert all(torch.equal(sent[name], expected[name]) for name in expected)
-    assert read_defense("soteria+noise").known_by == ("patch_embedding",)
+    both = set(DEFENSES.get("soteria").known_by) & set(DEFENSES.get("noise").known_by)
+    assert set(read_defense("soteria+noise").known_by) == both
+
+
+def test_activations_of_half_precision() -> None:
+    """As central training computes them: without the whole representation nothing is left, to bfloat16's precision."""
+    model, images = build_model("vit_micro16_32", num_classes=8, weights="random"), photographs(32, 2)
+    plain, step = step_of(model, images).gradients(), step_of(model, images)
+    exact = step.loss_of
+
+    def loss_of(views: tuple[ClientInput, ...], labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return exact(views, labels)
+
+    step.loss_of = loss_of
+    found = DEFENSES.get("soteria")(pruned_features=1.0).gradients(step, torch.Generator())
+    assert float(found["head.weight"].abs().max()) < 0.02 * float(plain["head.weight"].abs().max())
+    torch.testing.assert_close(found["head.bias"], plain["head.bias"], rtol=0.05, atol=0.01)
 
 
 def test_what_it_cannot_act_on() -> None:

@@ -125,6 +125,17 @@ def test_an_interrupted_search_goes_on(searched, tmp_path, monkeypatch) -> None:
     assert [row["psnr"] for row in again] == [row["psnr"] for row in searched]
 
 
+def test_secure_aggregation_makes_one_batch_of_a_group(tmp_path) -> None:
+    """Two groups of two clients, of which the first is sent prepared models: one image of four photographs."""
+    small = ["--clients", "4", "--batch-size", "2", "--train-limit", "8", "--rounds", "2", "--secure-aggregation", "2"]
+    grants = [grant for grant in GRANTS if grant != "several_rounds"]
+    assert attack(tmp_path / "run", "fishing", *small, "--grants", *GRANTS) == 0
+    rows = rows_of(tmp_path / "run", "fishing")
+    assert {row["batch_size"] for row in rows} == {4}
+    assert all(set(grants) <= set(row["threat_model"]) and "aggregate_only" in row["threat_model"] for row in rows)
+    assert any((row["psnr"] or 0) > 60 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

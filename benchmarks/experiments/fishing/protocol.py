@@ -18,6 +18,7 @@ from experiments.fishing.batches import Labels, draw_batches
 from experiments.fishing.options import GRANTS, Options
 from experiments.fishing.pictures import batch_figure
 from experiments.fishing.render import FISHING, PASSIVE
+from experiments.rendering import read_run
 from experiments.session import AttackSession
 from fedmjp.audit.harness import Scored, score_found
 from fedmjp.audit.observe import model_as_sent
@@ -79,7 +80,8 @@ class Run:
                     pictures = self.attack(name, attack, labels, size, rows) or pictures
         if pictures and o.images == "photos":
             batch_figure(pictures, o.out / "batch.png")
-        self.session.finish("fishing", FISHING, images=self.gallery.provenance)
+        before = read_run(o.out)["images"] if (o.out / "run.json").is_file() else {}
+        self.session.finish("fishing", FISHING, images={**before, self.gallery.name: self.gallery.provenance})
         self.console.print(pd.read_csv(o.out / "table.csv").to_string(index=False), highlight=False)
 
     def attack(self, name: str, attack: ActiveAttack, labels: Labels, size: int, rows: RowLog) -> dict[str, Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
+from attacks.active.base import AUTO
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.records.rows import BASELINES
@@ -20,6 +23,7 @@ LINE = ["model", "weights", "defense", "setting", "batch_size"]
 def fishing_files(folder: Path) -> dict[str, str]:
     """table.csv: PSNR and images by case and attack; rounds.csv: images that came back by round."""
     rows = read_rows(folder)
+    rows = rows.assign(attack=[_named(*both) for both in zip(rows["attack"], rows["attack_parameters"], strict=True)])
     return {"table.csv": csv(_table(rows), 4), "rounds.csv": csv(_by_round(rows), 4)}
 
 
@@ -55,22 +59,31 @@ def passive_block(folder: Path) -> str:
 
 
 def rounds_figure(folder: Path) -> None:
-    """Draw the share of a client's images that came back against the rounds."""
+    """Draw the share of a client's images that came back against the rounds, where the clients have no defence and the
+    server had rounds enough for every image."""
     table = pd.read_csv(folder / "rounds.csv")
+    complete = table.groupby([*LINE, "attack"])["recovered"].transform("max") == table["count"]
+    table = table[complete & (table["defense"] == "none")]
     figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.add_subplot()
     for index, (key, own) in enumerate(table.groupby([*LINE, "attack"], sort=False)):
-        model, _, defense, setting, size, attack = key
-        label = f"{attack}, {model}, {size} {setting}" + ("" if defense == "none" else f", {defence_words(defense)}")
+        model, _, _, setting, size, attack = key
+        label = f"{attack}, {model}, {size} {setting}"
         look = style(index) | {"marker": ""}
         axes.plot(
             [0, *own["round"]], [0, *own["recovered"] / own["count"]], drawstyle="steps-post", label=label, **look
         )
-    axes.set_xlabel("rounds in which the client was sent a prepared model", fontsize=NORMAL)
+    axes.set_xlabel("prepared rounds", fontsize=NORMAL)
     axes.set_ylabel(f"share of images above {RECOGNISABLE:.0f} dB", fontsize=NORMAL)
     axes.legend(fontsize=SMALL, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     dress(axes, "y")
     save(figure, folder / "rounds.png")
+
+
+def _named(attack: str, parameters: Mapping[str, Any]) -> str:
+    """The attack, with the one that reads its images where that is not its own choice."""
+    reader = parameters.get("reader", AUTO)
+    return attack if reader == AUTO else f"{attack} with {reader}"
 
 
 def _table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -101,6 +114,6 @@ def _rounds(rows: pd.DataFrame) -> pd.Series:
 
 
 FISHING = Rendering(
-    "fishing", fishing_files, {"fishing": fishing_block, "fishing-passive": passive_block}, rounds_figure
+    "fishing", fishing_files, {"fishing": fishing_block, "fishing_passive": passive_block}, rounds_figure
 )
 RENDERINGS = (FISHING,)

@@ -22,8 +22,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "drop path 0.1": {"drop_path": 0.1},
     "dropout 0.1": {"dropout": 0.1},
     "batch of 2": {"batch_size": 2},
-    "Mixup, batch of 2": {"augment": "mixup", "batch_size": 2},
-    "CutMix, batch of 2": {"augment": "cutmix", "batch_size": 2},
     "batch of 8": {"batch_size": 8},
     "batch of 32": {"batch_size": 32},
     "weights after one step": WEIGHTS,

@@ -25,9 +25,9 @@ from attacks.gradient_matching.simulation import build_simulation
 from attacks.gradient_matching.unrolled import Simulation, math_attention
 from experiments.speed.timing import peak_memory, timed
 from fedmjp.audit.per_image import observe_groups
-from fedmjp.client import usable_device
 from fedmjp.data import load_gallery
 from fedmjp.defenses import ClientInput
+from fedmjp.devices import usable_device
 from fedmjp.metrics.intervals import bootstrap_statistic
 from fedmjp.models import build_model
 

@@ -125,6 +125,19 @@ def test_masks_that_differ_between_images_are_read_from_the_one_that_sends() -> 
     assert not (honest.gradients["pos_embed"][0, 1:].abs().amax(dim=1) == 0)[mask[2]].any()
 
 
+@pytest.mark.parametrize("rate", [1e-1, 1e-4])
+def test_images_are_counted_in_returned_weights(rate: float) -> None:
+    """At the small rate the bias of the target does not change by as much as a digit of float32."""
+    built, images, attack = micro("auto", "vit_mini_32"), photographs(32, 4), ATTACKS.get("fishing")(target=5)
+    view, _ = answer_to(attack, built, images, LABELS[:4], [])
+    sent = dict(view.model.named_parameters())
+    gradients = {n: (sent[n] - (sent[n] - rate * g)).detach() / rate for n, g in view.gradients.items()}
+    found = attack([replace(view, gradients=gradients, kind="weights", learning_rate=rate)])
+    assert found.details["senders"] == 1
+    assert found.labels.tolist() == [0, 3, 5, 6]
+    assert psnr(found, images[2:3]) > 25
+
+
 def test_the_mean_of_several_clients_is_one_batch() -> None:
     built, images, attack = micro("auto", "vit_mini_32"), photographs(32, 6), ATTACKS.get("fishing")(target=6)
     labels = torch.tensor([3, 0, 5, 3, 6, 5])
@@ -167,6 +180,31 @@ def test_another_batch_is_noticed() -> None:
     _, found = answer_to(attack, micro(), images[4:], labels[4:], history)
     assert found.diagnosis.startswith("the classes of the client's batch changed between the prepared rounds")
     assert found.known is None or not found.known.any()
+
+
+def test_a_localisation_loss_that_cannot_be_silenced_is_noticed() -> None:
+    built = build_model("vit_mini_64_mjp", num_classes=200, weights="auto", dal="pca")
+    attack, images = ATTACKS.get("fishing")(target=5), photographs(64, 4)
+    mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) < 0.1
+    sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), []))
+    found = attack([with_localisation(replace(built, module=sent), images, LABELS[:4], mask)])
+    assert "no row of the position gradient is zero" in found.diagnosis
+    assert not found.known.any()
+
+
+def test_thresholds_under_masks_drawn_anew_are_not_vouched_for() -> None:
+    built, images, attack = micro("auto", "vit_mini_64_mjp"), photographs(64, 4), ATTACKS.get("feature_fishing")()
+    history, generator = list[Observation](), torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(5):
+        sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), history))
+        mask = torch.rand(4, 64, generator=generator) < 0.1
+        view = with_localisation(replace(built, module=sent), images, LABELS[:4], mask)
+        found.append(attack([*history, view]))
+        history.append(remember(view, attack.remembered_layers(sent, (3, 64, 64))))
+    assert any(one.images is not None for one in found)
+    assert all("the client hides positions" in one.diagnosis for one in found)
+    assert not any(one.known.any() for one in found if one.known is not None)
 
 
 def test_other_weights_below_the_classifier_are_noticed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 
@@ -13,6 +14,7 @@ from attacks.heads.context import read_context
 from attacks.heads.dense_head import find_dense_head
 from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
+from attacks.heads.pixel_head import PixelHead
 from attacks.heads.place_rows import read_places
 from attacks.heads.position_head import PositionHead, place_gradients
 from attacks.mjp.patch_set import PatchSet, known_span
@@ -158,6 +160,19 @@ def test_the_localisation_term_of_mjp_is_named(dal: str) -> None:
         words = PositionHead().obstacle([view])
         assert "a regression of the two coordinates of a place from its position embedding" in words
         assert "has no row for each place, and its gradient holds no token of the image" in words
+
+
+def test_a_head_of_several_classes_is_refused() -> None:
+    """As of a segmentation: five classes for every token, whose labels the server does not have."""
+    sent = observe_under("mp3:eta=0.5", "vit_micro8_32", photographs(32, 1))
+    draws = torch.Generator().manual_seed(0)
+    model = copy.deepcopy(sent.model)
+    model.pretext = torch.nn.Linear(64, 5)
+    head = {"pretext.weight": torch.randn(5, 64, generator=draws), "pretext.bias": torch.randn(5, generator=draws)}
+    classes = dataclasses.replace(sent, model=model, gradients=dict(sent.gradients) | head)
+    for attack, rows in ((PositionHead(), "16 places of the patches"), (PixelHead(), "192 values of a patch")):
+        words = f"5 rows, and there are {rows}: .* depends on labels that the server does not have"
+        assert re.search(words, attack.obstacle([classes]))
 
 
 def test_a_batch_is_refused() -> None:
