@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attacks.linear.intervals import error_bounds
+from attacks.linear.intervals import rounding_of_weights
 from attacks.observation import Observation
 from attacks.registry import UsageError
 
@@ -51,7 +51,8 @@ def undo_first_step(observation: Observation, epsilon: float) -> Observation:
     gradients, bounds, far, entries = {}, {}, 0, 0
     for name, sent in observation.gradients.items():
         step = sent.double()
-        error = error_bounds(observation, name) + ROUND_OFF_UNITS * torch.finfo(torch.float32).eps * step.abs()
+        # The steps of most entries are as large as the rate: that is the optimiser, not a message of signs.
+        error = rounding_of_weights(observation, name) + ROUND_OFF_UNITS * torch.finfo(torch.float32).eps * step.abs()
         far, entries = far + int((step.abs() > 1 + 2 * error).sum()), entries + step.numel()
         low, high = _interval(step.abs(), error, epsilon)
         gradients[name] = (step.sign() * (low + high) / 2).to(sent.dtype)

@@ -50,6 +50,11 @@ ATTACKS = {
     "patch_set": ("#4D4D4D", "p"),
     "unmix": (ORANGE, "P"),
     "unmix_rounds": (BLACK, "X"),
+    "noisy_rounds": ("#00593F", "h"),
+    "sparse_rounds": ("#00593F", "d"),
+    "lora_span": ("#1B7F8C", "p"),
+    "fishing": ("#7A2F5C", ">"),
+    "feature_fishing": ("#7A2F5C", "<"),
     "inverting_gradients": (VIOLET, "*"),
     "gradvit": ("#A6761D", "h"),
     "see_through_gradients": ("#1B7F8C", ">"),
@@ -69,6 +74,15 @@ DEFENCES = {
     "noise": ("#66C2A4", "#00593F"),
     "spp": ("#CC79A7", "#7A2F5C"),
     "frozen_positions": (VIOLET,),
+    "withheld": ("#5E3C99",),
+    "lora": ("#1B7F8C",),
+    "adapters": ("#6FB7BF",),
+    "topk": ("#A6761D",),
+    "quantise": ("#7F7F00",),
+    "dp_sgd": ("#004D40",),
+    "soteria": ("#B0307A",),
+    "precode": ("#6A3D1E",),
+    "ats": ("#4D4D4D",),
 }
 OBJECTIVES = {"supervised": BLUE, "mp3": "#D55E00", "droppos": "#F2A900", "mst": "#00593F"}
 _SCALES = {"gamma": (0.0, 1.0), "noise_multiplier": (-5.0, -1.0), "spp_probability": (0.0, 1.0)}  # of log10 for noise

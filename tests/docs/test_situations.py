@@ -18,7 +18,7 @@ CAUSES = {
     "gamma_one": "64 of 64 position rows are exactly zero",
     "two_steps": "2 local steps",
     "batch_of_eight": "the batch holds 8 images",
-    "frozen_positions": "the gradient of pos_embed is zero everywhere",
+    "frozen_positions": "the update holds no gradient of pos_embed",
     "noise": "not the exact gradient of one image",
     "naive_attacks": "shared position embedding",
     "wrong_block": "APRIL's equation does not hold",
