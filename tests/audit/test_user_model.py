@@ -317,6 +317,11 @@ def without_head(state: dict, partition: int) -> dict:
 def test_what_cannot_be_checked_of_the_step_is_said_to_be_assumed(tmp_path) -> None:
     watcher, _ = watch(own_app(spoil=without_head), tmp_path, batch_size=1, local_steps=1)
     assert "one gradient step as stated is assumed" in watcher.findings["unchecked_step"]
+    assert watcher.verdict().certified == 2  # the encoder's gradients bear it out, given the one at its output
+
+
+def test_steps_on_two_images_are_not_certified_without_a_classifier(tmp_path) -> None:
+    watcher, _ = watch(own_app(spoil=without_head, batches=(0, 1)), tmp_path, batch_size=1, local_steps=1)
     assert watcher.verdict().certified == 0
 
 

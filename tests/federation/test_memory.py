@@ -15,7 +15,7 @@ import resource, sys
 from fedmjp.client import ClientTask
 from fedmjp.config import from_flat
 from fedmjp.federation import ENGINES, run_rounds
-config = from_flat({"model": "deit_ti", "clients": 100, "clients_per_round": int(sys.argv[1]), "rounds": 1, "threads":
+config = from_flat({"model": "vit_mini_64", "clients": 100, "clients_per_round": int(sys.argv[1]), "rounds": 1, "threads":
 2,
                     "data": "folder:" + sys.argv[2]})
 ENGINES.get("local")(lambda grid: run_rounds(grid, ClientTask(config, "none"), "none", on_update=lambda v: None,
