@@ -35,7 +35,7 @@ import pandas as pd
 
 from fedmjp.audit.strongest import IMAGE, by_image, gains_over_guesses, strongest
 from fedmjp.defenses import Defense
-from fedmjp.defenses.chain import chain_name, known_defense
+from fedmjp.defenses.chain import chain_name, defense_of_row
 from fedmjp.metrics import Interval, bootstrap_mean
 from fedmjp.records.reasons import grouped, in_one_sentence, pattern
 from fedmjp.records.rows import BASELINES
@@ -243,7 +243,8 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
 def _defense_of(rows: pd.DataFrame) -> dict[str, Any]:
     """`defense` and `knowing` of a verdict on rows of one defence."""
     labels = sorted(map(str, rows["defense"].unique()))
-    defense = known_defense(labels[0]) if labels else None
+    options = rows["defense_parameters"].iloc[0] if labels and "defense_parameters" in rows else {}
+    defense = defense_of_row(labels[0], options) if labels else None
     if len({chain_name(label) for label in labels}) != 1 or defense is None or type(defense) is Defense:
         return {}
     return {"defense": chain_name(labels[0]), "knowing": defense.known_by}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +197,30 @@ def known_defense(label: str) -> Defense | None:
         return read_defense(label)
     except UsageError:
         return None
+
+
+def defense_of_row(label: str, parameters: Mapping[str, Any]) -> Defense | None:
+    """The defence of a row with the options that it ran with, wherever they were given; None as `known_defense`.
+
+    Args:
+        label: the row's column `defense`.
+        parameters: its column `defense_parameters`.
+    """
+    defense = known_defense(label)
+    if not isinstance(defense, Chain):
+        return defense and _with_options(defense, parameters)
+    own = {name: {} for name, _ in defense.parts}
+    for key, value in parameters.items():
+        name, _, option = key.partition(".")
+        own.get(name, {})[option] = value
+    return Chain(tuple((name, _with_options(part, own[name])) for name, part in defense.parts))
+
+
+def _with_options(defense: Defense, values: Mapping[str, Any]) -> Defense:
+    """A copy with these options, as JSON holds them; those that it does not have are left out."""
+    names = {field.name for field in fields(defense)}
+    read = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return replace(defense, **{name: value for name, value in read.items() if name in names})
 
 
 def read_defense(entry: str, usual: Callable[[str], Defense | None] = lambda name: None) -> Defense:

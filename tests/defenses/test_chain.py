@@ -129,5 +129,14 @@ def test_a_verdict_names_the_attacks_that_know_the_chain() -> None:
         "defense": "mjp+frozen_positions",
         "knowing": known_defense("mjp+frozen_positions").known_by,
     }
+    # Options may stand on the command line instead of behind the name.
+    given = {"withhold": ["first_block"]}
+    rows = pd.DataFrame({"defense": ["withheld"], "defense_parameters": [given]})
+    assert "token_span" in known_defense("withheld").known_by
+    assert "token_span" not in _defense_of(rows)["knowing"]
+    chained = pd.DataFrame(
+        {"defense": ["withheld+noise"], "defense_parameters": [{"withheld.withhold": ["first_block"]}]}
+    )
+    assert "token_span" not in _defense_of(chained)["knowing"]
     assert _defense_of(pd.DataFrame({"defense": ["none"]})) == {}
     assert _defense_of(pd.DataFrame({"defense": ["not_installed"]})) == {}

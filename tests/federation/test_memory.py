@@ -15,9 +15,8 @@ import resource, sys
 from fedmjp.client import ClientTask
 from fedmjp.config import from_flat
 from fedmjp.federation import ENGINES, run_rounds
-config = from_flat({"model": "vit_mini_64", "clients": 100, "clients_per_round": int(sys.argv[1]), "rounds": 1, "threads":
-2,
-                    "data": "folder:" + sys.argv[2]})
+options = {"model": "vit_mini_64", "clients": 100, "rounds": 1, "threads": 2, "data": "folder:" + sys.argv[2]}
+config = from_flat(options | {"clients_per_round": int(sys.argv[1])})
 ENGINES.get("local")(lambda grid: run_rounds(grid, ClientTask(config, "none"), "none", on_update=lambda v: None,
                                              on_round=lambda n, state: None), 100)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
