@@ -72,6 +72,8 @@ def read_step(observation: Observation, relative_error: float = 0.0) -> Step | N
         return Step(terms, float("nan"))
     features = right[0, :-1] / right[0, -1]
     logits = module.weight.detach().double() @ features + module.bias.detach().double()
+    if not logits.isfinite().all():  # the bias' gradient was not sent (top-k): nothing shows the scale
+        return Step(terms, float("nan"))
     return Step(terms, _factor(gradient[:, -1], logits.softmax(dim=0)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -136,3 +137,14 @@ def test_what_cannot_be_read_is_none() -> None:
     loss = functional.cross_entropy(logits_of(two(photographs(32, 1))), torch.tensor([1]))
     pairs = zip(two.named_parameters(), torch.autograd.grad(loss, list(two.parameters())), strict=True)
     assert read_step(Observation({n: g for (n, _), g in pairs}, two, 1, (3, 32, 32), HALF, HALF)) is None
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-40])
+def test_a_bias_that_was_not_sent_shows_no_scale(share: float) -> None:
+    """Top-k over a tensor may leave little of the classifier's gradient: one term, and nothing says how large."""
+    view = honest(timm_vit)
+    weight, bias = (torch.zeros_like(view.gradients[f"head.{part}"]) for part in ("weight", "bias"))
+    weight[1, 2], bias[1] = 1.0, share
+    step = read_step(dataclasses.replace(view, gradients=view.gradients | {"head.weight": weight, "head.bias": bias}))
+    assert step.terms == 1
+    assert math.isnan(step.factor)
