@@ -155,8 +155,12 @@ def _compared(observation: Observation, tokenizer: Tokenizer | None) -> dict[str
 
 def _rounding(observation: Observation, compared: Mapping[str, Tensor]) -> float:
     """Norm of the error that the message's precision leaves in the compared gradients, by expectation."""
-    squares = (float(error_bounds(observation, name).square().sum()) / 3 for name in compared)
-    return sum(squares) ** 0.5
+    return sum(observation.once(_expected_square, name) for name in compared) ** 0.5
+
+
+def _expected_square(observation: Observation, name: str) -> float:
+    """Squared norm of the error that precision leaves in one gradient, by expectation."""
+    return float(error_bounds(observation, name).square().sum()) / 3
 
 
 def _reproducible(observation: Observation, count: int) -> bool:

@@ -104,12 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = terminal()
 
     def show(scored: ScoredPolicy) -> None:
+        """A line for each policy as it is scored."""
         console.print(
             f"{scored.policy}: privacy score {scored.privacy:.4f}, accuracy score {scored.accuracy:.4g}",
             highlight=False,
         )
 
     def work() -> None:
+        """Search, and print the best policies as an option."""
         config.validate()
         best = search(config, show)
         console.print(f"--ats-policy {'+'.join(scored.policy for scored in best)}", highlight=False)

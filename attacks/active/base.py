@@ -29,15 +29,18 @@ class ActiveAttack(Attack):
     """A server that sets the classifier of the model that a client is sent, and reads single images from the update.
 
     Args:
+        target: the class whose row is set.
         reader: the attack that reconstructs an image from the gradient that it sends alone, by name; auto:
             `mjp_subspace` where positions are hidden, else `patch_embedding`.
     """
 
+    target: int = 0
     reader: str = AUTO
 
     needs: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.ACTIVE_PARAMETERS, Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT}
     )
+    kind: ClassVar[str] = ""  # of fishing, in words
     # Whether a client is to be sent the same parameters in every round but for those that `prepare` names.
     same_model: ClassVar[bool] = False
 
@@ -75,6 +78,10 @@ class ActiveAttack(Attack):
         """See `Attack.remembered_layers`: the classifier."""
         return (find_head(model, image_shape),)
 
+    @abstractmethod
+    def is_own(self, head: SetHead) -> bool:
+        """Whether a classifier is set as this attack sets it."""
+
     def head_of(self, observation: Observation) -> SetHead:
         """The classifier as the client was sent it.
 
@@ -82,7 +89,33 @@ class ActiveAttack(Attack):
             UsageError: it was not set by this attack.
         """
         find_tokenizer(observation.model, observation.image_shape)
-        return read_head(observation, find_head(observation.model, observation.image_shape))
+        head = read_head(observation, find_head(observation.model, observation.image_shape))
+        if not self.is_own(head):
+            raise UsageError(f"the model that the client was sent was not prepared for {self.kind}")
+        return head
+
+    def classifier_of(
+        self, model: nn.Module, image_shape: tuple[int, int, int], least: int = 0
+    ) -> tuple[str, nn.Linear]:
+        """The model's classifier and its name.
+
+        Args:
+            least: smallest `target` that stands for something; -1 for a choice by the attack itself.
+
+        Raises:
+            UsageError: the model has no classifier that can be set, or no class `target`.
+        """
+        from attacks import ATTACKS
+
+        layer = find_head(model, image_shape)
+        head = model.get_submodule(layer)
+        if not least <= self.target < len(head.weight):
+            by_itself = " (or be -1: by itself)" if least < 0 else ""
+            raise UsageError(
+                f"{ATTACKS.name_of(type(self))}.target must lie in 0..{len(head.weight) - 1}{by_itself}, not "
+                f"{self.target}"
+            )
+        return layer, head
 
     def read_alone(self, observation: Observation, gradients: Mapping[str, Tensor]) -> Reconstruction:
         """What `reader` finds in a gradient that one image of the batch has sent.

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.active.base import ActiveAttack, hides_positions, nobody, prepared
-from attacks.active.head import SetHead, find_head, read_head, unit_direction
+from attacks.active.head import SetHead, read_head, unit_direction
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -44,7 +44,6 @@ STEEPNESS = 1e5
 BEYOND, OUTSIDE = 1e4, 5e3
 # Largest distance of a count from a whole number: an image at the threshold itself sends a share.
 WHOLE = 1e-2
-NOT_PREPARED = "the model that the client was sent was not prepared for fishing by feature"
 
 
 @dataclass(frozen=True)
@@ -101,10 +100,10 @@ class FeatureFishing(ActiveAttack):
         direction: seed of the random direction v.
     """
 
-    target: int = 0
     direction: int = 0
 
     needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {Capability.SEVERAL_ROUNDS}
+    kind: ClassVar[str] = "fishing by feature"
     same_model: ClassVar[bool] = True
 
     def prepare(
@@ -115,21 +114,16 @@ class FeatureFishing(ActiveAttack):
         Raises:
             UsageError: the model has no classifier that can be set, or no class `target`.
         """
-        layer = find_head(model, image_shape)
-        classes, width = model.get_submodule(layer).weight.shape
-        if not 0 <= self.target < classes:
-            raise UsageError(f"feature_fishing.target must lie in 0..{classes - 1}, not {self.target}")
+        layer, head = self.classifier_of(model, image_shape)
+        classes, width = head.weight.shape
         row = unit_direction(width, self.direction) * STEEPNESS
         bias = torch.zeros(classes, dtype=torch.float64)
         bias[self.target] = -STEEPNESS * next_threshold(_probes(history, layer))
         return prepared(model, image_shape, layer, self.target, row, bias)
 
-    def head_of(self, observation: Observation) -> SetHead:
-        """See `ActiveAttack.head_of`; the row is as steep as that of no honest classifier."""
-        head = super().head_of(observation)
-        if not _is_gated(head):
-            raise UsageError(NOT_PREPARED)
-        return head
+    def is_own(self, head: SetHead) -> bool:
+        """See `ActiveAttack.is_own`: the row is as steep as that of no honest classifier."""
+        return _is_gated(head)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; the images that no earlier update separated, at most two.

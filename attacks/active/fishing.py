@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from attacks.active.base import ActiveAttack, hides_positions, nobody, prepared
-from attacks.active.head import SetHead, find_head, read_head, unit_direction
+from attacks.active.head import SetHead, read_head, unit_direction
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
 
@@ -36,7 +37,6 @@ POLLUTED = (
     "the client hides positions, and no row of the position gradient is zero: something that does not pass the "
     "classifier reaches the positions (a localisation loss without parameters)"
 )
-NOT_PREPARED = "the model that the client was sent was not prepared for fishing by class"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class Fishing(ActiveAttack):
     """
 
     target: int = -1
+    kind: ClassVar[str] = "fishing by class"
 
     def prepare(
         self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
@@ -58,12 +59,8 @@ class Fishing(ActiveAttack):
         Raises:
             UsageError: the model has no classifier that can be set, or no class `target`.
         """
-        layer = find_head(model, image_shape)
-        head = model.get_submodule(layer)
-        classes = len(head.weight)
-        if not -1 <= self.target < classes:
-            raise UsageError(f"fishing.target must lie in 0..{classes - 1} (or be -1: by itself), not {self.target}")
-        target = self.target if self.target >= 0 else next_class(_heads(history, layer), classes)
+        layer, head = self.classifier_of(model, image_shape, least=-1)
+        target = self.target if self.target >= 0 else next_class(_heads(history, layer), len(head.weight))
         bias = head.bias.detach().double().clone()
         others = torch.cat([bias[:target], bias[target + 1 :]])
         bias[target] = others.min() - MARGIN
@@ -72,12 +69,9 @@ class Fishing(ActiveAttack):
             direction = unit_direction(len(direction))
         return prepared(model, image_shape, layer, target, direction, bias)
 
-    def head_of(self, observation: Observation) -> SetHead:
-        """See `ActiveAttack.head_of`; the target's bias lies below the others'."""
-        head = super().head_of(observation)
-        if not _is_fished(head):
-            raise UsageError(NOT_PREPARED)
-        return head
+    def is_own(self, head: SetHead) -> bool:
+        """See `ActiveAttack.is_own`: the target's bias lies below the others'."""
+        return _is_fished(head)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; one image.
@@ -101,9 +95,7 @@ class Fishing(ActiveAttack):
             )
         found = self.read_alone(observation, observation.gradients)
         several = senders > observation.local_steps
-        reason = (
-            f"{senders} images of class {head.row} send their gradients together (feature_fishing tells them apart)"
-        )
+        reason = f"{senders} images of class {head.row} send their gradients together (feature_fishing separates them)"
         polluted = hides_positions(observation) and not found.details.get("masked")
         diagnosis = "; ".join(text for text in (reason * several, POLLUTED * polluted, found.diagnosis) if text)
         known = None if found.known is None else found.known & (not diagnosis)

@@ -141,7 +141,7 @@ def _too_many_tokens(head: DenseHead, tokens: int) -> str:
     if head.rank < tokens:
         return (
             f"the gradient of {head.name} has rank {head.rank} and was summed over {tokens} tokens: the derivatives of "
-            f"{tokens - head.rank} are combinations of others' (uniform patches), and theirs cannot be told apart"
+            f"{tokens - head.rank} are combinations of others' (uniform patches), and cannot be separated from them"
         )
     return ""
 

@@ -26,18 +26,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.base import Attack
 from attacks.closed_form.batch_step import Step, read_step
 from attacks.heads.arrangement import Arrangement, arrange, first_places, improved
-from attacks.heads.dense_head import VALUES, DenseHead
+from attacks.heads.base import HeadAttack
+from attacks.heads.dense_head import VALUES, DenseHead, Rows
 from attacks.heads.encoder import Decoder, Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.one_bit import OneBitFit, chance, fit_signs, likeliest
-from attacks.heads.position_head import SECONDS_A_PRODUCT, SECONDS_AN_EVALUATION
 from attacks.heads.sign_tokens import SignTokens, read_sign_tokens
 from attacks.mjp.token_patches import KnownPatches
 from attacks.observation import Capability, Observation, Reconstruction
-from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
 # A place's rows below this share of the largest place's are those of a place that a view masks.
@@ -46,12 +44,10 @@ MASKED = 1e-3
 LARGEST_RESIDUAL, LARGEST_MISS = 1e-6, 5e-3
 # Name of the token that stands for masked patches (BEiT, SimMIM, MST).
 MASK_TOKEN = "mask_token"
-# Seconds of reading the head and of laying out its tokens.
-SECONDS_OF_READING = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixelHead(Attack):
+class PixelHead(HeadAttack):
     """Read a head of pixels under an L1 loss, then search the views whose tokens it has.
 
     Args:
@@ -61,22 +57,8 @@ class PixelHead(Attack):
     steps: int = 400
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT})
-
-    def obstacle(self, observations: Sequence[Observation]) -> str:
-        """See `Attack.obstacle`."""
-        try:
-            target = observations[-1]
-            VALUES.find(target, find_tokenizer(target.model, target.image_shape))
-        except UsageError as error:
-            return str(error)
-        return ""
-
-    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
-        """See `Attack.estimated_seconds`: reading, and forward and backward passes of every view."""
-        target = observations[-1]
-        tokenizer = find_tokenizer(target.model, target.image_shape)
-        products = target.num_examples * tokenizer.num_patches * sum(p.numel() for p in target.model.parameters())
-        return SECONDS_OF_READING + self.steps * (SECONDS_AN_EVALUATION + SECONDS_A_PRODUCT * products)
+    rows: ClassVar[Rows] = VALUES
+    seconds_of_reading: ClassVar[float] = 5.0  # and of laying out the tokens
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; the views in any order.

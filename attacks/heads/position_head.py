@@ -24,26 +24,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import Attack
+from attacks.heads.base import HeadAttack
 from attacks.heads.context import read_context
-from attacks.heads.dense_head import PLACES, DenseHead
+from attacks.heads.dense_head import PLACES, DenseHead, Rows
 from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.place_rows import features_given, read_places
 from attacks.linear.completion import render
 from attacks.mjp.patch_set import known_span
 from attacks.observation import Capability, Observation, Reconstruction
-from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
 # Relative squared residual of the head's gradient, and share of a token's features, above which nothing is vouched for.
 LARGEST_RESIDUAL, LARGEST_MISS = 1e-5, 5e-3
-# Seconds of one CPU core for a weight of the trunk, a token and an evaluation, and for an evaluation at least.
-SECONDS_A_PRODUCT, SECONDS_AN_EVALUATION = 2e-10, 5e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionHead(Attack):
+class PositionHead(HeadAttack):
     """Search for the image whose tokens give the head of places its gradient.
 
     Args:
@@ -53,22 +50,7 @@ class PositionHead(Attack):
     steps: int = 200
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
-
-    def obstacle(self, observations: Sequence[Observation]) -> str:
-        """See `Attack.obstacle`."""
-        try:
-            target = observations[-1]
-            PLACES.find(target, find_tokenizer(target.model, target.image_shape))
-        except UsageError as error:
-            return str(error)
-        return ""
-
-    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
-        """See `Attack.estimated_seconds`: forward and backward passes of one image."""
-        target = observations[-1]
-        tokenizer = find_tokenizer(target.model, target.image_shape)
-        products = tokenizer.num_patches * sum(p.numel() for p in target.model.parameters())
-        return self.steps * (SECONDS_AN_EVALUATION + SECONDS_A_PRODUCT * products)
+    rows: ClassVar[Rows] = PLACES
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`.

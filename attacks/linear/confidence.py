@@ -89,6 +89,7 @@ def _surroundings(gradient: Tensor, shown: Tensor, grid: tuple[int, int]) -> Ten
     """
 
     def total(values: Tensor) -> Tensor:
+        """Sums over each patch and its eight neighbours."""
         padded = F.pad(values.reshape(1, 1, *grid), (1, 1, 1, 1))
         return 9 * F.avg_pool2d(padded, 3, stride=1).flatten()
 

@@ -198,10 +198,12 @@ class _Scene:
         data = [self._around(patches, term) for term in self.terms]
 
         def smooth(x: Tensor) -> Tensor:
+            """The prior's part of the product with the Hessian."""
             down, right = differences(self._paint(x))
             return self._pull(weights * down, weights * right)
 
         def hessian(x: Tensor) -> Tensor:
+            """The product with the whole Hessian."""
             return sum((one.hessian(x) for one in data), smooth(x))
 
         self._prepare(data, patches, weights)

@@ -73,6 +73,8 @@ def signs_of(values: Tensor, slack: Tensor | None = None) -> Tensor | None:
     if values.numel() < LEAST_SIGNS:
         return None
     for rows, shape in _channels(values):
+        if slack is None and _magnitudes_differ(_few(rows)):  # as in most tensors
+            continue
         sizes = rows.abs()
         middle = sizes.median(dim=1, keepdim=True).values
         allowed = EQUAL * middle
@@ -85,6 +87,18 @@ def signs_of(values: Tensor, slack: Tensor | None = None) -> Tensor | None:
         if float(fits.double().mean()) >= (1.0 if slack is None else ALMOST_ALL):
             return middle.reshape(shape)
     return None
+
+
+def _few(rows: Tensor) -> Tensor:
+    """Some entries of the first rows."""
+    return rows[:FEW_ROWS, :SOME]
+
+
+def _magnitudes_differ(rows: Tensor) -> bool:
+    """Whether the entries of a row are too far apart to lie within `EQUAL` of any one magnitude, in some row."""
+    sizes = rows.abs()
+    largest, smallest = sizes.amax(dim=1), sizes.amin(dim=1)
+    return bool((largest - smallest > 3 * EQUAL * largest).any())
 
 
 def _channels(values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
@@ -112,9 +126,8 @@ def _symmetric_step(rows: Tensor, largest: int, slack: Tensor | None) -> Tensor 
 
     Rows of zeros have the step 0.
     """
-    few = rows[:FEW_ROWS, :SOME] if len(rows) > 1 else rows[:, :SOME]
-    tops = (rows[: len(few)].abs().amax(dim=1, keepdim=True), rows.abs().amax(dim=1, keepdim=True))
-    for own, top in zip((few, rows), tops, strict=True):
+    for own in (_few(rows), rows):  # most tensors lie on no grid, which a few entries show
+        top = rows[: len(own)].abs().amax(dim=1, keepdim=True)
         step = (top / largest).clamp(min=torch.finfo(torch.float64).tiny)
         multiples = own / step
         whole = multiples.round()

@@ -101,7 +101,9 @@ def answer(attack: Attack, observations: Sequence[Observation], *, weights_grant
         return found
     with exact_arithmetic():
         certified, residual = certify(observations[-1], found)
-        of_encoder, remaining = (False, residual) if certified else certify_encoder(observations[-1], found)
+        of_encoder, remaining = False, residual
+        if not certified and (found.known is None or bool(found.known.all())):  # else the attack itself doubts a part
+            of_encoder, remaining = certify_encoder(observations[-1], found)
     if of_encoder:
         flags = (*found.flags, CLASSIFIER_LEFT_OUT)
         return replace(found, certified=True, residual=remaining, flags=flags)
@@ -229,6 +231,7 @@ def scorer(patch_size: int, lpips: Callable | None) -> ScoreImages:
     """
 
     def score_images(reconstructions: Tensor, originals: Tensor) -> list[dict[str, float]]:
+        """The metrics of each pair of images."""
         columns = score(reconstructions, originals, patch_size=patch_size, lpips=lpips)
         lists = {name: values.tolist() for name, values in columns.items()}  # one transfer per metric, not per number
         return [{name: values[i] for name, values in lists.items()} for i in range(len(originals))]

@@ -49,6 +49,7 @@ def _enhanced(enhance: Callable[..., Image.Image]) -> Operation:
 
 def _moved(move: Callable[..., Image.Image], largest: float, resample: Image.Resampling) -> Operation:
     def apply(image: Image.Image, amount: float) -> Image.Image:
+        """Move an image; what comes in is black."""
         return move(image, amount, fillcolor=BLACK, resample=resample)
 
     return Operation(apply, _linear(0, largest), signed=True)

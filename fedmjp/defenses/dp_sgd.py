@@ -140,6 +140,7 @@ def per_image_gradients(step: LocalStep, at_once: int) -> Iterator[tuple[dict[st
     whole = _loss_module(step)
 
     def loss(parameters: Mapping[str, Tensor], views: list[dict[str, Tensor]], *labels: Tensor) -> Tensor:
+        """The loss of one image, as a function of the parameters."""
         one = tuple(ClientInput(**{name: t[None] for name, t in view.items()}) for view in views)
         named = {f"model.{name}": p for name, p in parameters.items()}
         return functional_call(whole, named, (one, *(t[None] for t in labels)))
@@ -174,6 +175,7 @@ def _loss_module(step: LocalStep) -> nn.Module:
             self.model = step.model.module
 
         def forward(self, views: tuple[ClientInput, ...], labels: Tensor | None = None) -> Tensor:
+            """The loss of a batch."""
             return step.loss_of(views, labels)
 
     return Loss()

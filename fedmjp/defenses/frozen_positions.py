@@ -19,7 +19,8 @@ class FrozenPositions(Defense):
     """Train no table that is added to tokens (MJP's unknown embedding and IDX's too): the server sees none of them."""
 
     hides_positions: ClassVar[bool] = True
-    known_by: ClassVar[tuple[str, ...]] = ("token_span",)
+    # batch_rounds and mjp_rounds solve with the first attention where the position rows are not sent.
+    known_by: ClassVar[tuple[str, ...]] = ("token_span", "batch_rounds", "mjp_rounds")
 
     def freezes(self, name: str) -> bool:
         """Whether the parameter is such a table."""

@@ -143,8 +143,8 @@ def _why_not_array(part: str, array: Any, count: int) -> str:
         return f"sent {part} that cannot be read ({words[0][:MOST_WORDS]})"
     if values.shape != (count,):
         return f"sent {part} of the shape {tuple(values.shape)} where the model has {count} values"
-    # In float64 no sum of float32 values overflows: it is NaN or infinite only if a value is.
-    if not torch.isfinite(values.sum(dtype=torch.float64)):
+    # A finite sum has no NaN or infinity in it. In float64, which takes longer, no sum of float32 values overflows.
+    if not torch.isfinite(values.sum()) and not torch.isfinite(values.sum(dtype=torch.float64)):
         return f"sent {part} with NaN or infinity: training diverged; try a smaller --learning-rate"
     return ""
 

@@ -74,6 +74,7 @@ def run_rounds(
     f, state = task.config.federation, pack_state(task)
 
     def keep(sent: ArrayRecord, arrays: ArrayRecord, number: int) -> Array:
+        """What the server keeps, after a round."""
         return pack(task.keep(read_state(task, arrays), read_kept(task, sent), number))
 
     server = ServerOptimizer(f.chosen_strategy(), dict(optimizer or {}))
@@ -93,6 +94,7 @@ def run_rounds(
     server_side = _ServerSide(task, strategy, on_update, on_send)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Hand on what the server holds after a round; Flower gets no metrics of it."""
         state = ServerState(read_state(task, arrays), read_kept(task, arrays) or {}, server.state())
         on_round(server_round + first_round - 1, state)
         return None

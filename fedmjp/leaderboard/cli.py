@@ -147,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parse(Command, "fedmjp-leaderboard", DESCRIPTION, arguments)
 
     def work() -> None:
+        """The subcommand."""
         command.run(terminal())
 
     try:

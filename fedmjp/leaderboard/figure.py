@@ -65,6 +65,7 @@ def plane(points: Sequence[Mapping[str, Any]], tiers: Mapping[str, str]) -> str:
     low, high = max(0.0, min(shares) - 0.05), min(1.0, max(shares) + 0.05)
 
     def across(share: float) -> float:
+        """Horizontal place of an accuracy."""
         return round(LEFT + (share - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
 
     options = "".join(f'<option value="{name}">{escape(title)}</option>' for name, title in tiers.items())
