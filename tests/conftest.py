@@ -23,6 +23,7 @@ from fedmjp.defenses import DEFENSES
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.objectives import Draws, Learner, client_loss, read_objective
 
+THREADS = torch.get_num_threads()
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
@@ -66,6 +67,14 @@ def leave_undrawn(patched: pytest.MonkeyPatch) -> None:
         Image.new("RGB", (1, 1)).save(path, dpi=(72, 72))
 
     patched.setattr("matplotlib.figure.Figure.savefig", savefig)
+
+
+@pytest.fixture(autouse=True)
+def threads_of_the_process() -> Iterator[None]:
+    """A run's `--threads` lasts no longer than its test: two processes of two threads each wait for one another."""
+    torch.set_num_threads(THREADS)  # fixtures of wider scopes have run
+    yield
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture
