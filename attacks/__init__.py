@@ -77,6 +77,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "unmix_rounds": "attacks.mjp.unmix_rounds:UnmixRounds",
         "fishing": "attacks.active.fishing:Fishing",
         "feature_fishing": "attacks.active.feature_fishing:FeatureFishing",
+        "imprint": "attacks.active.imprint:Imprint",
     },
     group="fedmjp.attacks",
     base="attacks.base:Attack",

@@ -37,6 +37,9 @@ class Capability(StrEnum):
     AUXILIARY_DATA = "auxiliary_data"  # public photographs, to which a prior was fitted
     AGGREGATE_ONLY = "aggregate_only"  # a restriction: the server sees sums over several clients, no single update
     ACTIVE_PARAMETERS = "active_parameters"  # the server chooses the values of the parameters that it sends
+    ACTIVE_ARCHITECTURE = (
+        "active_architecture"  # the server chooses the layers of the model that it sends, and their values
+    )
 
 
 @dataclass(frozen=True)

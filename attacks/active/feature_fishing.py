@@ -30,7 +30,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import ActiveAttack, hides_positions, nobody, prepared
+from attacks.active.base import nobody
+from attacks.active.classifier_attack import ClassifierAttack, hides_positions, prepared
 from attacks.active.head import SetHead, read_head, unit_direction
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
@@ -92,7 +93,7 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureFishing(ActiveAttack):
+class FeatureFishing(ClassifierAttack):
     """The images that the last update's threshold separates from all others.
 
     Args:
@@ -102,14 +103,14 @@ class FeatureFishing(ActiveAttack):
 
     direction: int = 0
 
-    needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {Capability.SEVERAL_ROUNDS}
+    needs: ClassVar[frozenset[Capability]] = ClassifierAttack.needs | {Capability.SEVERAL_ROUNDS}
     kind: ClassVar[str] = "fishing by feature"
     same_model: ClassVar[bool] = True
 
     def prepare(
         self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
     ) -> dict[str, Tensor]:
-        """See `ActiveAttack.prepare`.
+        """See `ClassifierAttack.prepare`.
 
         Raises:
             UsageError: the model has no classifier that can be set, or no class `target`.
@@ -122,7 +123,7 @@ class FeatureFishing(ActiveAttack):
         return prepared(model, image_shape, layer, self.target, row, bias)
 
     def is_own(self, head: SetHead) -> bool:
-        """See `ActiveAttack.is_own`: the row is as steep as that of no honest classifier."""
+        """See `ClassifierAttack.is_own`: the row is as steep as that of no honest classifier."""
         return _is_gated(head)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:

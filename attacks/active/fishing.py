@@ -25,7 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import ActiveAttack, hides_positions, nobody, prepared
+from attacks.active.base import nobody
+from attacks.active.classifier_attack import ClassifierAttack, hides_positions, prepared
 from attacks.active.head import SetHead, read_head, unit_direction
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
@@ -40,7 +41,7 @@ POLLUTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fishing(ActiveAttack):
+class Fishing(ClassifierAttack):
     """The image of one class of the batch.
 
     Args:
@@ -54,7 +55,7 @@ class Fishing(ActiveAttack):
     def prepare(
         self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
     ) -> dict[str, Tensor]:
-        """See `ActiveAttack.prepare`.
+        """See `ClassifierAttack.prepare`.
 
         Raises:
             UsageError: the model has no classifier that can be set, or no class `target`.
@@ -70,7 +71,7 @@ class Fishing(ActiveAttack):
         return prepared(model, image_shape, layer, target, direction, bias)
 
     def is_own(self, head: SetHead) -> bool:
-        """See `ActiveAttack.is_own`: the target's bias lies below the others'."""
+        """See `ClassifierAttack.is_own`: the target's bias lies below the others'."""
         return _is_fished(head)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from attacks import ATTACKS, Attack, Observation, Reconstruction
-from fedmjp.audit.observe import model_as_sent
 from fedmjp.metrics import score
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.low_rank import add_low_rank
@@ -95,12 +94,11 @@ def pixels_restored() -> Observation:
     return observe_under("mst:local_crops=0,outputs=16,hidden=16,bottleneck=8", "vit_micro8_32", photographs(32, 8)[7:])
 
 
-def fished(name: str = "fishing", target: int = 0) -> Observation:
+def prepared_by(name: str, **settings) -> Observation:
     """The first round of an attack that chooses what is sent, on a batch of one image of class 0."""
-    built = small()
-    attack = ATTACKS.get(name)(target=target)
-    sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), []))
-    return observe(dataclasses.replace(built, module=sent), photographs(64, 1))
+    built, attack = small(), ATTACKS.get(name)(**settings)
+    sending = attack.send(built.module, (3, 64, 64), [], mean=built.mean, std=built.std)
+    return observe(dataclasses.replace(built, module=sending.model(built.module, (3, 64, 64))), photographs(64, 1))
 
 
 def withheld() -> Observation:

@@ -38,7 +38,7 @@ QUICK = {
     "patch_set": {"search": BRIEF, "sweep": SweepSearch(rounds=1), "placement": Placement(restarts=1, most_moves=100)},
     "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=4)},
 }
-# What the client was sent decides before anything else does (active/test_fishing.py).
+# What the client was sent decides before anything else does (active/).
 ACTIVE = {
     "needs_positions": False,
     "needs_table": False,
@@ -77,8 +77,9 @@ TRAITS = {
     "mjp_subspace": Traits(exact_on=(STANDARD, APRIL)),
     "mjp_mixture": Traits(exact_on=(STANDARD, APRIL)),
     "mjp_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
-    "fishing": Traits(**ACTIVE, own=contract.fished),
-    "feature_fishing": Traits(**ACTIVE, own=lambda: contract.fished("feature_fishing", 7)),
+    "fishing": Traits(**ACTIVE, own=lambda: contract.prepared_by("fishing", target=0)),
+    "feature_fishing": Traits(**ACTIVE, own=lambda: contract.prepared_by("feature_fishing", target=7)),
+    "imprint": Traits(**ACTIVE, own=lambda: contract.prepared_by("imprint")),
 }
 CASES = [(name, *case) for name, traits in TRAITS.items() for case in traits.exact_on]
 STOPPED = [(name, make) for name, traits in TRAITS.items() for make, stops in contract.OBSTACLES if stops(traits)]

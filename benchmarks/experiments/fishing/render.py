@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from attacks.active.base import AUTO
+from attacks.active.classifier_attack import AUTO
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.records.rows import BASELINES

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks import ATTACKS, Capability, Observation, Reconstruction, ThreatModel, UsageError
-from attacks.active.base import ActiveAttack
+from attacks.active.classifier_attack import ClassifierAttack
 from attacks.active.feature_fishing import Probe, difference, next_threshold
 from attacks.active.fishing import next_class
 from attacks.active.head import SetHead
@@ -35,7 +35,7 @@ def micro(weights: str = "random", name: str = "vit_micro_32") -> BuiltModel:
 
 
 def answer_to(
-    attack: ActiveAttack, built: BuiltModel, images: Tensor, labels: Tensor, history: list[Observation]
+    attack: ClassifierAttack, built: BuiltModel, images: Tensor, labels: Tensor, history: list[Observation]
 ) -> tuple[Observation, Reconstruction]:
     """One round: what the server sends, the client's update, and what the server reads from it."""
     shape = (3, built.image_size, built.image_size)

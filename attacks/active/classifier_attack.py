@@ -1,0 +1,170 @@
+"""What attacks that set a model's classifier have in common: whose image sends a gradient alone, and how it is read."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.active.base import ActiveAttack, Sending
+from attacks.active.head import SetHead, find_head, read_head
+from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
+from attacks.tokenizer import find_tokenizer
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierAttack(ActiveAttack):
+    """A server that sets the classifier of the model that a client is sent, and reads single images from the update.
+
+    Args:
+        target: the class whose row is set.
+        reader: the attack that reconstructs an image from the gradient that it sends alone, by name; auto:
+            `mjp_subspace` where positions are hidden, else `patch_embedding`.
+    """
+
+    target: int = 0
+    reader: str = AUTO
+
+    needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {
+        Capability.ACTIVE_PARAMETERS,
+        Capability.POSITION_GRADIENT,
+    }
+    kind: ClassVar[str] = ""  # of fishing, in words
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` for a reader that is no attack."""
+        from attacks import ATTACKS
+
+        if self.reader != AUTO:
+            ATTACKS.check(self.reader)
+
+    @abstractmethod
+    def prepare(
+        self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
+    ) -> dict[str, Tensor]:
+        """The parameters that a client is sent instead of those of `model`, by name; `model` is not changed.
+
+        Args:
+            model: in evaluation mode, with the weights that the server would send otherwise.
+            image_shape: (C, H, W) of an input.
+            history: the client's earlier updates that the server has, oldest first, prepared or not.
+
+        Raises:
+            UsageError: the model has no classifier that can be set.
+        """
+
+    def send(
+        self,
+        model: nn.Module,
+        image_shape: tuple[int, int, int],
+        history: Sequence[Observation],
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> Sending:
+        """See `ActiveAttack.send`: the parameters of `prepare`, the layers as they are."""
+        return Sending(self.prepare(model, image_shape, history))
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`: the model that the client was sent was not prepared."""
+        try:
+            self.head_of(observations[-1])
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
+        """See `Attack.remembered_layers`: the classifier."""
+        return (find_head(model, image_shape),)
+
+    @abstractmethod
+    def is_own(self, head: SetHead) -> bool:
+        """Whether a classifier is set as this attack sets it."""
+
+    def head_of(self, observation: Observation) -> SetHead:
+        """The classifier as the client was sent it.
+
+        Raises:
+            UsageError: it was not set by this attack.
+        """
+        find_tokenizer(observation.model, observation.image_shape)
+        head = read_head(observation, find_head(observation.model, observation.image_shape))
+        if not self.is_own(head):
+            raise UsageError(f"the model that the client was sent was not prepared for {self.kind}")
+        return head
+
+    def classifier_of(
+        self, model: nn.Module, image_shape: tuple[int, int, int], least: int = 0
+    ) -> tuple[str, nn.Linear]:
+        """The model's classifier and its name.
+
+        Args:
+            least: smallest `target` that stands for something; -1 for a choice by the attack itself.
+
+        Raises:
+            UsageError: the model has no classifier that can be set, or no class `target`.
+        """
+        from attacks import ATTACKS
+
+        layer = find_head(model, image_shape)
+        head = model.get_submodule(layer)
+        if not least <= self.target < len(head.weight):
+            by_itself = " (or be -1: by itself)" if least < 0 else ""
+            raise UsageError(
+                f"{ATTACKS.name_of(type(self))}.target must lie in 0..{len(head.weight) - 1}{by_itself}, not "
+                f"{self.target}"
+            )
+        return layer, head
+
+    def read_alone(self, observation: Observation, gradients: Mapping[str, Tensor]) -> Reconstruction:
+        """What `reader` finds in a gradient that one image of the batch has sent.
+
+        Args:
+            observation: the update that it is part of.
+            gradients: by parameter name, of that image alone, of any scale.
+        """
+        from attacks import ATTACKS
+
+        alone = replace(observation, gradients=gradients, num_examples=1, labels=None)
+        if self.reader != AUTO:
+            return ATTACKS.get(self.reader)()([alone])
+        masked = ATTACKS.get("mjp_subspace")()
+        return ATTACKS.get("patch_embedding")()([alone]) if masked.obstacle([alone]) else masked([alone])
+
+
+def hides_positions(observation: Observation) -> bool:
+    """Whether the client hid positions in this step: the embedding that hidden ones share has a gradient."""
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    shared = tokenizer.shared_embedding(observation.gradients) if tokenizer.hides_positions else None
+    return shared is not None and bool(shared.any())
+
+
+def prepared(
+    model: nn.Module, image_shape: tuple[int, int, int], layer: str, row: int, direction: Tensor, bias: Tensor
+) -> dict[str, Tensor]:
+    """A classifier of zeros but for one row, in the type of the model's own, and no localisation loss.
+
+    MJP's localisation loss does not pass the classifier: it sends every image's mask to the position embedding. With
+    the matrices of its map at zero it sends nothing. A map without parameters (pca) stays as it is.
+
+    Args:
+        image_shape: (C, H, W).
+        layer: name of the classifier.
+        row: the class.
+        direction: (D,) its weights.
+        bias: (K,).
+    """
+    head = model.get_submodule(layer)
+    weight = torch.zeros_like(head.weight)
+    weight[row] = direction.to(weight)
+    localisation = find_tokenizer(model, image_shape).localisation
+    maps = {} if localisation is None else dict(model.get_submodule(localisation).named_parameters())
+    silent = {f"{localisation}.{name}": torch.zeros_like(p) for name, p in maps.items() if p.dim() > 1}
+    return silent | {f"{layer}.weight": weight, f"{layer}.bias": bias.to(head.bias)}

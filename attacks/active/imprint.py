@@ -1,0 +1,177 @@
+"""Imprint: a layer of bins in front of the model, which keeps the images of a batch apart (Robbing the Fed).
+
+Fowl et al. 2022, "Robbing the Fed: Directly Obtaining Private Data in Federated Learning with Modified Models",
+section 3. The server puts a linear layer in front of the model that it sends, whose units measure the brightness of the
+whole image and switch on at K rising thresholds (`attacks.active.architecture.BinLayer`). Its gradient holds every
+image that is alone between two thresholds (`attacks.active.bins`), whatever the model behind it, the labels, the size
+of the batch and the order of its images are. A sum over several clients is a larger batch.
+
+The thresholds need to be spread as the images' brightness is. Without auxiliary data they are spread evenly over
+[0, 1], where every image's brightness lies. With it they are quantiles of the normal distribution with the mean and
+deviation of public photographs (`PUBLIC`).
+
+Departs from the paper: the layer adds a small number to every pixel and leaves the image as it is, where the paper's
+second linear layer replaces it (the package `breaching` has both), so that the model computes what it did before to
+within `GAIN` of a pixel's normalised value; and it has one more input, the image's mean square q. For one image in a
+bin the mean square of the recovered image is the recovered q; for a mixture of several it differs by their variance.
+That is how the attack tells one image from several, without knowing any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from attacks.active.architecture import IMPRINT, BinLayer, layers_with_bins
+from attacks.active.base import ActiveAttack, Sending, nobody
+from attacks.active.bins import Bins, read_bins, round_off
+from attacks.linear.position_rows import unmet_assumptions
+from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
+from attacks.registry import UsageError
+from attacks.tokenizer import find_tokenizer
+
+# Largest number that the layer adds to a pixel's normalised value, for a white image.
+GAIN = 1e-3
+# Mean and deviation of the brightness, in [0, 1], of the 50,000 training images of CIFAR-10 (a test: of 500 of them).
+PUBLIC = (0.4733, 0.1249)
+# Below all images and not below: the first threshold.
+BELOW_ALL = -0.01
+# Largest difference of a recovered image's mean square from the recovered q, of images of unit variance. Two images at
+# 30 dB from each other differ by less in a mixture of halves.
+MIXED = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imprint(ActiveAttack):
+    """The images that are alone in their bin.
+
+    Args:
+        bins: K; the layer has K (P + 2) parameters, P the numbers of an image.
+        calibrated: spread the thresholds as the brightness of public photographs (auxiliary data), not evenly.
+    """
+
+    bins: int = 256
+    calibrated: bool = False
+
+    needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {Capability.ACTIVE_ARCHITECTURE}
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` for no bins."""
+        if self.bins < 1:
+            raise UsageError(f"imprint.bins must be at least 1, not {self.bins}")
+
+    def granted(self, threat_model: ThreatModel) -> Self:
+        """Calibrated where auxiliary data is granted."""
+        return replace(self, calibrated=True) if Capability.AUXILIARY_DATA in threat_model.grants else self
+
+    def used(self) -> frozenset[Capability]:
+        """Auxiliary data too, where the thresholds are calibrated."""
+        return self.needs | ({Capability.AUXILIARY_DATA} if self.calibrated else frozenset())
+
+    def send(
+        self,
+        model: nn.Module,
+        image_shape: tuple[int, int, int],
+        history: Sequence[Observation],
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> Sending:
+        """See `ActiveAttack.send`: the model as it is behind the layer."""
+        like = next(model.parameters())
+        weight, offset = brightness(image_shape, mean, std)
+        rows = torch.cat([weight, weight.new_zeros(1)]).repeat(self.bins, 1)  # (K, P + 1)
+        parameters = {"weight": GAIN * rows, "bias": GAIN * (offset - self.thresholds())}
+        named = {f"{IMPRINT}.measure.{name}": value.to(like) for name, value in parameters.items()}
+        return Sending(named, layers_with_bins(self.bins))
+
+    def thresholds(self) -> Tensor:
+        """Rising brightnesses in [0, 1], (K,) float64, the first one below all images."""
+        shares = [place / self.bins for place in range(1, self.bins)]
+        spread = [NormalDist(*PUBLIC).inv_cdf(share) for share in shares] if self.calibrated else shares
+        return torch.tensor([BELOW_ALL, *spread], dtype=torch.float64)
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`: the model that the client was sent has no layer of bins."""
+        try:
+            layer_of(observations[-1])
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
+        """See `Attack.remembered_layers`: nothing; every round is read by itself."""
+        return ()
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """See `Attack.reconstruct`: the image of every bin that holds one, then the mixtures of those that hold more.
+
+        `details`: held (bins that hold images), single (of them with one).
+        """
+        observation = observations[-1]
+        layer = layer_of(observation)
+        if observation.local_steps > 1:
+            raise UsageError(unmet_assumptions(1, observation.local_steps)[0])
+        found = occupied(observation, layer)
+        if not len(found.places):
+            return nobody(
+                "no bin holds an image: the gradient of the layer in front of the model is zero, so that no image of "
+                "the batch sends a gradient to its pixels",
+                {"held": 0, "single": 0},
+            )
+        images, square = found.inputs[:, :-1], found.inputs[:, -1]
+        single = (images.square().mean(dim=1) - square).abs() <= MIXED * square.abs().clamp(min=1)
+        order = torch.argsort(single.long(), descending=True, stable=True)[: observation.num_examples]
+        pictures = observation.to_pixels(images[order].reshape(-1, *observation.image_shape)).float()
+        known = single[order][:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
+        several = int((~single).sum())
+        return Reconstruction(
+            pictures,
+            known,
+            diagnosis=_several(several) if several else "",
+            details={"held": len(single), "single": int(single.sum())},
+        )
+
+
+def brightness(image_shape: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> tuple[Tensor, float]:
+    """The brightness of an image in [0, 1] as a function w x + o of its normalised pixels: w (P,) float64, and o."""
+    channels, height, width = image_shape
+    scale = torch.tensor(std, dtype=torch.float64).expand(channels) / (channels * height * width)
+    return scale.repeat_interleave(height * width), float(torch.tensor(mean, dtype=torch.float64).mean())
+
+
+def layer_of(observation: Observation) -> BinLayer:
+    """The layer in front of the model that the client was sent.
+
+    Raises:
+        UsageError: it has none.
+    """
+    find_tokenizer(observation.model, observation.image_shape)
+    layer = getattr(observation.model, IMPRINT, None)
+    if not isinstance(layer, BinLayer):
+        raise UsageError(
+            "the model that the client was sent has no layer of bins in front; name imprint in --attacks and grant "
+            "active_architecture, so that the server sends one"
+        )
+    return layer
+
+
+def occupied(observation: Observation, layer: BinLayer) -> Bins:
+    """The bins of an update that hold images, by rising threshold."""
+    rising = torch.argsort(layer.measure.bias.detach(), descending=True)
+    weight, bias = (observation.gradient_of(f"{IMPRINT}.measure.{part}") for part in ("weight", "bias"))
+    return read_bins(weight[rising][None], bias[rising][None], round_off(observation, f"{IMPRINT}.measure.bias"))
+
+
+def _several(count: int) -> str:
+    bins = (
+        "1 bin holds several images, which come back as a mixture"
+        if count == 1
+        else (f"{count} bins hold several images each, which come back as their mixtures")
+    )
+    return f"{bins}: take more bins (imprint.bins), or calibrate them by public photographs (grant auxiliary_data)"

@@ -1,0 +1,149 @@
+"""Imprint: which images a layer of bins keeps apart, what a bin with several images gives, and the peer's module."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks import Capability, Observation, ThreatModel, UsageError
+from attacks.active.architecture import change_layers
+from attacks.active.bins import read_bins
+from attacks.active.imprint import PUBLIC, Imprint, occupied
+from fedmjp.metrics.pixel import psnr
+from fedmjp.models import BuiltModel, build_model
+from tests.conftest import observe, photographs, shared_file
+
+SHAPE = (3, 32, 32)
+
+
+def micro() -> BuiltModel:
+    return build_model("vit_micro_32", num_classes=10, weights="random")
+
+
+def sent_by(attack: Imprint, built: BuiltModel) -> BuiltModel:
+    """The model as the client is sent it."""
+    sending = attack.send(built.module, SHAPE, [], mean=built.mean, std=built.std)
+    return replace(built, module=sending.model(built.module, SHAPE))
+
+
+def closest(found: Tensor, originals: Tensor) -> Tensor:
+    """(B,) dB of each original by the reconstruction that is nearest to it."""
+    return torch.stack([psnr(found.to(one), one[None].expand_as(found)).max() for one in originals])
+
+
+def test_bins_hold_what_a_slow_oracle_says() -> None:
+    """Each image's own gradient, one at a time in float64, sorted into the bins by its brightness."""
+    built, images, attack = micro(), photographs(32, 12).double(), Imprint(bins=8)
+    built.module.double()
+    built = sent_by(attack, built)
+    layer, labels = built.module.imprint, torch.arange(12) % 10
+    place = torch.bucketize(images.mean(dim=(1, 2, 3)), attack.thresholds()) - 1
+    inputs, shares = torch.zeros(8, layer.measure.in_features), torch.zeros(8)
+    inputs, shares = inputs.double(), shares.double()
+    for image, label, bin in zip(built.normalise(images), labels, place, strict=True):
+        loss = functional.cross_entropy(built.module(image[None]), label[None]) / 12
+        own = torch.autograd.grad(loss, layer.measure.bias)[0][0]  # of the first unit, which every image switches on
+        x = torch.cat([image.flatten(), image.square().mean()[None]])
+        inputs[bin], shares[bin] = inputs[bin] + own * x, shares[bin] + own
+    found = occupied(observe(built, images, labels), layer)
+    held = place.unique()
+    assert torch.equal(found.places, held)
+    assert 0 < len(held) < 8
+    assert (place.bincount() > 1).any()
+    torch.testing.assert_close(found.shares, shares[held], rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.inputs, inputs[held] / shares[held, None], rtol=1e-7, atol=1e-9)
+
+
+def test_most_of_a_batch_of_64_comes_back_and_mixtures_are_told_apart() -> None:
+    built, images = micro(), photographs(32, 64)
+    found = Imprint()([observe(sent_by(Imprint(), built), images, torch.arange(64) % 10)])
+    known = found.known[:, 0, 0, 0]
+    assert (closest(found.images[known], images) > 30).sum() >= 32
+    assert closest(images, found.images[known]).min() > 50  # every one that is vouched for is an image of the batch
+    mixed = int((~known).sum())
+    assert mixed > 0
+    assert found.diagnosis.startswith(f"{mixed} bin")
+    assert "several images" in found.diagnosis
+
+
+def test_the_model_computes_what_it_did() -> None:
+    built, images = micro(), photographs(32, 4)
+    inputs = built.normalise(images)
+    change = sent_by(Imprint(), built).module(inputs) - built.module.eval()(inputs)
+    assert 0 < change.abs().max() < 5e-3
+
+
+def test_calibration_needs_auxiliary_data() -> None:
+    granted = ThreatModel.parse(["model_weights", "active_architecture", "auxiliary_data"])
+    attack = Imprint().granted(granted)
+    assert attack.calibrated
+    assert Capability.AUXILIARY_DATA in attack.used()
+    attack.require(granted, "imprint")
+    with pytest.raises(UsageError, match="needs auxiliary_data, which the threat model does not grant"):
+        attack.require(ThreatModel.parse(["model_weights", "active_architecture"]), "imprint")
+    with pytest.raises(UsageError, match="needs active_architecture, which the threat model does not grant"):
+        Imprint().require(ThreatModel(), "imprint")
+
+
+def test_the_calibration_is_that_of_public_photographs() -> None:
+    pandas, image = pytest.importorskip("pandas"), pytest.importorskip("PIL.Image")
+    table = pandas.read_parquet(shared_file("data/cifar10/train-00000-of-00001.parquet"), columns=["img"])
+    pictures = [image.open(io.BytesIO(entry["bytes"])).convert("RGB") for entry in table["img"][:500]]
+    grey = torch.tensor([sum(one.resize((1, 1), image.BOX).getpixel((0, 0))) for one in pictures]) / (3 * 255)
+    assert float(grey.mean()) == pytest.approx(PUBLIC[0], abs=0.02)
+    assert float(grey.std()) == pytest.approx(PUBLIC[1], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [("imprint=0", "unknown change of the architecture 'imprint=0'"), ("front=8", "this client builds imprint=NUMBER")],
+)
+def test_layers_that_a_client_does_not_know_are_refused(layers: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        change_layers(micro().module, SHAPE, layers)
+
+
+def peers_images(block: nn.Module, gradients: list[Tensor], view: Observation) -> Tensor:
+    """What the package breaching reads from the gradient of its own layer, (hits, C, H, W) in [0, 1]."""
+    analytic = pytest.importorskip("breaching.attacks.analytic_attack")
+
+    class Peer(analytic.ImprintAttacker):
+        """The peer's attack without its loading of models."""
+
+        def __init__(self) -> None:
+            self.cfg = SimpleNamespace(sort_by_bias=False, breach_padding=False, breach_reduction=None)
+            self.setup, self.data_shape = {"dtype": torch.float}, SHAPE
+            self.dm, self.ds = (torch.tensor(part).view(1, 3, 1, 1) for part in (view.mean, view.std))
+
+        def prepare_attack(self, payload, shared):
+            """Nothing to prepare."""
+            return [view.model], None, {}
+
+    secrets = {"ImprintBlock": {"weight_idx": 0, "bias_idx": 1, "shape": SHAPE, "structure": block.structure}}
+    shared = [{"gradients": gradients, "metadata": {"num_data_points": view.num_examples}}]
+    payload = [{"metadata": SimpleNamespace(modality="vision")}]
+    return view.to_pixels(Peer().reconstruct(payload, shared, secrets)[0]["data"])
+
+
+def test_as_good_as_breaching_on_the_same_gradient() -> None:
+    """The peer's module in front of the same model; both attacks read the same gradient of it."""
+    imprint = pytest.importorskip("breaching.cases.malicious_modifications.imprint")
+    built, images, labels = micro(), photographs(32, 16), torch.arange(16) % 10
+    block = imprint.ImprintBlock(SHAPE, 128, connection="linear", linfunc="avg")
+    view = observe(replace(built, module=nn.Sequential(block, built.module)), images, labels)
+    weight, bias = (view.gradients[f"0.linear0.{part}"] for part in ("weight", "bias"))
+    theirs = closest(peers_images(block, [weight, bias], view), images)
+    bins = read_bins(weight[None], bias[None], 1e-6 * float(bias.abs().max()))
+    ours = closest(view.to_pixels(bins.inputs.reshape(-1, *SHAPE)), images)
+    assert (ours > 30).sum() >= 8
+    torch.testing.assert_close(ours, theirs, atol=0.5, rtol=0)
+    own = Imprint()([observe(sent_by(Imprint(bins=128, calibrated=True), built), images, labels)])
+    single = closest(own.images[own.known[:, 0, 0, 0]], images) > 50
+    assert single.sum() >= 8
+    assert (closest(own.images, images)[single] > theirs[single] - 0.5).all()
