@@ -78,6 +78,8 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "fishing": "attacks.active.fishing:Fishing",
         "feature_fishing": "attacks.active.feature_fishing:FeatureFishing",
         "imprint": "attacks.active.imprint:Imprint",
+        "token_bins": "attacks.active.token_bins:TokenBins",
+        "adapter_trap": "attacks.active.adapter_trap:AdapterTrap",
     },
     group="fedmjp.attacks",
     base="attacks.base:Attack",

@@ -37,6 +37,10 @@ class Bins:
     inputs: Tensor
     shares: Tensor
 
+    def where(self, kept: Tensor) -> Bins:
+        """Those of them for which `kept` (n,) is true."""
+        return Bins(self.places[kept], self.inputs[kept], self.shares[kept])
+
 
 def read_bins(weight: Tensor, bias: Tensor, least: float) -> Bins:
     """The bins that hold inputs.

@@ -6,9 +6,7 @@ whole image and switch on at K rising thresholds (`attacks.active.architecture.B
 image that is alone between two thresholds (`attacks.active.bins`), whatever the model behind it, the labels, the size
 of the batch and the order of its images are. A sum over several clients is a larger batch.
 
-The thresholds need to be spread as the images' brightness is. Without auxiliary data they are spread evenly over
-[0, 1], where every image's brightness lies. With it they are quantiles of the normal distribution with the mean and
-deviation of public photographs (`PUBLIC`).
+The thresholds need to be spread as the images' brightness is (`attacks.active.brightness`).
 
 Departs from the paper: the layer adds a small number to every pixel and leaves the image as it is, where the paper's
 second linear layer replaces it (the package `breaching` has both), so that the model computes what it did before to
@@ -20,9 +18,8 @@ That is how the attack tells one image from several, without knowing any.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import NormalDist
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,33 +27,28 @@ from torch import Tensor, nn
 from attacks.active.architecture import IMPRINT, BinLayer, layers_with_bins
 from attacks.active.base import ActiveAttack, Sending, nobody
 from attacks.active.bins import Bins, read_bins, round_off
+from attacks.active.brightness import BrightnessBins
 from attacks.linear.position_rows import unmet_assumptions
-from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
+from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
 # Largest number that the layer adds to a pixel's normalised value, for a white image.
 GAIN = 1e-3
-# Mean and deviation of the brightness, in [0, 1], of the 50,000 training images of CIFAR-10 (a test: of 500 of them).
-PUBLIC = (0.4733, 0.1249)
-# Below all images and not below: the first threshold.
-BELOW_ALL = -0.01
 # Largest difference of a recovered image's mean square from the recovered q, of images of unit variance. Two images at
 # 30 dB from each other differ by less in a mixture of halves.
 MIXED = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imprint(ActiveAttack):
+class Imprint(BrightnessBins):
     """The images that are alone in their bin.
 
     Args:
         bins: K; the layer has K (P + 2) parameters, P the numbers of an image.
-        calibrated: spread the thresholds as the brightness of public photographs (auxiliary data), not evenly.
     """
 
     bins: int = 256
-    calibrated: bool = False
 
     needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {Capability.ACTIVE_ARCHITECTURE}
 
@@ -64,14 +56,6 @@ class Imprint(ActiveAttack):
         """Raise `UsageError` for no bins."""
         if self.bins < 1:
             raise UsageError(f"imprint.bins must be at least 1, not {self.bins}")
-
-    def granted(self, threat_model: ThreatModel) -> Self:
-        """Calibrated where auxiliary data is granted."""
-        return replace(self, calibrated=True) if Capability.AUXILIARY_DATA in threat_model.grants else self
-
-    def used(self) -> frozenset[Capability]:
-        """Auxiliary data too, where the thresholds are calibrated."""
-        return self.needs | ({Capability.AUXILIARY_DATA} if self.calibrated else frozenset())
 
     def send(
         self,
@@ -92,9 +76,7 @@ class Imprint(ActiveAttack):
 
     def thresholds(self) -> Tensor:
         """Rising brightnesses in [0, 1], (K,) float64, the first one below all images."""
-        shares = [place / self.bins for place in range(1, self.bins)]
-        spread = [NormalDist(*PUBLIC).inv_cdf(share) for share in shares] if self.calibrated else shares
-        return torch.tensor([BELOW_ALL, *spread], dtype=torch.float64)
+        return self.quantiles(torch.arange(self.bins) / self.bins)
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`: the model that the client was sent has no layer of bins."""

@@ -14,7 +14,8 @@ from torch.nn import functional
 from attacks import Capability, Observation, ThreatModel, UsageError
 from attacks.active.architecture import change_layers
 from attacks.active.bins import read_bins
-from attacks.active.imprint import PUBLIC, Imprint, occupied
+from attacks.active.brightness import PUBLIC
+from attacks.active.imprint import Imprint, occupied
 from fedmjp.metrics.pixel import psnr
 from fedmjp.models import BuiltModel, build_model
 from tests.conftest import observe, photographs, shared_file
@@ -96,8 +97,8 @@ def test_the_calibration_is_that_of_public_photographs() -> None:
     table = pandas.read_parquet(shared_file("data/cifar10/train-00000-of-00001.parquet"), columns=["img"])
     pictures = [image.open(io.BytesIO(entry["bytes"])).convert("RGB") for entry in table["img"][:500]]
     grey = torch.tensor([sum(one.resize((1, 1), image.BOX).getpixel((0, 0))) for one in pictures]) / (3 * 255)
-    assert float(grey.mean()) == pytest.approx(PUBLIC[0], abs=0.02)
-    assert float(grey.std()) == pytest.approx(PUBLIC[1], abs=0.01)
+    assert float(grey.mean()) == pytest.approx(PUBLIC.mean, abs=0.02)
+    assert float(grey.std()) == pytest.approx(PUBLIC.stdev, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""What traps in small trained layers have in common: a round reads the tokens of some places, and rounds add up.
+
+Sami et al. 2025, "Gradient Inversion Attacks on Parameter-Efficient Fine-Tuning" (PEFTLeak): of a client that trains
+small layers beside a frozen backbone, a server that sends both reads the image. Here the tokens carry codes of their
+places (`attacks.active.token_codes`), and the blocks hand them on unchanged to the layers that are trained.
+
+The frozen parameters are set too, as in the paper: a client that takes its backbone from elsewhere, and of the server's
+message the trained layers alone, is not attacked by this.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.active.base import ActiveAttack, nobody
+from attacks.active.token_codes import MIXED, TokenCodes, codes_for, is_coded
+from attacks.linear.position_rows import unmet_assumptions
+from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Tokens that an update shows.
+
+    Attributes:
+        places: (n,) int64.
+        normed: (n, D) float64, each behind a norm, of any positive scale.
+    """
+
+    places: Tensor
+    normed: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTrap(ActiveAttack):
+    """The image of a client with one image a batch, the same one in every round that is needed."""
+
+    needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {Capability.ACTIVE_PARAMETERS}
+    same_model: ClassVar[bool] = True
+
+    @abstractmethod
+    def trapped(self, model: nn.Module) -> list[str]:
+        """Names of the trained layers that read tokens, by block.
+
+        Raises:
+            UsageError: the model has none.
+        """
+
+    @abstractmethod
+    def places(self, observation: Observation, codes: TokenCodes) -> Tensor:
+        """The places that an update's model reads, (n,) int64, from what was sent."""
+
+    @abstractmethod
+    def picked(self, observation: Observation, codes: TokenCodes) -> Picked:
+        """The tokens that an update shows."""
+
+    def next_places(self, history: Sequence[Observation], codes: TokenCodes, count: int) -> Tensor:
+        """(count,) int64: those that follow the places of earlier prepared rounds, in turn."""
+        before = sum(len(self.places(one, codes)) for one in history if self._is_prepared(one, codes))
+        return (before + torch.arange(count)) % codes.tokenizer.num_patches
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`: the model that the client was sent was not prepared."""
+        try:
+            self._codes(observations[-1])
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
+        """See `Attack.remembered_layers`: what reads the tokens."""
+        return tuple(self.trapped(model))
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """See `Attack.reconstruct`; one image.
+
+        `details`: patches (that prepared rounds have read), rounds (prepared).
+        """
+        last = observations[-1]
+        codes = self._codes(last)
+        if last.local_steps > 1:
+            raise UsageError(unmet_assumptions(1, last.local_steps)[0])
+        prepared = [one for one in observations if self._is_prepared(one, codes)]
+        t, like = codes.tokenizer, next(iter(last.gradients.values()))
+        patches = torch.zeros(t.num_patches, t.patch_dim, dtype=torch.float64, device=like.device)
+        read, alone = torch.zeros(2, t.num_patches, dtype=torch.bool, device=like.device)
+        for found in (self.picked(one, codes) for one in prepared):
+            patches[found.places], read[found.places] = codes.patches(found.normed), True
+            alone[found.places] = self.is_one(found, codes)
+        details = {"patches": int(read.sum()), "rounds": len(prepared)}
+        if not read.any():
+            return nobody("the layers that read tokens send no gradient", details)
+        reasons = unmet_assumptions(last.num_examples, 1)
+        if not read.all():
+            reasons.append(
+                f"{int(read.sum())} of {t.num_patches} patches were read so far; the next prepared rounds read others"
+            )
+        elif not alone.all() and not reasons:
+            reasons.append(f"{int((~alone).sum())} patches are not those of one image")
+        known = (alone & read & (last.num_examples == 1)).reshape(t.grid)
+        known = known.repeat_interleave(t.patch_size, 0).repeat_interleave(t.patch_size, 1)[None, None]
+        images = last.to_pixels(t.unpatchify(patches[None])).float()
+        return Reconstruction(images, known, diagnosis="; ".join(reasons), details=details)
+
+    def is_one(self, found: Picked, codes: TokenCodes) -> Tensor:
+        """(n,) bool: whether a token is that of one image; those of several have a smaller norm."""
+        return codes.spread(found.normed).abs() <= MIXED
+
+    def _is_prepared(self, observation: Observation, codes: TokenCodes) -> bool:
+        return is_coded(observation.model, codes) and bool(len(self.places(observation, codes)))
+
+    def _codes(self, observation: Observation) -> TokenCodes:
+        """The codes of the model that the client was sent.
+
+        Raises:
+            UsageError: it was not prepared.
+        """
+        from attacks import ATTACKS
+
+        codes = codes_for(observation.model, observation.image_shape)
+        self.trapped(observation.model)
+        if not self._is_prepared(observation, codes):
+            raise UsageError(
+                f"the model that the client was sent was not prepared for this attack; name "
+                f"{ATTACKS.name_of(type(self))} in --attacks and grant active_parameters, so that the server sends "
+                "what it sets"
+            )
+        return codes
