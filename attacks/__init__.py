@@ -80,6 +80,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "imprint": "attacks.active.imprint:Imprint",
         "token_bins": "attacks.active.token_bins:TokenBins",
         "adapter_trap": "attacks.active.adapter_trap:AdapterTrap",
+        "lora_trap": "attacks.active.lora_trap:LoRATrap",
     },
     group="fedmjp.attacks",
     base="attacks.base:Attack",

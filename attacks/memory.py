@@ -36,7 +36,7 @@ def remember(observation: Observation, layers: Collection[str] = ()) -> Observat
     sent = tokenizer.positions is None or position_gradient(observation, tokenizer) is not None
     spans = () if sent else _first_attention(observation.model, tokenizer.width)
     kept |= {name for weight in spans for name in (weight, bias_of(weight), input_factor(observation.model, weight))}
-    kept |= {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
+    kept |= {f"{layer}.{part}" for layer in layers for part in ("weight", "bias", "lora_A")}
     # Copies: a gradient may be a view of the whole message, which would live on as long as the view.
     gradients = {n: g.clone() for n, g in observation.gradients.items() if n in kept}
     bounds = {n: b.clone() for n, b in observation.bounds.items() if n in kept}

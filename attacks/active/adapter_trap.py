@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,9 @@ from torch import Tensor, nn
 from attacks.active.base import Sending
 from attacks.active.bins import read_bins, round_off
 from attacks.active.blocks import Block, blocks_of, plain_norms, same_direction, zeros_in
-from attacks.active.token_codes import COSINE, SINE, STEEPNESS, WRITTEN, TokenCodes, codes_for
+from attacks.active.token_codes import COSINE, MIXED, SINE, STEEPNESS, WRITTEN, TokenCodes, codes_for
 from attacks.active.token_trap import Picked, TokenTrap
 from attacks.observation import Observation
-from attacks.registry import UsageError
 
 # Bias of the hidden units that return their input, which lies within +-10 there: GELU(x + 20) = x + 20 in float32.
 LINEAR = 20.0
@@ -38,6 +38,8 @@ READS, WRITES = "adapter.down", "adapter.up"
 @dataclass(frozen=True, kw_only=True)
 class AdapterTrap(TokenTrap):
     """The image of a client that sends adapters alone."""
+
+    left: ClassVar[int] = 1
 
     def send(
         self,
@@ -57,18 +59,17 @@ class AdapterTrap(TokenTrap):
         blocks = blocks_of(model, codes.tokenizer.width)[:-1]
         units = model.get_submodule(layers[0]).out_features
         parameters = codes.parameters(model)
-        places = self.next_places(history, codes, min(units * len(layers), codes.tokenizer.num_patches))
+        before = sum(len(self.places(one, codes)) for one in history if self._is_prepared(one, codes))
+        count = min(units * len(layers), codes.tokenizer.num_patches)
+        places = (before + torch.arange(count)) % codes.tokenizer.num_patches
         for number, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
             own = places[number * units : (number + 1) * units]
             parameters |= hands_on(model, block) | picks(model, layer, codes, own)
         return Sending(parameters)
 
-    def trapped(self, model: nn.Module) -> list[str]:
-        """See `TokenTrap.trapped`: the first layers of the adapters of all blocks but the last."""
-        found = [name for name, module in model.named_modules() if name.endswith(READS)]
-        if len(found) < 2:
-            raise UsageError("the model has no adapters in two blocks or more, whose gradients are read here")
-        return found[:-1]
+    def trained_layers(self, model: nn.Module) -> list[str]:
+        """See `TokenTrap.trained_layers`: the first layers of the adapters."""
+        return [name for name, module in model.named_modules() if name.endswith(READS)]
 
     def places(self, observation: Observation, codes: TokenCodes) -> Tensor:
         """See `TokenTrap.places`: by the angles of the units that are set."""
@@ -84,7 +85,8 @@ class AdapterTrap(TokenTrap):
         )
         least = max(round_off(observation, f"{layer}.bias") for layer in layers)
         found = read_bins(weight[:, None], bias[:, None], least)
-        return Picked(places.to(found.places.device)[found.places], found.inputs)
+        alone = codes.spread(found.inputs).abs() <= MIXED
+        return Picked(places.to(found.places.device)[found.places], found.inputs, alone)
 
 
 def hands_on(model: nn.Module, block: Block) -> dict[str, Tensor]:

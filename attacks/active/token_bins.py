@@ -34,7 +34,6 @@ from attacks.active.brightness import BrightnessBins
 from attacks.active.token_codes import (
     AMPLITUDE,
     CODE,
-    CODES,
     MIXED,
     STEEPNESS,
     WRITTEN,
@@ -215,7 +214,7 @@ def writes_brightness(
     t = codes.tokenizer
     found = zeros_in(model, block.qkv, block.output) | plain_norms(model, block.norm)
     value = torch.zeros(1, t.width, dtype=torch.float64)
-    value[0, CODES] = sum(std) / len(std)  # the first coefficient is the mean of a patch's normalised values
+    value[0, codes.first] = sum(std) / len(std)  # the first coefficient is the mean of a patch's normalised values
     offset = torch.tensor([sum(mean) / len(mean) / AMPLITUDE], dtype=torch.float64)
     grey = AMPLITUDE * (3 / t.width) ** 0.5  # sigma of a patch of zeros
     found[f"{block.qkv}.weight"][2 * t.width] = codes.balanced(value, offset)[0].to(found[f"{block.qkv}.weight"])

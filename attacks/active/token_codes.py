@@ -5,6 +5,7 @@ embedding too. Of the D channels of a token,
 
     two hold a and -a, two a cos(theta_i) and a sin(theta_i), with an angle for each of the N places i,
     one is left for a number that the first attention writes to all tokens of an image (their code, g),
+    where a trap asks for it, r hold a at the remainder of i by r, and zeros,
     the others hold the patch's coefficients in an orthonormal cosine basis, the lowest frequencies first.
 
 A layer norm returns n = (z - mu) / sigma. The two constants give mu and sigma back, so that a token's n is worth its z,
@@ -48,14 +49,21 @@ class TokenCodes:
 
     Attributes:
         tokenizer: of the model.
+        remainders: r, or 0.
     """
 
     tokenizer: Tokenizer
+    remainders: int = 0
+
+    @property
+    def first(self) -> int:
+        """The channel of the first coefficient."""
+        return CODES + self.remainders
 
     @property
     def coefficients(self) -> int:
         """Coefficients of a patch that a token holds; P where there are channels enough."""
-        return min(self.tokenizer.patch_dim, self.tokenizer.width - CODES)
+        return min(self.tokenizer.patch_dim, self.tokenizer.width - self.first)
 
     @cached_property
     def basis(self) -> Tensor:
@@ -83,13 +91,18 @@ class TokenCodes:
         """Patch projection, positions, prefix tokens and what hidden positions share, by name."""
         own, t = dict(model.named_parameters()), self.tokenizer
         weight = torch.zeros(t.width, t.patch_dim, dtype=torch.float64)
-        weight[CODES : CODES + self.coefficients] = self.scale * self.basis
+        weight[self.first : self.first + self.coefficients] = self.scale * self.basis
         constants = torch.zeros(t.width, dtype=torch.float64)
         constants[PLUS], constants[MINUS] = AMPLITUDE, -AMPLITUDE
         rows = constants.repeat(t.num_patches, 1)
         rows[:, COSINE], rows[:, SINE] = AMPLITUDE * self.angles().cos(), AMPLITUDE * self.angles().sin()
+        prefix = constants.clone()
+        if self.remainders:
+            places = torch.arange(t.num_patches)
+            rows[places, CODES + places % self.remainders] = AMPLITUDE
+            prefix[CODES] = AMPLITUDE
         table = t.replace_patch_rows(torch.zeros_like(own[t.positions]), rows)
-        table.reshape(-1, t.width)[: t.prefix] = constants.to(table)
+        table.reshape(-1, t.width)[: t.prefix] = prefix.to(table)
         found = {t.weight: weight.reshape(own[t.weight].shape), t.positions: table}
         if t.bias is not None:
             found[t.bias] = torch.zeros(t.width)
@@ -124,7 +137,7 @@ class TokenCodes:
         """Patches (n, P) float64, normalised pixels, of tokens (n, D) float64 after the norm."""
         sigma = 2 * AMPLITUDE / (normed[:, PLUS] - normed[:, MINUS])
         mu = AMPLITUDE - sigma * normed[:, PLUS]
-        content = normed[:, CODES : CODES + self.coefficients] * sigma[:, None] + mu[:, None]
+        content = normed[:, self.first : self.first + self.coefficients] * sigma[:, None] + mu[:, None]
         return content / self.scale @ self.basis.to(content)
 
     def spread(self, normed: Tensor) -> Tensor:
@@ -144,8 +157,11 @@ def cosine_basis(size: int) -> Tensor:
     return rows / rows.norm(dim=1, keepdim=True)
 
 
-def codes_for(model: nn.Module, image_shape: tuple[int, int, int]) -> TokenCodes:
+def codes_for(model: nn.Module, image_shape: tuple[int, int, int], remainders: int = 0) -> TokenCodes:
     """The codes of a model.
+
+    Args:
+        remainders: see `TokenCodes`.
 
     Raises:
         UsageError: it has no learnable position embedding with a row a patch, or too few channels.
@@ -153,9 +169,9 @@ def codes_for(model: nn.Module, image_shape: tuple[int, int, int]) -> TokenCodes
     tokenizer = find_tokenizer(model, image_shape)
     if tokenizer.positions is None or tokenizer.shared_row is not None:
         raise UsageError(f"{type(model).__name__} has no learnable position embedding with one row a patch to be set")
-    if tokenizer.width <= 2 * CODES:
+    if tokenizer.width <= 2 * (CODES + remainders):
         raise UsageError(f"tokens of {tokenizer.width} channels are too narrow to hold codes and a patch")
-    return TokenCodes(tokenizer)
+    return TokenCodes(tokenizer, remainders)
 
 
 def is_coded(model: nn.Module, codes: TokenCodes) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.active.base import ActiveAttack, nobody
-from attacks.active.token_codes import MIXED, TokenCodes, codes_for, is_coded
+from attacks.active.token_codes import TokenCodes, codes_for, is_coded
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -32,10 +32,20 @@ class Picked:
     Attributes:
         places: (n,) int64.
         normed: (n, D) float64, each behind a norm, of any positive scale.
+        alone: (n,) bool, whether each is known to be the token of one image.
     """
 
     places: Tensor
     normed: Tensor
+    alone: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence[Picked], like: Tensor) -> Picked:
+        """All of them together; none on the device of `like` (., D)."""
+        if not parts:
+            nothing = torch.zeros(0, dtype=torch.int64, device=like.device)
+            return cls(nothing, like.new_zeros(0, like.shape[1]).double(), nothing.bool())
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("places", "normed", "alone")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +54,26 @@ class TokenTrap(ActiveAttack):
 
     needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {Capability.ACTIVE_PARAMETERS}
     same_model: ClassVar[bool] = True
+    left: ClassVar[int]  # blocks at the end that stay as they are
 
     @abstractmethod
+    def trained_layers(self, model: nn.Module) -> list[str]:
+        """Names of the trained layers that could read tokens, of all blocks."""
+
     def trapped(self, model: nn.Module) -> list[str]:
-        """Names of the trained layers that read tokens, by block.
+        """Names of those that do, of all blocks but the last ones.
 
         Raises:
             UsageError: the model has none.
         """
+        found = self.trained_layers(model)
+        if len(found) <= self.left:
+            raise UsageError(f"the model has no such trained layers in more than {self.left} blocks as are read here")
+        return found[: -self.left]
+
+    def codes_for(self, model: nn.Module, image_shape: tuple[int, int, int]) -> TokenCodes:
+        """The codes of the model's tokens; see `attacks.active.token_codes.codes_for`."""
+        return codes_for(model, image_shape)
 
     @abstractmethod
     def places(self, observation: Observation, codes: TokenCodes) -> Tensor:
@@ -60,11 +82,6 @@ class TokenTrap(ActiveAttack):
     @abstractmethod
     def picked(self, observation: Observation, codes: TokenCodes) -> Picked:
         """The tokens that an update shows."""
-
-    def next_places(self, history: Sequence[Observation], codes: TokenCodes, count: int) -> Tensor:
-        """(count,) int64: those that follow the places of earlier prepared rounds, in turn."""
-        before = sum(len(self.places(one, codes)) for one in history if self._is_prepared(one, codes))
-        return (before + torch.arange(count)) % codes.tokenizer.num_patches
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`: the model that the client was sent was not prepared."""
@@ -76,7 +93,7 @@ class TokenTrap(ActiveAttack):
 
     def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
         """See `Attack.remembered_layers`: what reads the tokens."""
-        return tuple(self.trapped(model))
+        return tuple(self.trained_layers(model))
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; one image.
@@ -93,7 +110,7 @@ class TokenTrap(ActiveAttack):
         read, alone = torch.zeros(2, t.num_patches, dtype=torch.bool, device=like.device)
         for found in (self.picked(one, codes) for one in prepared):
             patches[found.places], read[found.places] = codes.patches(found.normed), True
-            alone[found.places] = self.is_one(found, codes)
+            alone[found.places] = found.alone
         details = {"patches": int(read.sum()), "rounds": len(prepared)}
         if not read.any():
             return nobody("the layers that read tokens send no gradient", details)
@@ -103,15 +120,11 @@ class TokenTrap(ActiveAttack):
                 f"{int(read.sum())} of {t.num_patches} patches were read so far; the next prepared rounds read others"
             )
         elif not alone.all() and not reasons:
-            reasons.append(f"{int((~alone).sum())} patches are not those of one image")
+            reasons.append(f"{int((~alone).sum())} patches are known badly, or not those of one image")
         known = (alone & read & (last.num_examples == 1)).reshape(t.grid)
         known = known.repeat_interleave(t.patch_size, 0).repeat_interleave(t.patch_size, 1)[None, None]
         images = last.to_pixels(t.unpatchify(patches[None])).float()
         return Reconstruction(images, known, diagnosis="; ".join(reasons), details=details)
-
-    def is_one(self, found: Picked, codes: TokenCodes) -> Tensor:
-        """(n,) bool: whether a token is that of one image; those of several have a smaller norm."""
-        return codes.spread(found.normed).abs() <= MIXED
 
     def _is_prepared(self, observation: Observation, codes: TokenCodes) -> bool:
         return is_coded(observation.model, codes) and bool(len(self.places(observation, codes)))
@@ -124,7 +137,7 @@ class TokenTrap(ActiveAttack):
         """
         from attacks import ATTACKS
 
-        codes = codes_for(observation.model, observation.image_shape)
+        codes = self.codes_for(observation.model, observation.image_shape)
         self.trapped(observation.model)
         if not self._is_prepared(observation, codes):
             raise UsageError(

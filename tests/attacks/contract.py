@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from attacks import ATTACKS, Attack, Observation, Reconstruction
+from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import score
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.low_rank import add_low_rank
@@ -94,9 +95,9 @@ def pixels_restored() -> Observation:
     return observe_under("mst:local_crops=0,outputs=16,hidden=16,bottleneck=8", "vit_micro8_32", photographs(32, 8)[7:])
 
 
-def prepared_by(name: str, **settings) -> Observation:
+def prepared_by(name: str, defense: str = "none", **settings) -> Observation:
     """The first round of an attack that chooses what is sent, on a batch of one image of class 0."""
-    built, attack = small(), ATTACKS.get(name)(**settings)
+    built, attack = small(adapt=DEFENSES.get(defense)().adapt), ATTACKS.get(name)(**settings)
     sending = attack.send(built.module, (3, 64, 64), [], mean=built.mean, std=built.std)
     return observe(dataclasses.replace(built, module=sending.model(built.module, (3, 64, 64))), photographs(64, 1))
 

@@ -80,6 +80,9 @@ TRAITS = {
     "fishing": Traits(**ACTIVE, own=lambda: contract.prepared_by("fishing", target=0)),
     "feature_fishing": Traits(**ACTIVE, own=lambda: contract.prepared_by("feature_fishing", target=7)),
     "imprint": Traits(**ACTIVE, own=lambda: contract.prepared_by("imprint")),
+    "token_bins": Traits(**ACTIVE, own=lambda: contract.prepared_by("token_bins")),
+    "adapter_trap": Traits(**ACTIVE, own=lambda: contract.prepared_by("adapter_trap", "adapters")),
+    "lora_trap": Traits(**ACTIVE, own=lambda: contract.prepared_by("lora_trap", "lora")),
 }
 CASES = [(name, *case) for name, traits in TRAITS.items() for case in traits.exact_on]
 STOPPED = [(name, make) for name, traits in TRAITS.items() for make, stops in contract.OBSTACLES if stops(traits)]

@@ -1,0 +1,135 @@
+"""Tokens with codes of their places: who sends a gradient through units set for places, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks import ATTACKS, Observation, Reconstruction, UsageError
+from attacks.active.base import ActiveAttack
+from attacks.active.token_bins import TokenBins
+from attacks.active.token_codes import codes_for
+from attacks.memory import remember
+from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.metrics.pixel import psnr
+from fedmjp.models import BuiltModel, build_model
+from tests.conftest import observe, photographs
+
+SHAPE = (3, 32, 32)
+
+
+def micro(defense: Defense | None = None, name: str = "vit_micro_32") -> BuiltModel:
+    return build_model(name, num_classes=10, weights="random", adapt=defense.adapt if defense else None)
+
+
+def rounds(
+    attack: ActiveAttack, built: BuiltModel, images: Tensor, count: int, defense: Defense | None = None
+) -> list[Reconstruction]:
+    """What the attack answers in each round to a client that trains on the same images."""
+    history: list[Observation] = []
+    answers = []
+    for _ in range(count):
+        sent = attack.send(built.module, SHAPE, history, mean=built.mean, std=built.std).model(built.module, SHAPE)
+        view = observe(replace(built, module=sent), images)
+        if defense is not None:
+            view = replace(view, gradients={n: g for n, g in view.gradients.items() if not defense.freezes(n)})
+        answers.append(attack([*history, view]))
+        history.append(remember(view, attack.remembered_layers(sent, SHAPE)))
+    return answers
+
+
+def test_a_unit_is_switched_on_by_one_place_of_the_brighter_images() -> None:
+    """The gradient at every unit's input, by autograd in float64, against the brightness of the images."""
+    built, images = micro(), photographs(32, 3).double() * torch.tensor([1.5, 1.0, 0.3]).view(3, 1, 1, 1)
+    built.module.double()
+    images = images.clamp(0, 1)
+    sent = TokenBins().send(built.module, SHAPE, [], mean=built.mean, std=built.std).model(built.module, SHAPE)
+    seen: list[Tensor] = []
+    sent.blocks[0].mlp.fc1.register_forward_hook(lambda _, __, output: seen.append(output))
+    loss = functional.cross_entropy(sent(built.normalise(images)), torch.arange(3))
+    sent_back = torch.autograd.grad(loss, seen[0])[0]  # (3, 65, units)
+    per_place = sent_back.shape[2] // 64
+    units = sent_back[..., : 64 * per_place].unflatten(2, (64, per_place)).abs()  # (3, 65, 64, thresholds)
+    at_place = units[:, 1:].diagonal(dim1=1, dim2=2).permute(0, 2, 1)  # (3, 64, thresholds)
+    elsewhere = units.clone()
+    elsewhere[:, 1:].diagonal(dim1=1, dim2=2).zero_()
+    assert elsewhere.max() <= 1e-12 * units.max()
+    on = at_place > 1e-12 * units.max()
+    assert (on == on[:, :1]).all()  # every place of an image passes the same thresholds
+    passed = on[:, 0].sum(dim=1)
+    assert passed.tolist() == [3, 2, 1]  # of the thresholds below all images, at 1/3, at 2/3 and above all
+    assert (on[:, 0] == (torch.arange(per_place) < passed[:, None])).all()
+
+
+def test_patches_are_read_back_from_normed_tokens() -> None:
+    codes = codes_for(micro().module, SHAPE)
+    patches = torch.randn(64, codes.tokenizer.patch_dim, generator=torch.Generator().manual_seed(0)).double()
+    parameters = codes.parameters(micro().module)
+    tokens = patches @ parameters["patch_embed.proj.weight"].flatten(1).T.double() + parameters["pos_embed"][0, 1:]
+    normed = functional.layer_norm(tokens, tokens.shape[1:], eps=0.0)
+    torch.testing.assert_close(codes.patches(normed), patches, atol=1e-9, rtol=0)
+    assert codes.spread(normed).abs().max() < 1e-9
+    mixed = (normed[:1] + functional.layer_norm(tokens[:1] + tokens[1:2] * 0.01, tokens.shape[1:], eps=0.0)) / 2
+    assert codes.spread(mixed).abs().max() > 0
+
+
+def test_images_alone_in_their_bin_come_back_whole() -> None:
+    built, images = micro(name="vit_mini_32"), photographs(32, 4)
+    (found,) = rounds(TokenBins(), built, images, 1)
+    whole = found.known.flatten(1).all(dim=1)
+    assert whole.sum() >= 2
+    assert found.details["single"] == int(whole.sum())
+    nearest = [max(float(psnr(one[None], image[None])[0]) for image in images) for one in found.images[whole]]
+    assert min(nearest) > 60
+
+
+def test_images_of_one_bin_are_said_to_be_mixed_and_another_slice_parts_them() -> None:
+    built, image = micro(name="vit_mini_32"), photographs(32, 1)
+    images = torch.cat([image, image.flip(3) * 0.98])  # of nearly the same brightness
+    (found,) = rounds(TokenBins(), built, images, 1)
+    assert found.details["single"] == 0
+    assert "several images" in found.diagnosis
+    parted = [answer for answer in rounds(TokenBins(slices=8), built, images, 8) if answer.details["single"]]
+    assert sum(answer.details["single"] for answer in parted) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "defense", "count", "share"),
+    [("adapter_trap", "adapters", 2, 1.0), ("lora_trap", "lora", 2, 0.25)],  # 32 and 8 of 64 patches a round
+)
+def test_trained_layers_alone_give_the_image_away(name: str, defense: str, count: int, share: float) -> None:
+    chosen, image = DEFENSES.get(defense)(), photographs(32, 1)
+    found = rounds(ATTACKS.get(name)(), micro(chosen), image, count, chosen)[-1]
+    assert float(found.known.float().mean()) == share
+    known = found.known.expand_as(image)
+    error = (found.images - image)[known].square().mean()
+    assert -10 * float(error.log10()) > 40
+    assert (found.diagnosis == "") == (share == 1)
+
+
+@pytest.mark.parametrize(("name", "defense"), [("adapter_trap", "adapters"), ("lora_trap", "lora")])
+def test_a_trap_vouches_for_nothing_of_a_batch(name: str, defense: str) -> None:
+    chosen = DEFENSES.get(defense)()
+    (found,) = rounds(ATTACKS.get(name)(), micro(chosen), photographs(32, 2), 1, chosen)
+    assert "the batch holds 2 images" in found.diagnosis
+    assert not found.known.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "message"),
+    [
+        ("adapter_trap", "vit_micro_32", "no such trained layers"),
+        ("lora_trap", "vit_micro_32", "no such trained layers"),
+        ("token_bins", "vit_micro_32_nope", "no learnable position embedding"),
+        ("token_bins", "resnet_micro_32", "no patch projection"),
+    ],
+)
+def test_models_that_cannot_be_set_are_refused(name: str, model: str, message: str) -> None:
+    built = build_model(model, num_classes=10, weights="random")
+    module: nn.Module = built.module.eval()
+    with pytest.raises(UsageError, match=message):
+        ATTACKS.get(name)().send(module, SHAPE, [], mean=built.mean, std=built.std)
