@@ -40,6 +40,7 @@ class AdapterTrap(TokenTrap):
     """The image of a client that sends adapters alone."""
 
     left: ClassVar[int] = 1
+    kind: ClassVar[str] = "adapters behind the MLPs"
 
     def send(
         self,

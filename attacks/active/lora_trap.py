@@ -45,6 +45,7 @@ class LoRATrap(TokenTrap):
     """The image of a client that sends LoRA's factors alone."""
 
     left: ClassVar[int] = 2
+    kind: ClassVar[str] = "low-rank terms (LoRA) in the attentions"
 
     def send(
         self,

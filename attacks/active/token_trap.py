@@ -23,6 +23,7 @@ from attacks.active.token_codes import TokenCodes, codes_for, is_coded
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
+from attacks.tokenizer import find_tokenizer
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class TokenTrap(ActiveAttack):
     needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {Capability.ACTIVE_PARAMETERS}
     same_model: ClassVar[bool] = True
     left: ClassVar[int]  # blocks at the end that stay as they are
+    kind: ClassVar[str]  # of trained layers, in words
 
     @abstractmethod
     def trained_layers(self, model: nn.Module) -> list[str]:
@@ -68,7 +70,7 @@ class TokenTrap(ActiveAttack):
         """
         found = self.trained_layers(model)
         if len(found) <= self.left:
-            raise UsageError(f"the model has no such trained layers in more than {self.left} blocks as are read here")
+            raise UsageError(f"the model has no {self.kind} in {self.left + 1} blocks or more, which are read here")
         return found[: -self.left]
 
     def codes_for(self, model: nn.Module, image_shape: tuple[int, int, int]) -> TokenCodes:
@@ -137,6 +139,7 @@ class TokenTrap(ActiveAttack):
         """
         from attacks import ATTACKS
 
+        find_tokenizer(observation.model, observation.image_shape)
         codes = self.codes_for(observation.model, observation.image_shape)
         self.trapped(observation.model)
         if not self._is_prepared(observation, codes):

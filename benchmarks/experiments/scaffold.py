@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -135,6 +135,8 @@ class DefendedOptions(AttackOptions):
     defense: Annotated[str, tyro.conf.arg(help=f"The clients' defence; {DEFENSE_NAMES}.")] = "mjp"
     options: DefenseOptions = field(default_factory=DefenseOptions)  # type: ignore[valid-type]
 
+    adapts: ClassVar[bool] = False  # whether the command builds the layers that a defence adds
+
     def chosen_defense(self, **changes: Any):
         """The defence with its options of the command line, some of them changed.
 
@@ -144,7 +146,7 @@ class DefendedOptions(AttackOptions):
         chosen = read_defense(self.defense, lambda name: getattr(self.options, name, None))
         defense = dataclasses.replace(chosen, **changes)
         defense.validate()
-        if defense.adapts:
+        if defense.adapts and not self.adapts:
             raise UsageError(
                 f"--defense {self.defense} changes the model's layers, which this command does not; run it with "
                 "python -m fedmjp.simulate"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from attacks import ATTACKS, ThreatModel
+from attacks import ATTACKS, Attack, ThreatModel
 from attacks.registry import UsageError
 from experiments.fishing.batches import Labels
 from experiments.scaffold import DefendedOptions, check_names, check_positive
@@ -78,6 +78,10 @@ class Options(DefendedOptions):
             found.append((attack, labels))
         return found
 
+    def threat_model(self, attack: Attack | None) -> ThreatModel:
+        """What an attack that chooses what is sent is granted; None for a server that sends the model as it is."""
+        return ThreatModel.parse(GRANTS)
+
     def settings(self) -> dict[str, dict]:
         """The settings given for attacks, by attack."""
         return attack_settings([attack for attack, _ in self.pairs()], (), self.attack_options)
@@ -92,6 +96,6 @@ class Options(DefendedOptions):
         super().validate()
         for name, _ in self.pairs():
             attack = build_attack(name, self.settings().get(name))
-            attack.require(ThreatModel.parse(GRANTS), name)
-            if not hasattr(attack, "prepare"):
+            attack.require(self.threat_model(attack), name)
+            if not hasattr(attack, "send"):
                 raise UsageError(f"--cases {name}: the attack does not choose what is sent")

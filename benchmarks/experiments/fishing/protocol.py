@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from attacks import ATTACKS, Observation, ThreatModel
-from attacks.active.base import ActiveAttack
+from attacks import ATTACKS, Observation
+from attacks.active.base import ActiveAttack, Sending
 from attacks.memory import remember
 from experiments.fishing.batches import Labels, draw_batches
-from experiments.fishing.options import GRANTS, Options
+from experiments.fishing.options import Options
 from experiments.fishing.pictures import batch_figure
 from experiments.fishing.render import FISHING, PASSIVE
-from experiments.rendering import read_run
+from experiments.rendering import Rendering, read_run
 from experiments.session import AttackSession
 from fedmjp.audit.harness import Scored, score_found
-from fedmjp.audit.observe import model_as_sent
 from fedmjp.audit.victims import Setting, Subject, Victims
 from fedmjp.budgets import build_attack
 from fedmjp.data import load_gallery
@@ -53,17 +52,25 @@ class Answer:
 
 
 class Run:
-    """One call of the benchmark."""
+    """One call of the benchmark.
+
+    Attributes:
+        program, rendering: as `TableRun` has them.
+    """
+
+    program: ClassVar[str] = "fishing"
+    rendering: ClassVar[Rendering] = FISHING
 
     def __init__(self, options: Options, console: Console) -> None:
         self.options, self.console, self.session = options, console, AttackSession(options, console)
         self.defense = options.chosen_defense()
         name = self.defense.model_name(options.model)
         classes = classes_of(name, options.weights) or IMAGENET_CLASSES
-        built = build_model(name, num_classes=classes, weights=options.weights, seed=options.seed)
+        adapt = self.defense.adapt if self.defense.adapts else None
+        built = build_model(name, num_classes=classes, weights=options.weights, seed=options.seed, adapt=adapt)
         built = built if options.image_size is None else resize_model(built, options.image_size)
         built.module.to(self.session.device).eval()
-        self.subject, self.shape = Subject(built, ThreatModel.parse(GRANTS)), (3, built.image_size, built.image_size)
+        self.built, self.shape = built, (3, built.image_size, built.image_size)
         self.gallery = load_gallery(options.images, size=built.image_size, path=options.data_path)
         self.score = self.session.scorer(built.patch_size)
         defended = options.defense != "none"
@@ -81,7 +88,7 @@ class Run:
         if pictures and o.images == "photos":
             batch_figure(pictures, o.out / "batch.png")
         before = read_run(o.out)["images"] if (o.out / "run.json").is_file() else {}
-        self.session.finish("fishing", FISHING, images={**before, self.gallery.name: self.gallery.provenance})
+        self.session.finish(self.program, self.rendering, images={**before, self.gallery.name: self.gallery.provenance})
         self.console.print(pd.read_csv(o.out / "table.csv").to_string(index=False), highlight=False)
 
     def attack(self, name: str, attack: ActiveAttack, labels: Labels, size: int, rows: RowLog) -> dict[str, Tensor]:
@@ -91,7 +98,7 @@ class Run:
             what was computed of the last client: originals and the answers of both servers, (size, C, H, W) in [0, 1],
             NaN where an image did not come back.
         """
-        own = (self.gallery.images.labels % self.subject.built.module.num_classes).tolist()
+        own = (self.gallery.images.labels % self.built.module.num_classes).tolist()
         drawn = draw_batches(own, size, labels, self.options.clients, self.options.seed)
         images = self.gallery.images.subset([index for batch in drawn for index in batch])
         victims = self.session.victims(replace(self.gallery, images=images), self.defense, self.options.seed, size)
@@ -107,7 +114,7 @@ class Run:
                 found = self.passive(victims, client, originals)
                 found[name] = self.fished(victims, client, originals, name, attack, lambda: bar.advance(task))
                 self.write(victims, client, cases, found, rows)
-                pictures = {"original": originals} | {n: _pictures(found[n]) for n in (PASSIVE, name)}
+                pictures = {"original": originals} | {n: _pictures(found[n], originals) for n in (PASSIVE, name)}
         return pictures
 
     def rounds(self, size: int) -> int:
@@ -116,7 +123,7 @@ class Run:
 
     def passive(self, victims: Victims, client: int, originals: Tensor) -> dict[str, list[Answer]]:
         """The guesses without a gradient, and the closed form on an update of the model as it is, by name and image."""
-        view = self.update(victims, client, originals, {}, 0)
+        view = self.update(victims, client, originals, Sending({}), 0)
         reader = ATTACKS.get(PASSIVE)()
         one = score_found(reader, PASSIVE, [reader([view])], [originals], self.score)[0]
         guesses = (victims.mean_image(1).expand_as(originals), victims.others([client], originals))
@@ -135,13 +142,15 @@ class Run:
         advance: Callable[[], None],
     ) -> list[Answer]:
         """What the attack has of each image after all rounds: the first answer that it vouches for, else the first."""
-        module, history = self.subject.built.module, list[Observation]()
+        module, history = self.built.module, list[Observation]()
+        normalisation = {"mean": self.built.mean, "std": self.built.std}
         best: dict[int, Answer] = {}
         for number in range(1, self.rounds(len(originals)) + 1):
-            view = self.update(victims, client, originals, attack.prepare(module, self.shape, history), number)
+            sending = attack.send(module, self.shape, history, **normalisation)
+            view = self.update(victims, client, originals, sending, number)
             one = score_found(attack, name, [attack([*history, view])], [originals], self.score)[0]
-            answer = Answer(one, view.gradient_norm(), number, sure=not one.diagnosis)
             for image, record in enumerate(one.records):
+                answer = Answer(one, view.gradient_norm(), number, sure=not one.diagnosis or vouched(one, image))
                 present = best.get(image)
                 if record["psnr"] == record["psnr"] and (present is None or (answer.sure and not present.sure)):
                     best[image] = answer
@@ -151,12 +160,9 @@ class Run:
                 break
         return [best.get(image, _absent(answer, originals)) for image in range(len(originals))]
 
-    def update(
-        self, victims: Victims, client: int, originals: Tensor, sent: Mapping[str, Tensor], number: int
-    ) -> Observation:
-        """The client's update of a round, of the model with other parameters `sent`."""
-        built = self.subject.built
-        built = replace(built, module=model_as_sent(built.module, sent))
+    def update(self, victims: Victims, client: int, originals: Tensor, sending: Sending, number: int) -> Observation:
+        """The client's update of a round, of the model that it is sent."""
+        built = replace(self.built, module=sending.model(self.built.module, self.shape))
         seen = victims.seen(built, self.setting, [client], originals, number)
         if not self.setting.defended:
             return victims.observe(built, seen, [client], ())[0]
@@ -164,11 +170,11 @@ class Run:
 
     def case(self, victims: Victims, labels: Labels, name: str, attack: ActiveAttack) -> dict[str, Any]:
         """The values that identify a row (`records.rows.CASE`)."""
-        parameters = {} if name in (*BASELINES, PASSIVE) else attack.parameters()
+        passive = name in (*BASELINES, PASSIVE)
+        parameters = {} if passive else attack.parameters()
+        subject = Subject(self.built, self.options.threat_model(None if passive else attack))
         setting = f"{labels} labels"
-        return victims.case(
-            self.subject, self.options.defense, setting, name, parameters, round=self.rounds(victims.group)
-        )
+        return victims.case(subject, self.options.defense, setting, name, parameters, round=self.rounds(victims.group))
 
     def write(
         self,
@@ -178,12 +184,17 @@ class Run:
         found: Mapping[str, list[Answer]],
         rows: RowLog,
     ) -> None:
-        """Write the rows of one client; `details` holds the rounds until the image came back."""
+        """Write the rows of one client; `details` holds the rounds until the image came back, and whether the attack
+        vouches for all of it."""
         for name, answers in found.items():
             for place, (image_id, answer) in enumerate(zip(victims.ids(client), answers, strict=True)):
                 if not rows.done(cases[name], [image_id]):
                     row = answer.scored.row(cases[name], image_id, answer.norm, place)
-                    row["details"] = {**row["details"], "rounds": answer.rounds}
+                    row["details"] = {
+                        **row["details"],
+                        "rounds": answer.rounds,
+                        "vouched": vouched(answer.scored, place),
+                    }
                     rows.append({**self.session.columns, **row})
 
 
@@ -195,6 +206,13 @@ def _absent(last: Answer, originals: Tensor) -> Answer:
     return replace(last, scored=replace(last.scored, images=nothing, records=records, diagnosis=reason))
 
 
-def _pictures(answers: list[Answer]) -> Tensor:
+def vouched(scored: Scored, image: int) -> bool:
+    """Whether an attack vouches for every pixel of one image of the batch."""
+    known = scored.known
+    return known is not None and image < len(known) and bool(known[image].all())
+
+
+def _pictures(answers: list[Answer], originals: Tensor) -> Tensor:
     """The images of a client's answers, (B, C, H, W); NaN where there is none."""
-    return torch.stack([answer.scored.images[place] for place, answer in enumerate(answers)])
+    nothing = torch.full_like(originals, float("nan"))
+    return torch.stack([(nothing if a.scored.images is None else a.scored.images)[i] for i, a in enumerate(answers)])

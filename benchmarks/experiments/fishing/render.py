@@ -89,13 +89,16 @@ def _named(attack: str, parameters: Mapping[str, Any]) -> str:
 def _table(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for key, own in rows.groupby([*LINE, "attack"], sort=False):
-        psnr = own["psnr"].dropna()
-        line = dict(zip([*LINE, "attack"], key, strict=True)) | {"count": len(own)}
-        line |= {"recovered": int((psnr > RECOGNISABLE).sum()), "failed": len(own) - len(psnr)}
-        line |= {"psnr_median": psnr.median(), "psnr_min": psnr.min(), "psnr_max": psnr.max()}
-        line |= {"rounds": int(_rounds(own).max()), "seconds_median": own["seconds"].median()}
-        lines.append(line)
+        lines.append(dict(zip([*LINE, "attack"], key, strict=True)) | summary(own))
     return pd.DataFrame(lines)
+
+
+def summary(rows: pd.DataFrame) -> dict[str, Any]:
+    """The columns of a line of table.csv that follow from its rows."""
+    psnr = rows["psnr"].dropna()
+    counts = {"count": len(rows), "recovered": int((psnr > RECOGNISABLE).sum()), "failed": len(rows) - len(psnr)}
+    sizes = {"psnr_median": psnr.median(), "psnr_min": psnr.min(), "psnr_max": psnr.max()}
+    return counts | sizes | {"rounds": int(_rounds(rows).max()), "seconds_median": rows["seconds"].median()}
 
 
 def _by_round(rows: pd.DataFrame) -> pd.DataFrame:

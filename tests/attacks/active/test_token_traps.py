@@ -122,8 +122,8 @@ def test_a_trap_vouches_for_nothing_of_a_batch(name: str, defense: str) -> None:
 @pytest.mark.parametrize(
     ("name", "model", "message"),
     [
-        ("adapter_trap", "vit_micro_32", "no such trained layers"),
-        ("lora_trap", "vit_micro_32", "no such trained layers"),
+        ("adapter_trap", "vit_micro_32", "no adapters behind the MLPs in 2 blocks"),
+        ("lora_trap", "vit_micro_32", "no low-rank terms .LoRA. in the attentions in 3 blocks"),
         ("token_bins", "vit_micro_32_nope", "no learnable position embedding"),
         ("token_bins", "resnet_micro_32", "no patch projection"),
     ],

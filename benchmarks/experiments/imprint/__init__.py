@@ -1,0 +1,1 @@
+"""What an active server reads from bins and traps in the model that it sends."""
