@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
+from attacks.active.base import Sending
 from attacks.findings import Finding
 from attacks.fingerprints import repair
 from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
@@ -109,7 +111,8 @@ class FederationAudit:
         self.threat_model, self.settings = self.config.threat_model(), self.config.attack_settings()
         names = (*BASELINES, *ATTACKS)
         self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
-        self.active = active_attack(self.config.audit.named(), self.settings)
+        active = active_attack(self.config.audit.named(), self.settings)
+        self.active = None if active is None else (active[0], active[1].granted(self.threat_model))
         self.memory, self.models = self._memory(), SentModels(task.model.module)
         self.aggregation = Aggregation(self.config.audit.secure_aggregation)
         self.round_started = time.perf_counter()
@@ -161,7 +164,7 @@ class FederationAudit:
                     optimizer=state.optimizer if state else None,
                 )
 
-    def on_send(self, round: int, client: int, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def on_send(self, round: int, client: int, state: Mapping[str, Tensor]) -> Sending | None:
         """What an active server sends the clients (or groups) that it attacks; None for the others."""
         (name, attack), client = self.active, self.aggregation.number_of(round, client)
         if (round, client) not in self.attacked[name]:
@@ -180,7 +183,9 @@ class FederationAudit:
             received=like,
             clients=max(self.aggregation.size, 1),
         )
-        return sent | attack.prepare(model, present.image_shape, self.memory.before(present))
+        earlier = self.memory.before(present)
+        sending = attack.send(model, present.image_shape, earlier, mean=present.mean, std=present.std)
+        return replace(sending, parameters=sent | dict(sending.parameters))
 
     def on_update(self, view: SingleUpdate) -> None:
         """Audit one client's update, or that of its group once it is complete, if the run asks for it."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attacks.active.architecture import change_layers
 from attacks.registry import UsageError
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.data import DataBundle, load_data, partition
@@ -88,18 +89,19 @@ def shared_data(data: DataConfig, size: int, seed: int) -> DataBundle:
     )
 
 
-@lru_cache(maxsize=2)
-def shared_task(config_json: str, defense: str) -> ClientTask:
+@lru_cache(maxsize=3)
+def shared_task(config_json: str, defense: str, layers: str = "") -> ClientTask:
     """The task of a run under one defence, cached per process.
 
     Args:
         config_json: the configuration, from `RunConfig.to_json`.
         defense: name of the defence.
+        layers: see `ClientTask`.
 
     Raises:
         UsageError: see `ClientTask`.
     """
-    return ClientTask(RunConfig.from_json(config_json), defense)
+    return ClientTask(RunConfig.from_json(config_json), defense, layers)
 
 
 class ClientTask:
@@ -108,12 +110,13 @@ class ClientTask:
     Args:
         config: the configuration of the run.
         defense: name of the defence that this federation trains under.
+        layers: what an active server has changed of the model's architecture, as `change_layers` reads it.
 
     Raises:
         UsageError: data, weights or device are not available, or a client has fewer images than a batch holds.
     """
 
-    def __init__(self, config: RunConfig, defense: str) -> None:
+    def __init__(self, config: RunConfig, defense: str, layers: str = "") -> None:
         self.config = config
         self.defense = config.defence(defense)
         self.device = usable_device(config.device)
@@ -144,6 +147,7 @@ class ClientTask:
             encoder=config.start.checkpoint,
         )
         self.model = self.learner.model
+        change_layers(self.model.module, (3, self.model.image_size, self.model.image_size), layers)
         if config.local.drop_path:
             skip_blocks(self.model.module, config.local.drop_path)
         if config.local.dropout:

@@ -1,12 +1,15 @@
 """What an active server changes of the architecture that it sends, and how a client builds what it is sent.
 
 A server that orders a training sends the model's definition besides its values: in a file of the model, or by names and
-numbers from which the clients' program builds it, as here (`fedmjp.federation`: every message holds the run's
-configuration). The message then names what is added, as `change_layers` reads it, and client, benchmark and attack
-build the same model from it.
+numbers from which the clients' program builds it, as here. Where values are sent by name, the names of the added layers
+are enough (`add_sent_layers`); where all are in one array (`fedmjp.federation`), the message names what is added, as
+`change_layers` reads it. A client that builds its model from neither is not attacked by this.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
 IMPRINT = "imprint"  # name of the added layer in the model
+ADDED = f"{IMPRINT}.measure.weight"  # a parameter by which a state shows it
 
 
 class BinLayer(nn.Module):
@@ -71,8 +75,30 @@ def change_layers(model: nn.Module, image_shape: tuple[int, int, int], layers: s
         raise UsageError(f"unknown change of the architecture {layers!r}; this client builds {IMPRINT}=NUMBER OF BINS")
     if hasattr(model, IMPRINT):
         raise UsageError(f"the model has a layer called {IMPRINT} already")
-    projection = model.get_submodule(find_tokenizer(model, image_shape).weight.rpartition(".")[0])
-    channels, height, width = image_shape
-    layer = BinLayer(channels * height * width, int(bins), projection.weight)
+    find_tokenizer(model, image_shape)
+    _put_in_front(model, math.prod(image_shape), int(bins))
+
+
+def add_sent_layers(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Add to a model, in place, the layers that it lacks and a state sent by name holds; their values are not copied.
+
+    Args:
+        model: a ViT.
+        state: parameters by name.
+    """
+    if holds_added_layers(state) and not hasattr(model, IMPRINT):
+        bins, inputs = state[ADDED].shape
+        _put_in_front(model, inputs - 1, bins)
+
+
+def holds_added_layers(state: Mapping[str, Tensor]) -> bool:
+    """Whether a state sent by name holds a layer that `add_sent_layers` adds."""
+    return ADDED in state
+
+
+def _put_in_front(model: nn.Module, size: int, bins: int) -> None:
+    """Put a `BinLayer` in front of the first convolution, which is a ViT's patch projection."""
+    projection = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    layer = BinLayer(size, bins, projection.weight)
     setattr(model, IMPRINT, layer)
     projection.register_forward_pre_hook(layer.in_front)

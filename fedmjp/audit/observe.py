@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Capability, Observation, ThreatModel, UsageError
+from attacks.active.architecture import add_sent_layers, holds_added_layers
 from attacks.adaptive_steps import undo_first_step
 from attacks.findings import Finding
 from attacks.fingerprints import minus_weights, repair
@@ -138,12 +139,25 @@ def without_decay(
 
 
 def model_as_sent(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of `module` in evaluation mode with the weights and buffers that were sent, by name."""
+    """A copy of `module` in evaluation mode with the weights and buffers that were sent, by name.
+
+    Layers that a server has added to what it sent (`attacks.active.architecture`) are part of it.
+    """
     twin = copy.deepcopy(module)
+    add_sent_layers(twin, sent)
     state = twin.state_dict()
     for name, value in sent.items():
         state[name].copy_(value)
     return twin.eval()
+
+
+def model_with_sent_layers(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:
+    """`module` itself, or a copy with the layers that a server has added to what it sent, without their values."""
+    if not holds_added_layers(sent):
+        return module
+    twin = copy.deepcopy(module)
+    add_sent_layers(twin, sent)
+    return twin
 
 
 def observe_step(

@@ -32,7 +32,7 @@ from attacks.momentum import KeptMomentum
 from fedmjp.audit.folder import AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import Scored, answer, explained
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
-from fedmjp.audit.observe import model_as_sent, undo_adam
+from fedmjp.audit.observe import model_as_sent, model_with_sent_layers, undo_adam
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
@@ -184,13 +184,14 @@ class Watcher:
         Raises:
             UsageError: the messages do not hold the model's arrays by name, or not finite ones.
         """
-        names = [name for name, _ in self.model.named_parameters()]
         before, after = _arrays(sent), _arrays(received)
-        before, _ = check_gradients(self.model, before, "sent weight")
+        model = model_with_sent_layers(self.model, before)
+        names = [name for name, _ in model.named_parameters()]
+        before, _ = check_gradients(model, before, "sent weight")
         lacking = [name for name in names if name not in before]
         if lacking:
             raise UsageError(f"the message to the client lacks {lacking[0]}: send ArrayRecord(model.state_dict())")
-        gradients, findings = check_gradients(self.model, after, "gradient" if self.sends == "gradient" else "weight")
+        gradients, findings = check_gradients(model, after, "gradient" if self.sends == "gradient" else "weight")
         for finding in findings:
             if not finding.fixed:
                 self.problems.append(f"round {number}, node {node}: {finding.sentence}")

@@ -3,14 +3,18 @@
     watcher = Watcher(model, ..., attacks=["fishing"], threat_model=ThreatModel.parse([..., "active_parameters"]))
     FedAvg().start(TapGrid(grid, ActiveServer(watcher)), initial_arrays, num_rounds=3)
 
-The strategy never learns of it: for a client that was sent other parameters it gets a reply that holds the weights that
+The strategy never learns of it: for a client that was sent another model it gets a reply that holds the weights that
 it had sent itself (or a gradient of zeros), with the client's own metrics, as if the client had not moved. The other
 clients' training is what it would be, and the mean moves by their share of the examples.
+
+Layers that an attack adds (`active_architecture`) are sent as further arrays of the message, by name. They reach
+clients whose program builds the model from what it is sent (`attacks.active.architecture.add_sent_layers`); another
+program refuses arrays that it does not know, and trains nothing in that round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
@@ -36,7 +40,8 @@ class ActiveServer:
     """
 
     def __init__(self, watcher: Watcher, clients: int = 1) -> None:
-        self.watcher, self.clients, self.attack = watcher, clients, _active(watcher)
+        self.watcher, self.clients = watcher, clients
+        self.attack = _active(watcher).granted(watcher.threat_model)
         self._first: dict[int, nn.Module] = {}  # by node, the first model that it would have been sent
 
     def __call__(self, sent: RecordDict, received: RecordDict, node: int) -> None:
@@ -61,13 +66,12 @@ class ActiveServer:
         present = model_as_sent(self.watcher.model, _tensors(content))
         model = self._first.setdefault(node, present) if self.attack.same_model else present
         self._first.setdefault(node, present)
-        changes = self.attack.prepare(model, self.watcher.shape, self.watcher.earlier(node))
-        values = model.state_dict() | changes
-        own = {
-            "weights": dict(_tensors(content)),
-            "gradient": {n: torch.zeros_like(t) for n, t in _tensors(content).items()},
-        }
-        return Turn(_with(content, values), lambda reply: _with(reply, own[self.watcher.sends]))
+        w = self.watcher
+        sending = self.attack.send(model, w.shape, w.earlier(node), mean=w.mean, std=w.std)
+        values, usual = model.state_dict() | dict(sending.parameters), _tensors(content)
+        added = {name: value for name, value in values.items() if name not in model.state_dict()}
+        own = {"weights": usual, "gradient": {n: torch.zeros_like(t) for n, t in usual.items()}}
+        return Turn(_with(content, values, added), lambda reply: _with(reply, own[w.sends], left_out=added))
 
 
 def _active(watcher: Watcher) -> ActiveAttack:
@@ -86,15 +90,24 @@ def _tensors(content: RecordDict) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array.numpy().copy()) for record in records for name, array in record.items()}
 
 
-def _with(content: RecordDict, values: Mapping[str, Tensor]) -> RecordDict:
-    """The message with other values of the arrays that `values` names, in their types."""
-    changed = {}
+def _with(
+    content: RecordDict, values: Mapping[str, Tensor], added: Collection[str] = (), left_out: Collection[str] = ()
+) -> RecordDict:
+    """The message with other values of the arrays that `values` names, in their types.
+
+    Args:
+        added: names in `values` of arrays that the message lacks; they join its first arrays.
+        left_out: names of arrays to leave out.
+    """
+    changed, missing = {}, list(added)
     for key, record in content.items():
         if isinstance(record, ArrayRecord):
             arrays = {
                 name: Array(values[name].detach().cpu().numpy().astype(array.dtype)) if name in values else array
                 for name, array in record.items()
+                if name not in left_out
             }
-            record = ArrayRecord(arrays)
+            record = ArrayRecord(arrays | {name: Array(values[name].detach().cpu().numpy()) for name in missing})
+            missing = []
         changed[key] = record
     return RecordDict(changed)

@@ -32,15 +32,23 @@ class Expected:
     Attributes:
         arrays: part of the update ("parameters", "buffers") -> number of its values.
         examples: node id -> images that the client was ordered to train on in this round.
+        added: node id -> values of the parameters that the model which this client was sent has beside the others.
     """
 
     arrays: Mapping[str, int]
     examples: Callable[[int], int]
+    added: Callable[[int], int] = lambda node: 0
 
     @classmethod
-    def of(cls, parameters: Layout, buffers: Layout, examples: Callable[[int], int]) -> Expected:
+    def of(
+        cls,
+        parameters: Layout,
+        buffers: Layout,
+        examples: Callable[[int], int],
+        added: Callable[[int], int] = lambda node: 0,
+    ) -> Expected:
         """From the layouts of the model's parameters and float buffers."""
-        return cls({"parameters": count_of(parameters), "buffers": count_of(buffers)}, examples)
+        return cls({"parameters": count_of(parameters), "buffers": count_of(buffers)}, examples, added)
 
     def why_not(self, content: RecordDict, node: int) -> str:
         """Why a reply of that node is refused, as the end of a sentence about it; "" if it is as it should be."""
@@ -49,7 +57,10 @@ class Expected:
             return "sent no update with its metrics"
         if set(update) != set(self.arrays):
             return f"sent the arrays {_names(update)} instead of {_names(self.arrays)}"
-        reasons = (_why_not_array(part, update[part], count) for part, count in self.arrays.items())
+        counts = {
+            part: count + (self.added(node) if part == "parameters" else 0) for part, count in self.arrays.items()
+        }
+        reasons = (_why_not_array(part, update[part], count) for part, count in counts.items())
         return next(filter(None, reasons), "") or self._why_not_metrics(metrics, node)
 
     def _why_not_metrics(self, metrics: MetricRecord, node: int) -> str:

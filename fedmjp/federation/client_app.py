@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedmjp.client import ClientTask, shared_task
-from fedmjp.federation.wire import KEPT, flat, layout_of, pack, unpack
+from fedmjp.federation.wire import KEPT, LAYERS, flat, layout_of, pack, unpack
 
 app = ClientApp()
 
@@ -28,7 +28,7 @@ def identify(message: Message, context: Context) -> Message:
 def train(message: Message, context: Context) -> Message:
     """Train on this node's partition and reply with the update."""
     instructions = message.content["instructions"]
-    task = shared_task(str(instructions["config"]), str(instructions["defense"]))
+    task = shared_task(str(instructions["config"]), str(instructions["defense"]), str(instructions.get(LAYERS, "")))
     state = message.content["state"]
     weights = read_state(task, state)
     kept = read_kept(task, state)

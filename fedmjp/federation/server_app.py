@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, Context, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
-from fedmjp.client import ClientTask
+from attacks.active.base import Sending
+from fedmjp.client import ClientTask, shared_task
 from fedmjp.federation.boundary import CheckedGrid, Expected
 from fedmjp.federation.client_app import pack_state, read_kept, read_state
 from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.strategy import FederatedMean
 from fedmjp.federation.tap import TapGrid, Turn
-from fedmjp.federation.wire import KEPT, flat, layout_of, pack, unpack
+from fedmjp.federation.wire import KEPT, LAYERS, count_of, flat, layout_of, pack, unpack
 from fedmjp.records.server_state import ServerState
 
-# (round, client, state by name) -> parameters by name to send instead, or None.
-OnSend = Callable[[int, int, Mapping[str, Tensor]], Mapping[str, Tensor] | None]
+# (round, client, state by name) -> what to send instead, or None.
+OnSend = Callable[[int, int, Mapping[str, Tensor]], Sending | None]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def run_rounds(
             before the first.
         on_failure: called with round, client and reason for each client that failed or whose reply was refused.
         on_send: the turn of an active server, called with round, client and the state by name before a client is sent
-            it; it returns the parameters to send instead, or None. The update of a client that was sent other
-            parameters is observed, and does not enter the mean.
+            it; it returns the parameters and layers to send instead, or None. The update of a client that was sent
+            another model is observed, and does not enter the mean.
         first_round: number of the first round, above 1 if a run is resumed.
         optimizer: moments of the server's optimiser after the round before the first (`ServerState.optimizer`).
 
@@ -91,7 +92,7 @@ def run_rounds(
         first_round=first_round,
         keep=keep if KEPT in state else None,
     )
-    server_side = _ServerSide(task, strategy, on_update, on_send)
+    server_side = _ServerSide(task, defense, strategy, on_update, on_send)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Hand on what the server holds after a round; Flower gets no metrics of it."""
@@ -107,13 +108,22 @@ def run_rounds(
 class _ServerSide:
     """What the server does at the tap: it observes updates and, if it is active, chooses what is sent.
 
-    Attributes: see `run_rounds`.
+    Attributes:
+        layers: by node, what of the architecture was changed in the model that it was sent last.
+        others: see `run_rounds`.
     """
 
     task: ClientTask
+    defense: str
     strategy: FederatedMean
     on_update: Callable[[ServerView], None]
     on_send: OnSend | None
+    layers: dict[int, str] = field(default_factory=dict)
+
+    def task_of(self, node: int) -> ClientTask:
+        """The task of a node: another one than the federation's where it was sent another architecture."""
+        layers = self.layers.get(node, "")
+        return shared_task(self.task.config.to_json(), self.defense, layers) if layers else self.task
 
     def expected(self) -> Expected:
         """What a client's reply must hold."""
@@ -122,25 +132,37 @@ class _ServerSide:
             """Images of all local steps of the node's client."""
             return self.task.config.federation.batch_size * self.task.steps(self.strategy.partitions[node])
 
-        return Expected.of(layout_of(self.task.parameters), layout_of(self.task.buffers), examples)
+        usual = layout_of(self.task.parameters)
+
+        def added(node: int) -> int:
+            """Values that the node's model has beside those of the federation's."""
+            return count_of(layout_of(self.task_of(node).parameters)) - count_of(usual)
+
+        return Expected.of(usual, layout_of(self.task.buffers), examples, added)
 
     def __call__(self, sent: RecordDict, received: RecordDict, node: int) -> None:
         """Observe one update."""
-        gradients = unpack(flat(received["update"]["parameters"]), layout_of(self.task.parameters))
+        task = self.task_of(node)
+        gradients = unpack(flat(received["update"]["parameters"]), layout_of(task.parameters))
         number, client = self._place(sent, node)
-        self.on_update(ServerView(number, client, read_state(self.task, sent["state"]), gradients))
+        self.on_update(ServerView(number, client, read_state(task, sent["state"]), gradients))
 
     def prepare(self, content: RecordDict, node: int) -> Turn | None:
         """The server's turn to send; see `TapGrid`."""
         if self.on_send is None:
             return None
+        self.layers.pop(node, None)
         state = read_state(self.task, content["state"])
-        changes = self.on_send(*self._place(content, node), state)
-        if changes is None:
+        sending = self.on_send(*self._place(content, node), state)
+        if sending is None:
             return None
-        parameters = {name: changes.get(name, state[name]) for name in self.task.parameters}
+        self.layers[node] = sending.layers
+        values = state | dict(sending.parameters)
+        parameters = {name: values[name] for name in self.task_of(node).parameters}
         arrays = ArrayRecord(dict(content["state"].items()) | {"parameters": pack(parameters)})
-        return Turn(RecordDict(dict(content.items()) | {"state": arrays}), _without_weight)
+        instructions = ConfigRecord({**content["instructions"], LAYERS: sending.layers})
+        changed = {"state": arrays, "instructions": instructions}
+        return Turn(RecordDict(dict(content.items()) | changed), _without_weight)
 
     def _place(self, sent: RecordDict, node: int) -> tuple[int, int]:
         """(round, client) of a message."""

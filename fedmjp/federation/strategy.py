@@ -97,14 +97,15 @@ class FederatedMean(Strategy):
         for reply in self._in_order(replies, number):
             metrics, update = reply.content["metrics"], reply.content["update"]
             weight = int(metrics["num-examples"])
+            if not weight:
+                continue
             for part, array in update.items():
                 values = flat(array)
                 if part in sums:
                     sums[part].add_(values, alpha=weight)
                 else:
                     sums[part] = values * weight
-            if weight:
-                examples, loss, clients = examples + weight, loss + weight * float(metrics["train-loss"]), clients + 1
+            examples, loss, clients = examples + weight, loss + weight * float(metrics["train-loss"]), clients + 1
         if not examples:
             return self._sent, MetricRecord({"train-loss": float("nan"), "clients": clients})
         mean = {part: total.div_(examples) for part, total in sums.items()}

@@ -16,6 +16,7 @@ import torch
 from flwr.app import Array
 from torch import Tensor
 
+LAYERS = "layers"  # the instruction that says what an active server has changed of the model's architecture
 KEPT = "kept"  # the part of a state that the server keeps beside the weights, and the entry of a node's own state
 Layout = dict[str, tuple[int, ...]]
 

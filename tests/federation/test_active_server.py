@@ -12,6 +12,8 @@ from flwr.serverapp.strategy import FedAvg
 from torch.nn import functional
 
 from attacks import ThreatModel, UsageError
+from attacks.active.architecture import add_sent_layers
+from attacks.active.base import Sending
 from fedmjp import simulate
 from fedmjp.audit import Watcher
 from fedmjp.audited_federation import FederationAudit
@@ -31,8 +33,8 @@ def train(config: RunConfig, prepared: set[int]) -> tuple[dict[int, ServerView],
     """Views of the last round by client and states by round, where clients in `prepared` get a classifier of zeros."""
     views, states, task = {}, {}, ClientTask(config, "none")
 
-    def on_send(number: int, client: int, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        return {"head.weight": torch.zeros_like(state["head.weight"])} if client in prepared else None
+    def on_send(number: int, client: int, state: dict[str, torch.Tensor]) -> Sending | None:
+        return Sending({"head.weight": torch.zeros_like(state["head.weight"])}) if client in prepared else None
 
     def run(grid) -> None:
         run_rounds(
@@ -140,6 +142,7 @@ def test_secure_aggregation_makes_one_batch_of_a_group(tmp_path) -> None:
     ("options", "message"),
     [
         (["fishing"], "attack 'fishing' needs active_parameters, which the threat model does not grant"),
+        (["imprint"], "attack 'imprint' needs active_architecture, which the threat model does not grant"),
         (["fishing", "feature_fishing", "--grants", *GRANTS], "takes one attack that chooses what clients are sent"),
         (["fishing", "--attack-options", "fishing.target=99", "--grants", *GRANTS], "fishing.target must lie in 0.."),
     ],
@@ -158,12 +161,16 @@ def test_options_are_read_from_a_flower_run() -> None:
 
 
 def batch_app(size: int, rate: float = 0.5) -> ClientApp:
-    """Clients of another app: a step of SGD on a batch of photographs of labels 0, 1, 2..., and weights back."""
+    """Clients of another app: a step of SGD on a batch of photographs of labels 0, 1, 2..., and weights back.
+
+    They build the model that they are sent, added layers included.
+    """
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         model = timm_vit()
+        add_sent_layers(model, message.content["arrays"].to_torch_state_dict())
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         optimiser = torch.optim.SGD(model.parameters(), lr=rate)
         images, labels = photographs(32, size), torch.arange(size)
@@ -203,6 +210,43 @@ def test_an_active_server_in_a_flower_app_of_ones_own(tmp_path) -> None:
     honest = [found for _, _, found in watcher.found if found.images is None]
     assert all("not prepared" in found.diagnosis for found in honest)
     assert (result.arrays.to_torch_state_dict()["head.weight"] != 0).any(dim=1).all()
+
+
+def test_an_added_layer_reaches_clients_that_build_what_they_are_sent(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = timm_vit().eval()
+    watcher = Watcher(
+        model,
+        image_shape=(3, 32, 32),
+        mean=[0.5] * 3,
+        std=[0.5] * 3,
+        attacks=["imprint"],
+        threat_model=ThreatModel.parse(["model_weights", "active_architecture"]),
+        learning_rate=0.5,
+        batch_size=4,
+        out=tmp_path / "leaks",
+    )
+    grid = TapGrid(LocalGrid(batch_app(4), 2), ActiveServer(watcher))
+    result = FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord(model.state_dict()), num_rounds=1)
+    (found,) = [found for _, _, found in watcher.found if found.images is not None]
+    whole = found.images[found.known.flatten(1).all(dim=1)]
+    assert len(whole) >= 2
+    for image in whole:
+        assert max(float(psnr(image[None], one[None])[0]) for one in photographs(32, 4)) > 40
+    assert result.arrays.to_torch_state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "defense", "granted"),
+    [("imprint", "none", "active_architecture"), ("adapter_trap", "adapters", "active_parameters")],
+)
+def test_other_models_reach_the_attacked_client_alone(tmp_path, name: str, defense: str, granted: str) -> None:
+    one = ["--batch-size", "1"] if defense == "adapters" else []
+    options = ["--rounds", "1", "--defense", defense, *one, "--grants", "model_weights", granted]
+    assert attack(tmp_path / "run", name, *options) == 0
+    rows = rows_of(tmp_path / "run", name)
+    assert max(row["psnr"] or 0 for row in rows) > 60
+    assert all(row["threat_model"] == sorted(["model_weights", granted]) for row in rows)
 
 
 def test_a_watcher_without_an_active_attack_is_refused(tmp_path) -> None:
