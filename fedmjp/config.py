@@ -128,8 +128,8 @@ class AuditConfig:
     ATTACK.steps=NUMBER."""
     grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
     """What the adversary sees beyond an update: model_weights, position_gradient, several_rounds, labels,
-    token_gradient, modified_model, auxiliary_data, active_parameters; aggregate_only comes with --secure-aggregation.
-    An attack that needs more is refused."""
+    token_gradient, modified_model, auxiliary_data, active_parameters, active_architecture; aggregate_only comes with
+    --secure-aggregation. An attack that needs more is refused."""
     lpips_net: Literal["squeeze", "alex", "vgg"] = "squeeze"
     """Backbone of the LPIPS metric."""
     lpips_weights: Path | None = None
