@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attacks import ATTACKS, Attack, Observation, Reconstruction
+from attacks.active.base import ActiveAttack
 from attacks.gradient_matching.attack import GradientMatching
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -18,7 +19,8 @@ from tests.conftest import observe, photographs
 BUILT_IN = [name for name in ATTACKS if ATTACKS.is_built_in(name) and not name.startswith("breaching")]
 CLOSED_FORMS = [name for name in BUILT_IN if not ATTACKS.get(name).reads_every_parameter]
 # Of batches, of heads that predict places or pixels, of low-rank factors, and of models that the server has prepared.
-OF_OTHER_UPDATES = ("batch_tokens", "position_head", "pixel_head", "lora_span", "fishing", "feature_fishing")
+ACTIVE = tuple(name for name in ATTACKS if issubclass(ATTACKS.get(name), ActiveAttack))
+OF_OTHER_UPDATES = ("batch_tokens", "position_head", "pixel_head", "lora_span", *ACTIVE)
 # Those that solve with the patch projection's gradient.
 OF_PROJECTION = [name for name in CLOSED_FORMS if name not in ("april", "token_span", "patch_set", *OF_OTHER_UPDATES)]
 FIRST_LAYERS = (
