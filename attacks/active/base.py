@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from attacks.active.architecture import change_layers
 from attacks.base import Attack
 from attacks.observation import Capability, Observation, Reconstruction
+from attacks.tokenizer import find_tokenizer
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ class ActiveAttack(Attack):
         Raises:
             UsageError: the model has no part that the attack sets.
         """
+
+
+def hides_positions(observation: Observation) -> bool:
+    """Whether the client hid positions in this step: the embedding that hidden ones share has a gradient."""
+    tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    shared = tokenizer.shared_embedding(observation.gradients) if tokenizer.hides_positions else None
+    return shared is not None and bool(shared.any())
 
 
 def nobody(diagnosis: str, details: Mapping[str, float]) -> Reconstruction:

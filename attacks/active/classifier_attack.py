@@ -139,13 +139,6 @@ class ClassifierAttack(ActiveAttack):
         return ATTACKS.get("patch_embedding")()([alone]) if masked.obstacle([alone]) else masked([alone])
 
 
-def hides_positions(observation: Observation) -> bool:
-    """Whether the client hid positions in this step: the embedding that hidden ones share has a gradient."""
-    tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    shared = tokenizer.shared_embedding(observation.gradients) if tokenizer.hides_positions else None
-    return shared is not None and bool(shared.any())
-
-
 def prepared(
     model: nn.Module, image_shape: tuple[int, int, int], layer: str, row: int, direction: Tensor, bias: Tensor
 ) -> dict[str, Tensor]:

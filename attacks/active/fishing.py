@@ -25,8 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import nobody
-from attacks.active.classifier_attack import ClassifierAttack, hides_positions, prepared
+from attacks.active.base import hides_positions, nobody
+from attacks.active.classifier_attack import ClassifierAttack, prepared
 from attacks.active.head import SetHead, read_head, unit_direction
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.active.architecture import IMPRINT, BinLayer, layers_with_bins
-from attacks.active.base import ActiveAttack, Sending, nobody
+from attacks.active.base import Sending, hides_positions, nobody
 from attacks.active.bins import Bins, read_bins, round_off
 from attacks.active.brightness import BrightnessBins
 from attacks.linear.position_rows import unmet_assumptions
@@ -38,6 +38,10 @@ GAIN = 1e-3
 # Largest difference of a recovered image's mean square from the recovered q, of images of unit variance. Two images at
 # 30 dB from each other differ by less in a mixture of halves.
 MIXED = 1e-3
+MOVED = (
+    "the client hides positions (MJP): images are as the model was fed them, with patches that it may have moved, and "
+    "the update of a batch does not say which"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class Imprint(BrightnessBins):
 
     bins: int = 256
 
-    needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {Capability.ACTIVE_ARCHITECTURE}
+    needs: ClassVar[frozenset[Capability]] = BrightnessBins.needs | {Capability.ACTIVE_ARCHITECTURE}
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for no bins."""
@@ -110,12 +114,12 @@ class Imprint(BrightnessBins):
         single = (images.square().mean(dim=1) - square).abs() <= MIXED * square.abs().clamp(min=1)
         order = torch.argsort(single.long(), descending=True, stable=True)[: observation.num_examples]
         pictures = observation.to_pixels(images[order].reshape(-1, *observation.image_shape)).float()
-        known = single[order][:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
-        several = int((~single).sum())
+        moved, several = hides_positions(observation), int((~single).sum())
+        known = (single[order] & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
         return Reconstruction(
             pictures,
             known,
-            diagnosis=_several(several) if several else "",
+            diagnosis="; ".join([MOVED] * moved + [_several(several)] * bool(several)),
             details={"held": len(single), "single": int(single.sum())},
         )
 

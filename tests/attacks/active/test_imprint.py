@@ -80,6 +80,15 @@ def test_the_model_computes_what_it_did() -> None:
     assert 0 < change.abs().max() < 5e-3
 
 
+def test_of_moved_patches_nothing_is_vouched_for() -> None:
+    built, images = build_model("vit_micro_32_mjp", num_classes=10, weights="random"), photographs(32, 4)
+    mask = torch.arange(64).expand(4, -1) < 16
+    found = Imprint()([observe(sent_by(Imprint(), built), images, mask=mask)])
+    assert found.diagnosis.startswith("the client hides positions (MJP)")
+    assert found.details["single"] >= 2
+    assert not found.known.any()
+
+
 def test_calibration_needs_auxiliary_data() -> None:
     granted = ThreatModel.parse(["model_weights", "active_architecture", "auxiliary_data"])
     attack = Imprint().granted(granted)
