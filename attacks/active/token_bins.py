@@ -69,6 +69,10 @@ class TokenBins(BrightnessBins):
         if self.slices < 1:
             raise UsageError(f"{NAME}.slices must be at least 1, not {self.slices}")
 
+    def used(self) -> frozenset[Capability]:
+        """Several rounds too, where the thresholds take turns."""
+        return super().used() | ({Capability.SEVERAL_ROUNDS} if self.slices > 1 else frozenset())
+
     def send(
         self,
         model: nn.Module,

@@ -39,7 +39,7 @@ def test_images_come_back_under_what_the_attack_uses_and_no_more(finished) -> No
     assert table.loc["adapter_trap", "rounds"] == 2
     grants = load_rows(finished / "rows.jsonl.gz").groupby("attack")["threat_model"].first()
     assert grants["imprint"] == ["active_architecture", "auxiliary_data", "model_weights"]
-    assert grants["adapter_trap"] == ["active_parameters", "model_weights"]
+    assert grants["adapter_trap"] == ["active_parameters", "model_weights", "several_rounds"]
     assert "active_architecture" not in grants["patch_embedding"]
 
 

@@ -111,6 +111,17 @@ def test_trained_layers_alone_give_the_image_away(name: str, defense: str, count
     assert (found.diagnosis == "") == (share == 1)
 
 
+def test_rounds_on_another_image_are_left_out() -> None:
+    chosen, images, attack = DEFENSES.get("adapters")(), photographs(32, 2), ATTACKS.get("adapter_trap")()
+    built, history = micro(chosen), list[Observation]()
+    for image in images.split(1):
+        sent = attack.send(built.module, SHAPE, history, mean=built.mean, std=built.std).model(built.module, SHAPE)
+        history.append(observe(replace(built, module=sent), image))
+    found = attack(history)
+    assert found.details == {"patches": 32, "rounds": 1}
+    assert "32 of 64 patches were read" in found.diagnosis
+
+
 @pytest.mark.parametrize(("name", "defense"), [("adapter_trap", "adapters"), ("lora_trap", "lora")])
 def test_a_trap_vouches_for_nothing_of_a_batch(name: str, defense: str) -> None:
     chosen = DEFENSES.get(defense)()
