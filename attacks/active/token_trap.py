@@ -26,8 +26,8 @@ from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
-# Largest relative difference of the classifier's gradients of two rounds on the same image: measured 2e-9 and below, and
-# 8e-4 and above between photographs (random vit_micro_32 and DeiT-S, trained vit_mini_32).
+# Largest relative difference of the classifier's gradients of two rounds on the same image: measured 2e-9 and below,
+# and 8e-4 and above between photographs (random vit_micro_32 and DeiT-S, trained vit_mini_32).
 SAME = 1e-5
 
 
