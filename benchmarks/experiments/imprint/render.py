@@ -30,6 +30,7 @@ def imprint_block(folder: Path) -> str:
     """The table of the active attacks as Markdown, a line for each case."""
     table = pd.read_csv(folder / "table.csv")
     table = table[~table["attack"].isin((*BASELINES, PASSIVE))]
+    table = table.sort_values("attack", kind="stable", key=lambda names: names.map(lambda name: name.split()[0]))
     heads = ["attack", "images", "model", "defence", "batch", "rounds"]
     heads += ["above 30 dB", "PSNR, median (dB)", "vouched for", "least of them (dB)"]
     lines = []
