@@ -14,11 +14,16 @@ keeps the other biases' common value, ours their own; its margin leaves the othe
 none.
 
 Where labels are smoothed or mixed, other images send their share of the target class, and the reader says so.
+
+A server that expects clients to look at what they are sent may change less (`strength`): the rows of the other classes
+keep a share of their weights, and the target's bias lies less far below. The other images then send a share of their
+gradients too, and the image comes back with an error of about that share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.active.base import ActiveAttack, hides_positions, nobody, prepared
-from attacks.active.head import SetHead, read_head, unit_direction
+from attacks.active.head import SetHead, find_head, read_head, unit_direction
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
 
@@ -46,10 +51,21 @@ class Fishing(ActiveAttack):
     Args:
         target: the class to fish for; -1: one that the client's last prepared update held once and that was not fished
             for, else one after the other.
+        strength: s in (0, 1]. Below 1 the other rows keep 1 - s of their weights and the target's bias lies
+            ln(1 / (1 - s)) logits below the others; `target` must be named, and nothing is vouched for.
     """
 
     target: int = -1
+    strength: float = 1.0
     kind: ClassVar[str] = "fishing by class"
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` for a setting that cannot be used."""
+        super().__post_init__()
+        if not 0 < self.strength <= 1:
+            raise UsageError(f"fishing.strength must lie in (0, 1], not {self.strength}")
+        if self.strength < 1 and self.target < 0:
+            raise UsageError("fishing.strength below 1 does not count the classes of a batch: pass fishing.target")
 
     def prepare(
         self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
@@ -67,7 +83,20 @@ class Fishing(ActiveAttack):
         direction = head.weight[target].detach().double()
         if not direction.any():  # a classifier that starts at zero
             direction = unit_direction(len(direction))
-        return prepared(model, image_shape, layer, target, direction, bias)
+        whole = prepared(model, image_shape, layer, target, direction, bias)
+        return whole if self.strength == 1 else softened(model, whole, f"{layer}.bias", target, self.strength)
+
+    def head_of(self, observation: Observation) -> SetHead:
+        """See `ActiveAttack.head_of`."""
+        if self.strength == 1:
+            return super().head_of(observation)
+        layer = find_head(observation.model, observation.image_shape)
+        head = observation.model.get_submodule(layer)
+        weight, bias = head.weight.detach().double(), head.bias.detach().double()
+        found = SetHead(layer, self.target, weight[self.target], bias)
+        if not torch.isclose(found.others(bias).min() - bias[self.target], torch.tensor(margin(self.strength)).double()):
+            raise UsageError(f"the model that the client was sent was not prepared for {self.kind} at this strength")
+        return found
 
     def is_own(self, head: SetHead) -> bool:
         """See `ActiveAttack.is_own`: the target's bias lies below the others'."""
@@ -81,6 +110,8 @@ class Fishing(ActiveAttack):
         """
         observation = observations[-1]
         head = self.head_of(observation)
+        if self.strength < 1:
+            return self._from_mixture(observation)
         senders = round(-head.row_gradient(observation)[1] * observation.num_examples)
         details: dict[str, float] = {"target": head.row, "senders": senders}
         labels = None
@@ -108,6 +139,40 @@ class Fishing(ActiveAttack):
             details={**found.details, **details},
             flags=found.flags,
         )
+
+
+    def _from_mixture(self, observation: Observation) -> Reconstruction:
+        """What the reader finds where the other images send a share of their gradients too."""
+        found = self.read_alone(observation, observation.gradients)
+        share = f"at strength {self.strength:g} every image of the batch sends a share of its gradient"
+        diagnosis = "; ".join(text for text in (share, found.diagnosis) if text)
+        known = None if found.known is None else torch.zeros_like(found.known)
+        details = {**found.details, "target": self.target}
+        return Reconstruction(found.images, known, diagnosis=diagnosis, details=details, flags=found.flags)
+
+
+def margin(strength: float) -> float:
+    """How far below the others' biases a server of this strength sets the target's, in logits."""
+    return MARGIN if strength == 1 else -math.log1p(-strength)
+
+
+def softened(
+    model: nn.Module, whole: Mapping[str, Tensor], bias: str, target: int, strength: float
+) -> dict[str, Tensor]:
+    """Parameters on the way from those of `model` to those of a server of strength 1.
+
+    Args:
+        whole: the latter, by name.
+        bias: name of the classifier's bias, of which the target's entry alone is changed, by `margin`.
+        target: its class.
+        strength: the share of the way, in (0, 1).
+    """
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    found = {name: torch.lerp(parameters[name], value, strength) for name, value in whole.items()}
+    found[bias] = parameters[bias].clone()
+    others = torch.cat([found[bias][:target], found[bias][target + 1 :]])
+    found[bias][target] = others.min() - margin(strength)
+    return found
 
 
 def next_class(heads: Sequence[tuple[SetHead, Tensor]], classes: int) -> int:

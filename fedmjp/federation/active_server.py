@@ -22,6 +22,7 @@ from fedmjp.audit.observe import model_as_sent
 from fedmjp.audit.suite import active_attack
 from fedmjp.audit.watcher import Watcher
 from fedmjp.federation.tap import Turn
+from fedmjp.federation.wire import tensors_of
 
 
 class ActiveServer:
@@ -58,14 +59,14 @@ class ActiveServer:
             return None
 
     def _prepared(self, content: RecordDict, node: int) -> Turn:
-        present = model_as_sent(self.watcher.model, _tensors(content))
+        present = model_as_sent(self.watcher.model, tensors_of(content))
         model = self._first.setdefault(node, present) if self.attack.same_model else present
         self._first.setdefault(node, present)
         changes = self.attack.prepare(model, self.watcher.shape, self.watcher.earlier(node))
         values = model.state_dict() | changes
         own = {
-            "weights": dict(_tensors(content)),
-            "gradient": {n: torch.zeros_like(t) for n, t in _tensors(content).items()},
+            "weights": tensors_of(content),
+            "gradient": {n: torch.zeros_like(t) for n, t in tensors_of(content).items()},
         }
         return Turn(_with(content, values), lambda reply: _with(reply, own[self.watcher.sends]))
 
@@ -78,12 +79,6 @@ def _active(watcher: Watcher) -> ActiveAttack:
     if len(found) != 1:
         raise UsageError(f"an active server needs one attack that chooses what is sent; the watcher has {len(found)}")
     return found[0]
-
-
-def _tensors(content: RecordDict) -> dict[str, Tensor]:
-    """The arrays of a message by name."""
-    records = (record for record in content.values() if isinstance(record, ArrayRecord))
-    return {name: torch.from_numpy(array.numpy().copy()) for record in records for name, array in record.items()}
 
 
 def _with(content: RecordDict, values: Mapping[str, Tensor]) -> RecordDict:
