@@ -94,7 +94,9 @@ class Fishing(ActiveAttack):
         head = observation.model.get_submodule(layer)
         weight, bias = head.weight.detach().double(), head.bias.detach().double()
         found = SetHead(layer, self.target, weight[self.target], bias)
-        if not torch.isclose(found.others(bias).min() - bias[self.target], torch.tensor(margin(self.strength)).double()):
+        if not torch.isclose(
+            found.others(bias).min() - bias[self.target], torch.tensor(margin(self.strength)).double()
+        ):
             raise UsageError(f"the model that the client was sent was not prepared for {self.kind} at this strength")
         return found
 
@@ -139,7 +141,6 @@ class Fishing(ActiveAttack):
             details={**found.details, **details},
             flags=found.flags,
         )
-
 
     def _from_mixture(self, observation: Observation) -> Reconstruction:
         """What the reader finds where the other images send a share of their gradients too."""

@@ -136,18 +136,18 @@ class Bins(Statistic):
 
 @STATISTICS.register("distance")
 class Distance(Statistic):
-    """Largest change of a weight matrix since the last model, |a - b| / (|a| + |b|) in Euclidean norms.
+    """Largest change of a linear or convolutional layer's weight since the last model, |a - b| / (|a| + |b|).
 
-    Matrices that were zero have no scale and are left out.
+    In Euclidean norms. Layers that were zero have no scale and are left out.
     """
 
     def measure(self, received: Received) -> Measurement:
         """See `Statistic.measure`."""
         changes = {}
-        for name, weight in received.module.named_parameters():
-            before = received.before(name)
-            if weight.dim() >= 2 and before is not None and before.shape == weight.shape and before.any():
-                now, then = weight.detach(), before.to(weight.dtype)
+        for name, now in matrices(received.module):
+            before = received.before(f"{name}.weight")
+            if before is not None and before.numel() == now.numel() and before.any():
+                then = before.to(now.dtype).view_as(now)
                 changes[name] = float((now - then).norm() / (now.norm() + then.norm()))
         return _largest(changes) if changes else Measurement(None, FIRST_ROUND)
 

@@ -83,7 +83,9 @@ def of_model(model: nn.Module, first_batch: FirstBatch) -> ReadContent:
         sent, known = tensors_of(content), model.state_dict()
         strange = next((n for n in sent if n not in known or known[n].shape != sent[n].shape), None)
         if strange is not None:
-            raise UsageError(f"the message holds {strange} {tuple(sent[strange].shape)}, which the client's model lacks")
+            raise UsageError(
+                f"the message holds {strange} {tuple(sent[strange].shape)}, which the client's model lacks"
+            )
         images, labels = first_batch(content, context)
         previous = None if last is None else tensors_of(last)
         return received_by(model_as_sent(model, sent), images, labels, previous=previous)
