@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from attacks.registry import UsageError
-from experiments.scaffold import AttackOptions, check_positive
+from experiments.scaffold import RowOptions, check_positive
 from fedmjp.config import DataConfig, EncoderConfig, FederationConfig, LocalConfig, ModelConfig, RunConfig
 
 Start = Literal["scratch", "encoder", "trained"]
@@ -33,7 +33,7 @@ class Federation:
 
 
 @dataclass(frozen=True)
-class Options(AttackOptions):
+class Options(RowOptions):
     """Does a client that looks at the model it is sent notice an active server?
 
         python benchmarks/detect.py --data cifar10
@@ -65,13 +65,13 @@ class Options(AttackOptions):
     """How the images are dealt out."""
     updates: tuple[str, ...] = ("gradient", "weights")
     """What clients send: the gradient of a batch, or weights after --local-steps steps of AdamW."""
-    clients: int = 4
+    clients: int = 3
     """Clients of a federation."""
-    rounds: int = 10
+    rounds: int = 9
     """Rounds of a federation."""
     batch_size: int = 8
     """Images in a client's batch."""
-    local_steps: int = 4
+    local_steps: int = 2
     """Of clients that send weights."""
     rates: tuple[float, float] = (0.05, 0.0005)
     """Learning rates: of the server's step on gradients, and of AdamW."""
@@ -79,7 +79,7 @@ class Options(AttackOptions):
     """Training images of a federation."""
     attacked_rounds: tuple[int, ...] = (1, 5)
     """Rounds of the evaluation in which attacks are checked."""
-    attacked_clients: int = 2
+    attacked_clients: int = 1
     """Clients, the first ones, that check attacks."""
     strengths: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.97, 0.99, 0.999, 0.9999)
     """Strengths of the fishing that knows the detector."""

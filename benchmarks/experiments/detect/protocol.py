@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -80,7 +82,7 @@ class Checked:
         """Write the rows of one client in one round that are missing."""
         case = self.case(turn, HONEST, {}, 0)
         if not self.rows.has(case):
-            self.write(case, turn.measure(), None, 0.0)
+            self.write(case, *timed(turn.measure), None)
         if not self.attacked(turn):
             return
         wanted: dict[tuple[str, str], tuple[ActiveAttack, list[int]]] = {}
@@ -96,12 +98,10 @@ class Checked:
         for number, (changes, answer, history) in enumerate(probes(turn, attack, max(numbers)), start=1):
             if number not in numbers:
                 continue
-            start = time.perf_counter()
-            found = turn.measure(changes)
-            seconds = time.perf_counter() - start
+            found = timed(partial(turn.measure, changes))
             given = run_attack(attack, name, [*history, answer()], originals, self.score, weights_granted=True)
             values = [record["psnr"] for record in given.records if record["psnr"] == record["psnr"]]
-            self.write(self.case(turn, name, attack.parameters(), number), found, values, seconds, given.diagnosis)
+            self.write(self.case(turn, name, attack.parameters(), number), *found, values, given.diagnosis)
 
     def case(self, turn: Turn, attack: str, parameters: dict[str, Any], number: int) -> dict[str, Any]:
         """The values that identify a row."""
@@ -133,13 +133,14 @@ class Checked:
         self,
         case: dict[str, Any],
         found: dict[str, Measurement],
-        psnr: list[float] | None,
         seconds: float,
+        psnr: list[float] | None,
         diagnosis: str = "",
     ) -> None:
         """Append one row.
 
         Args:
+            seconds: of the check.
             psnr: of the images that an attack returned, each against its original; None for an honest server.
         """
         values = {name: one.value for name, one in found.items()}
@@ -149,3 +150,9 @@ class Checked:
             gained = {"psnr": max(psnr, default=None), "recovered": sum(value > RECOGNISABLE for value in psnr)}
         answer = {"statistics": values, "unstated": unstated, **gained, "seconds": seconds, "diagnosis": diagnosis}
         self.rows.append({**self.session.columns, **case, **answer})
+
+
+def timed(check: Callable[[], dict[str, Measurement]]) -> tuple[dict[str, Measurement], float]:
+    """What a check finds, and the seconds that it takes."""
+    start = time.perf_counter()
+    return check(), time.perf_counter() - start
