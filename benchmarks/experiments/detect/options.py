@@ -65,7 +65,7 @@ class Options(RowOptions):
     """How the images are dealt out."""
     updates: tuple[str, ...] = ("gradient", "weights")
     """What clients send: the gradient of a batch, or weights after --local-steps steps of AdamW."""
-    clients: int = 3
+    clients: int = 2
     """Clients of a federation."""
     rounds: int = 9
     """Rounds of a federation."""
