@@ -13,6 +13,7 @@ from torch.nn import functional
 from attacks.registry import Registry, UsageError
 from fedmjp.detect import STATISTICS, Detector, Measurement, Received, Statistic, received_by
 from fedmjp.models import build_model
+from fedmjp.models.weights import classes_of
 from tests.conftest import photographs
 
 LABELS = torch.tensor([3, 0, 3, 7, 1])
@@ -203,3 +204,11 @@ def test_image_norms_are_those_of_the_trained_parameters(images: Tensor) -> None
     found = received_by(module, images, LABELS, at_once=3).images
     assert found.below.tolist() == pytest.approx(own_gradients(module, images, LABELS, head=False), rel=1e-5, abs=1e-12)
     assert found.classifier.tolist() == pytest.approx(own_gradients(module, images, LABELS, head=True), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vit_mini_32", "vit_mini_32_nope", "vit_mini_64", "vit_mini_64_mjp"])
+def test_shipped_weights_do_not_alarm(name: str) -> None:
+    built = build_model(name, num_classes=classes_of(name, "auto"), weights="auto")
+    report = Detector().inspect(received_by(built.module.eval(), torch.zeros(1, 3, built.image_size, built.image_size)))
+    assert not report.suspicious, report.reason
+    assert len(report.not_stated) == 4

@@ -37,7 +37,7 @@ class Options(RowOptions):
     """Does a client that looks at the model it is sent notice an active server?
 
         python benchmarks/detect.py --data cifar10
-        python benchmarks/detect.py --data tiny-imagenet --starts scratch encoder --resume
+        python benchmarks/detect.py --model vit_mini_64 --data tiny-imagenet --starts trained --resume
 
     Federations of honest clients are trained, from random weights and from trained ones, iid and Dirichlet, with FedSGD
     and with local steps of AdamW. Before each of their local trainings every client checks what it was sent

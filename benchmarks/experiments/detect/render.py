@@ -31,17 +31,20 @@ ROWS = Schema(
     identity=CASE,
 )
 SCORE = "score"  # the largest statistic in units of its threshold
-FEDERATION = ["dataset", "start", "partition", "update", "seed"]
+ALONE = "score_alone"  # the same of the statistics that read one model alone: what a change in small steps leaves
+COMPARE = ("row_norms", "distance")  # those that compare with the last model
+FEDERATION = ["dataset", "model", "start", "partition", "update", "seed"]
 
 
 def read_checks(folder: Path) -> tuple[pd.DataFrame, dict[str, float]]:
-    """The rows with a column for each statistic (NaN for no statement) and `SCORE`, and the calibrated thresholds."""
+    """The rows with a column for each statistic (NaN for no statement), `SCORE` and `ALONE`, and the thresholds."""
     rows = read_rows(folder, ROWS)
     values = pd.DataFrame(list(rows["statistics"]), index=rows.index, columns=list(STATISTICS)).astype(float)
     rows = rows.join(values)
     honest = rows[rows["purpose"] == "calibration"]
     thresholds = calibrate({name: honest[name].dropna().tolist() for name in STATISTICS})
-    rows[SCORE] = pd.concat([rows[name] / limit for name, limit in thresholds.items()], axis=1).max(axis=1)
+    scores = pd.concat({name: rows[name] / limit for name, limit in thresholds.items()}, axis=1)
+    rows[SCORE], rows[ALONE] = scores.max(axis=1), scores.drop(columns=list(COMPARE)).max(axis=1)
     return rows, thresholds
 
 
@@ -114,11 +117,29 @@ def table_block(folder: Path) -> str:
 def curve_block(folder: Path) -> str:
     """One line a strength: what it yields, and how often it is noticed."""
     table = pd.read_csv(folder / "curve.csv")
-    heads = ["start", "strength", "models checked", "PSNR, median (dB)", "above 25 dB", "alarm", "AUC of the score"]
+    heads = [
+        "model",
+        "start",
+        "strength",
+        "models checked",
+        "PSNR, median (dB)",
+        "above 25 dB",
+        "alarm",
+        "AUC of the score",
+    ]
+    heads += ["alarm without the last model", "AUC without it"]
     lines = []
     for r in table.itertuples():
-        cells = [r.start, f"{r.strength:g}", str(r.checks), f"{r.psnr_median:.1f}", f"{r.recovered} of {r.checks}"]
-        lines.append([*cells, f"{r.flagged:.0%}", f"{r.auc:.3f}"])
+        cells = [
+            r.model,
+            r.start,
+            f"{r.strength:g}",
+            str(r.checks),
+            f"{r.psnr_median:.1f}",
+            f"{r.recovered} of {r.checks}",
+        ]
+        noticed = [f"{r.flagged:.0%}", f"{r.auc:.3f}", f"{r.flagged_alone:.0%}", f"{r.auc_alone:.3f}"]
+        lines.append([*cells, *noticed])
     return markdown_table(heads, lines)
 
 
@@ -159,10 +180,20 @@ def _line(name: str, own: pd.DataFrame, honest: pd.DataFrame) -> dict:
 def _curve(rows: pd.DataFrame, honest: pd.DataFrame) -> list[dict]:
     """Yield and detection by start and strength, of clients that send gradients."""
     lines = []
-    for (start, strength), own in rows[rows["update"] == "gradient"].groupby(["start", "strength"], sort=True):
-        line = {"start": start, "strength": strength, "checks": len(own), "psnr_median": own["psnr"].median()}
-        line |= {"recovered": int((own["recovered"].astype(float) > 0).sum()), "flagged": (own[SCORE] > 1).mean()}
-        lines.append(line | {"auc": auc(own[SCORE], honest[SCORE]), "score_median": own[SCORE].median()})
+    keys = ["model", "start", "strength"]
+    for (model, start, strength), own in rows[rows["update"] == "gradient"].groupby(keys, sort=True):
+        line = {
+            "model": model,
+            "start": start,
+            "strength": strength,
+            "checks": len(own),
+            "psnr_median": own["psnr"].median(),
+        }
+        line["recovered"] = int((own["recovered"].astype(float) > 0).sum())
+        for name, end in ((SCORE, ""), (ALONE, "_alone")):
+            line |= {f"flagged{end}": (own[name] > 1).mean(), f"auc{end}": auc(own[name], honest[name])}
+            line[f"{name}_median"] = own[name].median()
+        lines.append(line)
     return lines
 
 
@@ -191,8 +222,11 @@ def _curve_figure(table: pd.DataFrame, path: Path) -> None:
     """What fishing of each strength yields against the detector's score."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for index, (start, own) in enumerate(table.groupby("start", sort=False)):
-        axes.plot(own["score_median"], own["psnr_median"], label=start, **style(index))
+    for index, ((model, start), own) in enumerate(table.groupby(["model", "start"], sort=False)):
+        look, name = style(index), f"{model}, {start}"
+        axes.plot(own["score_median"], own["psnr_median"], label=name, **look)
+        hollow = look | {"ls": ":", "markerfacecolor": "white"}
+        axes.plot(own["score_alone_median"], own["psnr_median"], label=f"{name}, no last model", **hollow)
         for row in own[own["strength"].isin([0.1, 0.5, 0.9, 0.99, 0.999, 1.0])].itertuples():
             place = {"textcoords": "offset points", "xytext": (3, -9), "fontsize": SMALL - 1}
             axes.annotate(f"{row.strength:g}", (row.score_median, row.psnr_median), **place)
