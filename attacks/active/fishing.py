@@ -15,15 +15,12 @@ none.
 
 Where labels are smoothed or mixed, other images send their share of the target class, and the reader says so.
 
-A server that expects clients to look at what they are sent may change less (`strength`): the rows of the other classes
-keep a share of their weights, and the target's bias lies less far below. The other images then send a share of their
-gradients too, and the image comes back with an error of about that share.
+A server that expects clients to look at what they are sent may change less (`strength`, `attacks.active.softened`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +29,7 @@ from torch import Tensor, nn
 
 from attacks.active.base import ActiveAttack, hides_positions, nobody, prepared
 from attacks.active.head import SetHead, find_head, read_head, unit_direction
+from attacks.active.softened import softened, softened_head
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
 
@@ -51,8 +49,8 @@ class Fishing(ActiveAttack):
     Args:
         target: the class to fish for; -1: one that the client's last prepared update held once and that was not fished
             for, else one after the other.
-        strength: s in (0, 1]. Below 1 the other rows keep 1 - s of their weights and the target's bias lies
-            ln(1 / (1 - s)) logits below the others; `target` must be named, and nothing is vouched for.
+        strength: how far the classifier is changed, in (0, 1]. Below 1 the other images send a share of their gradients
+            too, nothing is vouched for, and `target` must be named (`attacks.active.softened`).
     """
 
     target: int = -1
@@ -91,14 +89,7 @@ class Fishing(ActiveAttack):
         if self.strength == 1:
             return super().head_of(observation)
         layer = find_head(observation.model, observation.image_shape)
-        head = observation.model.get_submodule(layer)
-        weight, bias = head.weight.detach().double(), head.bias.detach().double()
-        found = SetHead(layer, self.target, weight[self.target], bias)
-        if not torch.isclose(
-            found.others(bias).min() - bias[self.target], torch.tensor(margin(self.strength)).double()
-        ):
-            raise UsageError(f"the model that the client was sent was not prepared for {self.kind} at this strength")
-        return found
+        return softened_head(observation, layer, self.target, self.strength)
 
     def is_own(self, head: SetHead) -> bool:
         """See `ActiveAttack.is_own`: the target's bias lies below the others'."""
@@ -150,30 +141,6 @@ class Fishing(ActiveAttack):
         known = None if found.known is None else torch.zeros_like(found.known)
         details = {**found.details, "target": self.target}
         return Reconstruction(found.images, known, diagnosis=diagnosis, details=details, flags=found.flags)
-
-
-def margin(strength: float) -> float:
-    """How far below the others' biases a server of this strength sets the target's, in logits."""
-    return MARGIN if strength == 1 else -math.log1p(-strength)
-
-
-def softened(
-    model: nn.Module, whole: Mapping[str, Tensor], bias: str, target: int, strength: float
-) -> dict[str, Tensor]:
-    """Parameters on the way from those of `model` to those of a server of strength 1.
-
-    Args:
-        whole: the latter, by name.
-        bias: name of the classifier's bias, of which the target's entry alone is changed, by `margin`.
-        target: its class.
-        strength: the share of the way, in (0, 1).
-    """
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    found = {name: torch.lerp(parameters[name], value, strength) for name, value in whole.items()}
-    found[bias] = parameters[bias].clone()
-    others = torch.cat([found[bias][:target], found[bias][target + 1 :]])
-    found[bias][target] = others.min() - margin(strength)
-    return found
 
 
 def next_class(heads: Sequence[tuple[SetHead, Tensor]], classes: int) -> int:

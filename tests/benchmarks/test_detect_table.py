@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import detect
@@ -91,6 +92,12 @@ def test_at_most_one_honest_round_of_a_hundred_alarms() -> None:
     assert len(rounds) >= 100
     assert (rounds > 1).mean() <= 0.01
     assert set(honest["seed"]).isdisjoint(rows[rows["purpose"] == "calibration"]["seed"])
+
+
+def test_the_page_lists_every_statistic() -> None:
+    page = (RESULTS.parent / "docs" / "detection.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page[: page.index("## Thresholds")], re.MULTILINE)
+    assert listed == list(STATISTICS)
 
 
 @pytest.mark.parametrize(

@@ -78,4 +78,4 @@ def test_mistakes_are_one_line(trained: BuiltModel) -> None:
     with pytest.raises(UsageError, match="pass fishing.target"):
         kind(strength=0.5)
     view = observe(trained, photographs(32, 2), LABELS[:2])
-    assert "not prepared for fishing by class at this strength" in kind(target=1, strength=0.5)([view]).diagnosis
+    assert "not prepared for class 1 at this strength" in kind(target=1, strength=0.5)([view]).diagnosis
