@@ -81,7 +81,7 @@ class Options(RowOptions):
     """Rounds of the evaluation in which attacks are checked."""
     attacked_clients: int = 1
     """Clients, the first ones, that check attacks."""
-    strengths: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.97, 0.99, 0.999, 0.9999)
+    strengths: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 0.999, 0.9999)
     """Strengths of the fishing that knows the detector."""
     seeds: tuple[int, int] = (0, 1)
     """Of the calibration's federations and of the evaluation's."""

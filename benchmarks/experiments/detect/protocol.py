@@ -99,7 +99,7 @@ class Checked:
             if number not in numbers:
                 continue
             found = timed(partial(turn.measure, changes))
-            given = run_attack(attack, name, [*history, answer()], originals, self.score, weights_granted=True)
+            given = run_attack(attack, name, [*history, answer()], originals, self.score)
             values = [record["psnr"] for record in given.records if record["psnr"] == record["psnr"]]
             self.write(self.case(turn, name, attack.parameters(), number), *found, values, given.diagnosis)
 
