@@ -181,11 +181,11 @@ QUANTITIES = {
     "evaluation": "a statistic's value in other honest rounds",
     "threshold": "of a statistic, above which a client is warned",
     "score": "largest statistic of a model in units of its threshold",
-    "score_alone": "the same of the statistics that do not compare with the last model",
+    "score_rest": "the same without the statistics that a server can get around",
     "flagged": "share of models that a statistic finds suspicious",
-    "flagged_alone": "share that one of those finds suspicious that do not compare with the last model",
+    "flagged_rest": "share that score_rest finds suspicious",
     "auc": "area under the ROC curve of the score against honest models",
-    "auc_alone": "the same of score_alone",
+    "auc_rest": "the same of score_rest",
     **{
         f"auc_{name}": f"the same of the statistic {name}"
         for name in (

@@ -13,7 +13,7 @@ from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.detect import STATISTICS, calibrate
 from fedmjp.records.rows import PROVENANCE, Schema
-from fedmjp.report.styles import NORMAL, SMALL, attack_style, dress, save, style
+from fedmjp.report.styles import NORMAL, SMALL, WIDTH, attack_style, dress, save, style
 
 HONEST = ""  # `attack` of a model that an honest server sent
 CASE = (
@@ -31,20 +31,22 @@ ROWS = Schema(
     identity=CASE,
 )
 SCORE = "score"  # the largest statistic in units of its threshold
-ALONE = "score_alone"  # the same of the statistics that read one model alone: what a change in small steps leaves
-COMPARE = ("row_norms", "distance")  # those that compare with the last model
+REST = "score_rest"  # the same without the statistics that a server gets around
+# Small steps over many rounds pass those that compare with the last model; a bias may be moved into the weights.
+EVADED = ("row_norms", "distance", "bias_range")
+WEAK = 0.2  # strength of `fishing` at which the statistics are compared
 FEDERATION = ["dataset", "model", "start", "partition", "update", "seed"]
 
 
 def read_checks(folder: Path) -> tuple[pd.DataFrame, dict[str, float]]:
-    """The rows with a column for each statistic (NaN for no statement), `SCORE` and `ALONE`, and the thresholds."""
+    """The rows with a column for each statistic (NaN for no statement), `SCORE` and `REST`, and the thresholds."""
     rows = read_rows(folder, ROWS)
     values = pd.DataFrame(list(rows["statistics"]), index=rows.index, columns=list(STATISTICS)).astype(float)
     rows = rows.join(values)
     honest = rows[rows["purpose"] == "calibration"]
     thresholds = calibrate({name: honest[name].dropna().tolist() for name in STATISTICS})
     scores = pd.concat({name: rows[name] / limit for name, limit in thresholds.items()}, axis=1)
-    rows[SCORE], rows[ALONE] = scores.max(axis=1), scores.drop(columns=list(COMPARE)).max(axis=1)
+    rows[SCORE], rows[REST] = scores.max(axis=1), scores.drop(columns=list(EVADED)).max(axis=1)
     return rows, thresholds
 
 
@@ -127,7 +129,7 @@ def curve_block(folder: Path) -> str:
         "alarm",
         "AUC of the score",
     ]
-    heads += ["alarm without the last model", "AUC without it"]
+    heads += ["alarm of the rest", "AUC of the rest"]
     lines = []
     for r in table.itertuples():
         cells = [
@@ -138,7 +140,7 @@ def curve_block(folder: Path) -> str:
             f"{r.psnr_median:.1f}",
             f"{r.recovered} of {r.checks}",
         ]
-        noticed = [f"{r.flagged:.0%}", f"{r.auc:.3f}", f"{r.flagged_alone:.0%}", f"{r.auc_alone:.3f}"]
+        noticed = [f"{r.flagged:.0%}", f"{r.auc:.3f}", f"{r.flagged_rest:.0%}", f"{r.auc_rest:.3f}"]
         lines.append([*cells, *noticed])
     return markdown_table(heads, lines)
 
@@ -174,7 +176,7 @@ def _line(name: str, own: pd.DataFrame, honest: pd.DataFrame) -> dict:
         "auc": auc(own[SCORE], honest[SCORE]),
     }
     line |= {f"auc_{statistic}": auc(own[statistic], honest[statistic]) for statistic in STATISTICS}
-    return line | {"psnr_median": own["psnr"].median(), "seconds_median": own["seconds"].median()}
+    return line | {"psnr_median": own["psnr"].median()}
 
 
 def _curve(rows: pd.DataFrame, honest: pd.DataFrame) -> list[dict]:
@@ -190,7 +192,7 @@ def _curve(rows: pd.DataFrame, honest: pd.DataFrame) -> list[dict]:
             "psnr_median": own["psnr"].median(),
         }
         line["recovered"] = int((own["recovered"].astype(float) > 0).sum())
-        for name, end in ((SCORE, ""), (ALONE, "_alone")):
+        for name, end in ((SCORE, ""), (REST, "_rest")):
             line |= {f"flagged{end}": (own[name] > 1).mean(), f"auc{end}": auc(own[name], honest[name])}
             line[f"{name}_median"] = own[name].median()
         lines.append(line)
@@ -198,42 +200,52 @@ def _curve(rows: pd.DataFrame, honest: pd.DataFrame) -> list[dict]:
 
 
 def _roc_figure(rows: pd.DataFrame, path: Path) -> None:
-    """ROC curves of the score: the registered attacks as they are, and `fishing` of less strength."""
-    honest = np.sort(_honest(rows, "evaluation")[SCORE].to_numpy())
-    attacked = rows[rows["attack"] != HONEST]
+    """ROC curves: of the score, for the attacks and for `fishing` of less strength; of each statistic at `WEAK`."""
+    honest, attacked = _honest(rows, "evaluation"), rows[rows["attack"] != HONEST]
     strengths = attacked["attack_parameters"].map(lambda p: p.get("strength", 1.0))
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    curves = [(name, own[SCORE], attack_style(name)) for name, own in attacked[strengths == 1].groupby("attack")]
-    weak = [s for s in sorted(set(strengths)) if s <= 0.5]
-    curves += [(f"fishing, strength {s:g}", attacked[strengths == s][SCORE], style(i)) for i, s in enumerate(weak)]
-    for name, scores, look in curves:
-        limits = np.concatenate([[np.inf], honest[::-1], [-np.inf]])
-        alarms = [[(values >= limit).mean() for limit in limits] for values in (honest, scores.to_numpy())]
-        axes.plot(*alarms, label=name, **(look | {"marker": ""}))
-    axes.set_xlabel("share of honest models at or above the limit", fontsize=NORMAL)
-    axes.set_ylabel("share of prepared models", fontsize=NORMAL)
-    axes.legend(fontsize=SMALL, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    dress(axes, "both")
+    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name, own in attacked[strengths == 1].groupby("attack", sort=False):
+        left.plot(*roc(own[SCORE], honest[SCORE]), label=name, **(attack_style(name) | {"marker": ""}))
+    for index, strength in enumerate(s for s in sorted(set(strengths)) if s <= WEAK):
+        found = roc(attacked[strengths == strength][SCORE], honest[SCORE])
+        left.plot(*found, label=f"fishing, strength {strength:g}", **(style(index) | {"marker": ""}))
+    for index, name in enumerate(STATISTICS):
+        found = roc(attacked[strengths == WEAK][name], honest[name])
+        right.plot(*found, label=name, **(style(index) | {"marker": ""}))
+    left.set_title("all statistics together", fontsize=NORMAL)
+    right.set_title(f"each statistic, fishing of strength {WEAK:g}", fontsize=NORMAL)
+    left.set_ylabel("share of prepared models", fontsize=NORMAL)
+    for axes in (left, right):
+        axes.set_xlabel("share of honest models", fontsize=NORMAL)
+        axes.legend(fontsize=SMALL, frameon=False, loc="lower right")
+        dress(axes, "both")
     save(figure, path)
+
+
+def roc(suspicious: pd.Series, honest: pd.Series) -> tuple[list[float], list[float]]:
+    """Shares of honest and of suspicious models above each limit, from no model to all."""
+    first, second = suspicious.dropna().to_numpy(), honest.dropna().to_numpy()
+    limits = [np.inf, *sorted({*first, *second}, reverse=True), -np.inf]
+    return [(second > limit).mean() for limit in limits], [(first > limit).mean() for limit in limits]
 
 
 def _curve_figure(table: pd.DataFrame, path: Path) -> None:
     """What fishing of each strength yields against the detector's score."""
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for index, ((model, start), own) in enumerate(table.groupby(["model", "start"], sort=False)):
         look, name = style(index), f"{model}, {start}"
         axes.plot(own["score_median"], own["psnr_median"], label=name, **look)
         hollow = look | {"ls": ":", "markerfacecolor": "white"}
-        axes.plot(own["score_alone_median"], own["psnr_median"], label=f"{name}, no last model", **hollow)
-        for row in own[own["strength"].isin([0.1, 0.5, 0.9, 0.99, 0.999, 1.0])].itertuples():
-            place = {"textcoords": "offset points", "xytext": (3, -9), "fontsize": SMALL - 1}
-            axes.annotate(f"{row.strength:g}", (row.score_median, row.psnr_median), **place)
+        axes.plot(own["score_rest_median"], own["psnr_median"], label=f"{name}, the rest", **hollow)
+    for row in own[own["strength"] >= 0.5].itertuples():  # of the last line
+        place = {"textcoords": "offset points", "xytext": (-4, 5), "ha": "right", "fontsize": SMALL - 1}
+        axes.annotate(f"{row.strength:g}", (row.score_median, row.psnr_median), **place)
     axes.axvline(1.0, color="#404040", ls=":", label="alarm")
     axes.axhline(RECOGNISABLE, color="#9a9a9a", ls="--", label=f"{RECOGNISABLE:.0f} dB")
     axes.set_xscale("log")
-    axes.set_xlabel("median score of the detector (1: alarm)", fontsize=NORMAL)
+    axes.set_xlabel("median score of the detector", fontsize=NORMAL)
     axes.set_ylabel("PSNR of the fished image, median (dB)", fontsize=NORMAL)
     axes.legend(fontsize=SMALL, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     dress(axes, "both")
