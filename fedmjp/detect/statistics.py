@@ -159,6 +159,7 @@ class BiasRange(Statistic):
     """Difference of the classifier's largest and smallest bias, in logits."""
 
     most: ClassVar[float] = float("inf")
+    least: ClassVar[float] = 0.3  # torch's initialisation of a layer with D inputs spreads over 2 / sqrt(D): 0.25 at 64
 
     def measure(self, received: Received) -> Measurement:
         """See `Statistic.measure`."""

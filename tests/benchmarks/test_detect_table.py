@@ -76,7 +76,7 @@ def test_auc_is_that_of_all_pairs() -> None:
 
 def test_thresholds_lie_above_what_was_seen() -> None:
     found = calibrate({"row_norms": [0.1, None, 0.2], "row_spread": [0.8], "bias_range": [3.0], "bins": [0.0]})
-    assert found == {"row_norms": 0.4, "row_spread": 0.9, "bias_range": 6.0, "bins": 0.05}
+    assert found == {"row_norms": 0.4, "row_spread": 0.9, "bias_range": 6.0, "bins": 0.2}
 
 
 def test_the_thresholds_are_those_of_the_committed_rounds() -> None:

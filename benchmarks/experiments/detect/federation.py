@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from attacks import ATTACKS, Observation, ThreatModel
+from attacks import ATTACKS, Observation, ThreatModel, UsageError
 from attacks.active.base import ActiveAttack
 from attacks.memory import remember
 from fedmjp.audit.observe import model_as_sent, observe_update
@@ -72,10 +72,23 @@ class Turn:
         return 3, self.task.model.image_size, self.task.model.image_size
 
 
-def active_attacks() -> dict[str, ActiveAttack]:
-    """The registered attacks that choose what is sent, with their own settings, where the threat model grants them."""
-    found = {name: kind() for name, kind in ATTACKS.available().items() if issubclass(kind, ActiveAttack)}
-    return {name: attack for name, attack in found.items() if attack.needs <= GRANTS.grants}
+def active_attacks(task: ClientTask, say: Callable[[str], None]) -> dict[str, ActiveAttack]:
+    """The registered attacks that choose what is sent, with their own settings, that can prepare the task's model.
+
+    Args:
+        say: called with a line for each that is left out.
+    """
+    kinds = {name: kind for name, kind in ATTACKS.available().items() if issubclass(kind, ActiveAttack)}
+    turn, found = Turn(task, 1, 0, task.parameters, None), {}
+    for name, attack in ((name, kind()) for name, kind in kinds.items()):
+        try:
+            attack.require(GRANTS, name)
+            turn.prepare(attack, [])
+        except UsageError as error:
+            say(f"{name} is left out: {error}")
+        else:
+            found[name] = attack
+    return found
 
 
 def held_once(turn: Turn) -> int:

@@ -41,7 +41,8 @@ class Checked:
     def __init__(self, options: Options, session: Session, federation: Federation, rows: RowLog) -> None:
         self.options, self.session, self.federation, self.rows = options, session, federation, rows
         self.config = plain(federation.config)
-        self.score = scorer(shared_task(self.config.to_json(), DEFENSE).model.patch_size, None)
+        task = shared_task(self.config.to_json(), DEFENSE)
+        self.score, self.active = scorer(task.model.patch_size, None), active_attacks(task, session.say)
 
     def __call__(self) -> None:
         """Train it, unless all of its rows are there."""
@@ -72,7 +73,7 @@ class Checked:
 
     def attacks(self, turn: Turn) -> list[tuple[str, ActiveAttack, int]]:
         """(name, attack, number of the prepared round) of every check of an attack in this turn."""
-        found = [(name, attack, p) for name, attack in active_attacks().items() for p in range(1, PROBES + 1)]
+        found = [(name, attack, p) for name, attack in self.active.items() for p in range(1, PROBES + 1)]
         target = held_once(turn)
         for strength in self.options.strengths if self.config.federation.update == "gradient" else ():
             found.append((ADAPTIVE, build_attack(ADAPTIVE, {"target": target, "strength": strength}), 1))

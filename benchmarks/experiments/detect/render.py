@@ -210,7 +210,7 @@ def _roc_figure(rows: pd.DataFrame, path: Path) -> None:
     for index, strength in enumerate(s for s in sorted(set(strengths)) if s <= WEAK):
         found = roc(attacked[strengths == strength][SCORE], honest[SCORE])
         left.plot(*found, label=f"fishing, strength {strength:g}", **(style(index) | {"marker": ""}))
-    for index, name in enumerate(STATISTICS):
+    for index, name in enumerate(STATISTICS if (strengths == WEAK).any() else ()):
         found = roc(attacked[strengths == WEAK][name], honest[name])
         right.plot(*found, label=name, **(style(index) | {"marker": ""}))
     left.set_title("all statistics together", fontsize=NORMAL)
