@@ -117,31 +117,19 @@ def table_block(folder: Path) -> str:
 
 
 def curve_block(folder: Path) -> str:
-    """One line a strength: what it yields, and how often it is noticed."""
+    """One line a strength: what it yields of each kind of training, and how often it is noticed in all of them."""
     table = pd.read_csv(folder / "curve.csv")
-    heads = [
-        "model",
-        "start",
-        "strength",
-        "models checked",
-        "PSNR, median (dB)",
-        "above 25 dB",
-        "alarm",
-        "AUC of the score",
-    ]
-    heads += ["alarm of the rest", "AUC of the rest"]
+    table["training"] = table["model"] + ", " + table["start"]
+    kinds = list(dict.fromkeys(table["training"]))
+    heads = ["strength", *kinds, "above 25 dB", "alarm", "AUC, least", "alarm of the rest", "AUC of the rest, least"]
     lines = []
-    for r in table.itertuples():
-        cells = [
-            r.model,
-            r.start,
-            f"{r.strength:g}",
-            str(r.checks),
-            f"{r.psnr_median:.1f}",
-            f"{r.recovered} of {r.checks}",
-        ]
-        noticed = [f"{r.flagged:.0%}", f"{r.auc:.3f}", f"{r.flagged_rest:.0%}", f"{r.auc_rest:.3f}"]
-        lines.append([*cells, *noticed])
+    for strength, own in table.groupby("strength"):
+        psnr, checks = own.set_index("training")["psnr_median"].reindex(kinds), own["checks"].sum()
+        cells = [f"{strength:g}", *(f"{value:.1f} dB" for value in psnr), f"{own['recovered'].sum()} of {checks}"]
+        for end in ("", "_rest"):
+            noticed = (own[f"flagged{end}"] * own["checks"]).sum() / checks
+            cells += [f"{noticed:.0%}", f"{own[f'auc{end}'].min():.2f}"]
+        lines.append(cells)
     return markdown_table(heads, lines)
 
 
@@ -239,8 +227,9 @@ def _curve_figure(table: pd.DataFrame, path: Path) -> None:
         axes.plot(own["score_median"], own["psnr_median"], label=name, **look)
         hollow = look | {"ls": ":", "markerfacecolor": "white"}
         axes.plot(own["score_rest_median"], own["psnr_median"], label=f"{name}, the rest", **hollow)
-    for row in own[own["strength"] >= 0.5].itertuples():  # of the last line
-        place = {"textcoords": "offset points", "xytext": (-4, 5), "ha": "right", "fontsize": SMALL - 1}
+    first = table[(table["model"] == table["model"][0]) & (table["start"] == table["start"][0])]
+    for row in first[first["strength"] >= 0.5].itertuples():
+        place = {"textcoords": "offset points", "xytext": (5, -9), "fontsize": SMALL - 1}
         axes.annotate(f"{row.strength:g}", (row.score_median, row.psnr_median), **place)
     axes.axvline(1.0, color="#404040", ls=":", label="alarm")
     axes.axhline(RECOGNISABLE, color="#9a9a9a", ls="--", label=f"{RECOGNISABLE:.0f} dB")
