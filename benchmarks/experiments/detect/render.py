@@ -206,7 +206,8 @@ def _roc_figure(rows: pd.DataFrame, path: Path) -> None:
     left.set_ylabel("share of prepared models", fontsize=NORMAL)
     for axes in (left, right):
         axes.set_xlabel("share of honest models", fontsize=NORMAL)
-        axes.legend(fontsize=SMALL, frameon=False, loc="lower right")
+        if axes.lines:
+            axes.legend(fontsize=SMALL, frameon=False, loc="lower right")
         dress(axes, "both")
     save(figure, path)
 
