@@ -273,7 +273,7 @@ class ClientTask:
         losses, gradients = [], {}
         for step in range(steps):
             progress = self._progress(round, step, steps)
-            gradients, loss = self._gradients(client, round, step, progress)
+            gradients, loss = self._gradients(client, round, step)
             losses.append(loss)
             if optimizer is not None:
                 self._descend(optimizer, gradients, weights)
@@ -335,15 +335,19 @@ class ClientTask:
         learner = self.learner
         return learner.objective.evaluate(learner.model, learner.local, self.data, self.device)
 
-    def _gradients(self, client: int, round: int, step: int, progress: float) -> tuple[dict[str, Tensor], float]:
+    def local_step(self, client: int, round: int, step: int) -> LocalStep:
+        """One local step of a client, at the weights that are loaded; `round` counts from 1, `step` from 0."""
+        batch, draws = self.batch(client, round, step), self._draws(client, round, step)
+        labels = batch.targets.to(self.device) if self.data.labelled else None
+        progress = self._progress(round, step, self.steps(client))
+        return self.learner.step(self._views(batch, draws, round), labels, draws, progress)
+
+    def _gradients(self, client: int, round: int, step: int) -> tuple[dict[str, Tensor], float]:
         """Gradient of every parameter by name in one step, as the defence has it, and the step's mean loss.
 
         What the model draws itself (blocks that are skipped, dropout, a bottleneck's sample) has a seed of its own.
         """
-        batch, draws = self.batch(client, round, step), self._draws(client, round, step)
-        views = self._views(batch, draws, round)
-        labels = batch.targets.to(self.device) if self.data.labelled else None
-        local = self.learner.step(views, labels, draws, progress)
+        local = self.local_step(client, round, step)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self._entropy(7, client, round, step))
             return self._defended(local, client, round, step)

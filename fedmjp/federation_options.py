@@ -137,6 +137,9 @@ class FederationConfig:
     least_share: float = 1.0
     """Share of a round's clients whose updates must arrive whole; with fewer the run stops (1: any client that fails or
     sends something unusable stops it). Those left out are named in the report."""
+    refuse_suspicious: bool = False
+    """Each client checks the model that it is sent before it trains (docs/detection.md) and sends no update where it
+    looks prepared; --least-share says how many may do so before the run stops."""
     engine: Literal["local", "ray"] = "local"
     """local: Flower's apps in this process. ray: Flower's simulation (pip install 'fedmjp[ray]')."""
 

@@ -14,6 +14,8 @@ keeps the other biases' common value, ours their own; its margin leaves the othe
 none.
 
 Where labels are smoothed or mixed, other images send their share of the target class, and the reader says so.
+
+A server that expects clients to look at what they are sent may change less (`strength`, `attacks.active.softened`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from torch import Tensor, nn
 
 from attacks.active.base import hides_positions, nobody
 from attacks.active.classifier_attack import ClassifierAttack, prepared
-from attacks.active.head import SetHead, read_head, unit_direction
+from attacks.active.head import SetHead, find_head, read_head, unit_direction
+from attacks.active.softened import softened, softened_head
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
 
@@ -47,10 +50,21 @@ class Fishing(ClassifierAttack):
     Args:
         target: the class to fish for; -1: one that the client's last prepared update held once and that was not fished
             for, else one after the other.
+        strength: how far the classifier is changed, in (0, 1]. Below 1 the other images send a share of their gradients
+            too, nothing is vouched for, and `target` must be named (`attacks.active.softened`).
     """
 
     target: int = -1
+    strength: float = 1.0
     kind: ClassVar[str] = "fishing by class"
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` for a setting that cannot be used."""
+        super().__post_init__()
+        if not 0 < self.strength <= 1:
+            raise UsageError(f"fishing.strength must lie in (0, 1], not {self.strength}")
+        if self.strength < 1 and self.target < 0:
+            raise UsageError("fishing.strength below 1 does not count the classes of a batch: pass fishing.target")
 
     def prepare(
         self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
@@ -68,7 +82,15 @@ class Fishing(ClassifierAttack):
         direction = head.weight[target].detach().double()
         if not direction.any():  # a classifier that starts at zero
             direction = unit_direction(len(direction))
-        return prepared(model, image_shape, layer, target, direction, bias)
+        whole = prepared(model, image_shape, layer, target, direction, bias)
+        return whole if self.strength == 1 else softened(model, whole, f"{layer}.bias", target, self.strength)
+
+    def head_of(self, observation: Observation) -> SetHead:
+        """See `ClassifierAttack.head_of`."""
+        if self.strength == 1:
+            return super().head_of(observation)
+        layer = find_head(observation.model, observation.image_shape)
+        return softened_head(observation, layer, self.target, self.strength)
 
     def is_own(self, head: SetHead) -> bool:
         """See `ClassifierAttack.is_own`: the target's bias lies below the others'."""
@@ -82,6 +104,8 @@ class Fishing(ClassifierAttack):
         """
         observation = observations[-1]
         head = self.head_of(observation)
+        if self.strength < 1:
+            return self._from_mixture(observation)
         senders = round(-head.row_gradient(observation)[1] * observation.num_examples)
         details: dict[str, float] = {"target": head.row, "senders": senders}
         labels = None
@@ -109,6 +133,15 @@ class Fishing(ClassifierAttack):
             details={**found.details, **details},
             flags=found.flags,
         )
+
+    def _from_mixture(self, observation: Observation) -> Reconstruction:
+        """What the reader finds where the other images send a share of their gradients too."""
+        found = self.read_alone(observation, observation.gradients)
+        share = f"at strength {self.strength:g} every image of the batch sends a share of its gradient"
+        diagnosis = "; ".join(text for text in (share, found.diagnosis) if text)
+        known = None if found.known is None else torch.zeros_like(found.known)
+        details = {**found.details, "target": self.target}
+        return Reconstruction(found.images, known, diagnosis=diagnosis, details=details, flags=found.flags)
 
 
 def next_class(heads: Sequence[tuple[SetHead, Tensor]], classes: int) -> int:

@@ -153,7 +153,7 @@ def per_image_gradients(step: LocalStep, at_once: int) -> Iterator[tuple[dict[st
             with sdpa_kernel(SDPBackend.MATH):  # vmap takes no other apart
                 found, losses = each(own, views, *(t[some] for t in labels))
         except RuntimeError as error:
-            raise UsageError(f"dp_sgd cannot take the loss apart by image: {str(error).splitlines()[0]}") from error
+            raise UsageError(f"the loss cannot be taken apart by image: {str(error).splitlines()[0]}") from error
         yield {name: gradient.detach() for name, gradient in found.items()}, losses.detach()
 
 

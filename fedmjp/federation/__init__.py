@@ -12,6 +12,7 @@ with needs_extra("federation", "a federation"):
 from fedmjp.federation.active_server import ActiveServer
 from fedmjp.federation.client_app import app as client_app
 from fedmjp.federation.engines import ENGINES
+from fedmjp.federation.received_check import ReceivedCheck, of_model
 from fedmjp.federation.server_app import ServerView, run_rounds, server_app_for
 from fedmjp.federation.tap import TapGrid
 
@@ -19,9 +20,11 @@ __all__ = [
     "ENGINES",
     "ActiveServer",
     "ClientFailure",
+    "ReceivedCheck",
     "ServerView",
     "TapGrid",
     "client_app",
+    "of_model",
     "run_rounds",
     "server_app_for",
 ]

@@ -26,6 +26,7 @@ from fedmjp.audit.observe import model_as_sent
 from fedmjp.audit.suite import active_attack
 from fedmjp.audit.watcher import Watcher
 from fedmjp.federation.tap import Turn
+from fedmjp.federation.wire import tensors_of
 
 
 class ActiveServer:
@@ -63,12 +64,12 @@ class ActiveServer:
             return None
 
     def _prepared(self, content: RecordDict, node: int) -> Turn:
-        present = model_as_sent(self.watcher.model, _tensors(content))
+        present = model_as_sent(self.watcher.model, tensors_of(content))
         model = self._first.setdefault(node, present) if self.attack.same_model else present
         self._first.setdefault(node, present)
         w = self.watcher
         sending = self.attack.send(model, w.shape, w.earlier(node), mean=w.mean, std=w.std)
-        values, usual = model.state_dict() | dict(sending.parameters), _tensors(content)
+        values, usual = model.state_dict() | dict(sending.parameters), tensors_of(content)
         added = {name: value for name, value in values.items() if name not in model.state_dict()}
         own = {"weights": usual, "gradient": {n: torch.zeros_like(t) for n, t in usual.items()}}
         return Turn(_with(content, values, added), lambda reply: _with(reply, own[w.sends], left_out=added))
@@ -82,12 +83,6 @@ def _active(watcher: Watcher) -> ActiveAttack:
     if len(found) != 1:
         raise UsageError(f"an active server needs one attack that chooses what is sent; the watcher has {len(found)}")
     return found[0]
-
-
-def _tensors(content: RecordDict) -> dict[str, Tensor]:
-    """The arrays of a message by name."""
-    records = (record for record in content.values() if isinstance(record, ArrayRecord))
-    return {name: torch.from_numpy(array.numpy().copy()) for record in records for name, array in record.items()}
 
 
 def _with(

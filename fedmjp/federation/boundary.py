@@ -22,6 +22,7 @@ from fedmjp.federation.tap import WrappedGrid
 from fedmjp.federation.wire import Layout, count_of, flat
 
 REFUSED = 1000  # error code of a reply that did not pass
+DECLINED = 1001  # error code of a client's reply that refuses the model that it was sent
 MOST_WORDS = 200  # characters of a client's reason that are passed on
 
 
@@ -102,7 +103,8 @@ def failure_of(reply: Message) -> str:
     """What an error reply says of its client, as the end of a sentence: its first line, cut."""
     lines = (reply.error.reason or "").splitlines()
     words = (lines[0] if lines else "without a reason")[:MOST_WORDS]
-    return words if reply.error.code == REFUSED else f"failed: {words}"
+    named = {REFUSED: words, DECLINED: f"refused the model that it was sent: {words}"}
+    return named.get(reply.error.code, f"failed: {words}")
 
 
 def partitions_by_node(grid: Grid, clients: int) -> dict[int, int]:

@@ -9,13 +9,19 @@ import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 
 from fedmjp.client import ClientTask, shared_task
+from fedmjp.detect import Received
+from fedmjp.detect.clients import received_in
+from fedmjp.federation.boundary import DECLINED
+from fedmjp.federation.received_check import ReceivedCheck
 from fedmjp.federation.wire import KEPT, LAYERS, flat, layout_of, pack, unpack
 
 app = ClientApp()
+REFUSES = "refuse-suspicious"  # in a node's configuration
 
 
 @app.query()
@@ -24,11 +30,37 @@ def identify(message: Message, context: Context) -> Message:
     return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
 
 
-@app.train()
+def refuse_suspicious(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Flower mod: refuse a suspicious model, where the run asks for it or this node was started so.
+
+    The node's own setting (`--node-config "refuse-suspicious=true"`) is what counts against a server: the run's options
+    come from the server, which can ask for the check and not forbid it.
+    """
+    asked = _task(message.content).config.federation.refuse_suspicious
+    if not asked and not context.node_config.get(REFUSES):
+        return call_next(message, context)
+    layers = message.content["instructions"].get(LAYERS)
+    if layers:
+        return Message(Error(DECLINED, f"the server changes the model's architecture ({layers})"), reply_to=message)
+    return _CHECK(message, context, call_next)
+
+
+def _received(content: RecordDict, last: RecordDict | None, context: Context) -> Received:
+    """What a client knows of the weights that it was sent, which are then loaded."""
+    task, state = _task(content), content["state"]
+    task.load(read_state(task, state), state["parameters"].data)
+    previous = None if last is None else read_state(task, last["state"])
+    return received_in(task, _partition(context), int(content["instructions"]["round"]), previous)
+
+
+_CHECK = ReceivedCheck(_received, refuse=True)
+
+
+@app.train(mods=[refuse_suspicious])
 def train(message: Message, context: Context) -> Message:
     """Train on this node's partition and reply with the update."""
     instructions = message.content["instructions"]
-    task = shared_task(str(instructions["config"]), str(instructions["defense"]), str(instructions.get(LAYERS, "")))
+    task = _task(message.content)
     state = message.content["state"]
     weights = read_state(task, state)
     kept = read_kept(task, state)
@@ -48,6 +80,12 @@ def train(message: Message, context: Context) -> Message:
         ),
         reply_to=message,
     )
+
+
+def _task(content: RecordDict) -> ClientTask:
+    """The task that a message is about."""
+    instructions = content["instructions"]
+    return shared_task(str(instructions["config"]), str(instructions["defense"]), str(instructions.get(LAYERS, "")))
 
 
 def _partition(context: Context) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from flwr.app import Array
+from flwr.app import Array, ArrayRecord, RecordDict
 from torch import Tensor
 
 LAYERS = "layers"  # the instruction that says what an active server has changed of the model's architecture
@@ -78,3 +78,9 @@ def unpack(values: Tensor, layout: Layout) -> dict[str, Tensor]:
         raise ValueError(f"a message of {values.numel()} values does not fit a model of {sum(sizes)}")
     chunks = values.split(sizes)
     return {name: chunk.view(shape) for (name, shape), chunk in zip(layout.items(), chunks, strict=True)}
+
+
+def tensors_of(content: RecordDict) -> dict[str, Tensor]:
+    """The arrays of all array records of a message of a user's own app, by name, as copies."""
+    records = (record for record in content.values() if isinstance(record, ArrayRecord))
+    return {name: torch.from_numpy(array.numpy().copy()) for record in records for name, array in record.items()}

@@ -74,6 +74,8 @@ KEYS = {
     "precision": "type of weights and gradients",
     "message": "precision in which an update is sent, or what the client adds to it",
     "metric": "the quantity of value_mean and difference_mean",
+    "statistic": "of a model that a client was sent, by name",
+    "strength": "of a server's change to the model, in (0, 1]",
     "corruption": "its name",
     "corruptions": "the corruptions that are averaged",
     "dimension": "number of principal components",
@@ -106,6 +108,8 @@ COUNTS = {
     "closed_form": "images of which a closed form and a search give the same",
     "seeds": "trainings or federations behind a mean",
     "repeats": "timed repetitions",
+    "checks": "models that clients have checked",
+    "alarms": "of them, models that a statistic finds suspicious",
     "test_images": "images behind an accuracy",
     "images_seen": "by a training",
     "images": "of a client",
@@ -175,6 +179,22 @@ QUANTITIES = {
         f"{name}_{space}": f"error of {words} of a patch's place, {space} (patches)"
         for name, words in (("mae", "regression"), ("ridge", "ridge regression"), ("guess", "guessing"))
         for space in ("1d", "2d")
+    },
+    "calibration": "a statistic's value in the rounds that calibrate its threshold",
+    "evaluation": "a statistic's value in other honest rounds",
+    "threshold": "of a statistic, above which a client is warned",
+    "score": "largest statistic of a model in units of its threshold",
+    "score_rest": "the same without the statistics that a server can get around",
+    "flagged": "share of models that a statistic finds suspicious",
+    "flagged_rest": "share that score_rest finds suspicious",
+    "auc": "area under the ROC curve of the score against honest models",
+    "auc_rest": "the same of score_rest",
+    **{
+        f"auc_{name}": f"the same of the statistic {name}"
+        for name in (
+            *("row_norms", "row_spread", "dead_rows", "bins", "distance", "bias_range", "concentration"),
+            "silent_images",
+        )
     },
     "relative_error": "of a linear solve",
     "ratio": "of seconds to those of the plain variant",

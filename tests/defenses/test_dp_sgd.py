@@ -266,5 +266,5 @@ def test_what_does_not_go_with_single_images_is_refused() -> None:
     with pytest.raises(UsageError, match="needs the schedule"):
         DPSGD(dp_epsilon=1.0).gradients(step_of(task_of("none")), draw())
     step = step_of(task_of("mjp:dal=pca+dp_sgd"))
-    with pytest.raises(UsageError, match="cannot take the loss apart by image"):
+    with pytest.raises(UsageError, match="the loss cannot be taken apart by image"):
         list(per_image_gradients(step, 2))

@@ -1,0 +1,1 @@
+"""What clients notice of active servers, and what of honest ones."""

@@ -1,0 +1,133 @@
+"""Clients that check what they are sent: our own federation, and the mod in a Flower app of someone else."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from attacks import ATTACKS
+from fedmjp import simulate
+from fedmjp.federation import ReceivedCheck, of_model
+from fedmjp.federation.boundary import DECLINED
+from fedmjp.federation.local_grid import LocalGrid
+from tests.attacks.models import timm_vit
+from tests.conftest import photographs
+
+GRANTS = ["active_parameters", "model_weights", "position_gradient", "several_rounds"]
+
+
+def run(out, *options: str) -> int:
+    """Exit code of two rounds of two clients with four photographs each, of which client 0 is fished for."""
+    small = ["--model", "vit_micro_32", "--clients", "2", "--train-limit", "8", "--batch-size", "4", "--rounds", "2"]
+    small += [
+        "--audit-clients",
+        "0",
+        "--test-limit",
+        "4",
+        "--threads",
+        "1",
+        "--attacks",
+        "fishing",
+        "--grants",
+        *GRANTS,
+    ]
+    return simulate.main([*small, "--out", str(out), *options])
+
+
+def test_a_fished_client_refuses_and_the_federation_goes_on(tmp_path, undrawn) -> None:
+    out = tmp_path / "run"
+    assert run(out, "--refuse-suspicious", "--least-share", "0.5") == 0
+    failures = json.loads((out / "run.json").read_text())["failures"]
+    assert [(failure["round"], failure["client"]) for failure in failures] == [(1, 0), (2, 0)]
+    assert failures[0]["reason"].startswith("refused the model that it was sent: ")
+    assert "bias_range 1e+03" in failures[0]["reason"]
+    assert not (out / "rows.jsonl").read_text()
+    assert "client 0 refused the model that it was sent" in (out / "report.html").read_text()
+    assert len((out / "rounds.csv").read_text().splitlines()) == 4  # the head, and rounds 0 to 2
+
+
+def test_too_few_updates_stop_the_run(tmp_path, capsys) -> None:
+    assert run(tmp_path / "run", "--refuse-suspicious") == 1
+    assert "error: round 1: client 0 refused the model that it was sent: row_spread 1" in capsys.readouterr().err
+
+
+def checked_app(model: nn.Module, refuse: bool, labels: Tensor | None) -> ClientApp:
+    """Clients that reply with how many messages they trained on, behind the mod."""
+
+    def first_batch(content: RecordDict, context: Context) -> tuple[Tensor, Tensor | None]:
+        return (photographs(32, 4) - 0.5) / 0.5, labels
+
+    app = ClientApp(mods=[ReceivedCheck(of_model(model, first_batch), refuse=refuse)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"trained": 1})}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(RecordDict(), reply_to=message)
+
+    return app
+
+
+def send(grid: LocalGrid, state: dict[str, Tensor], kind: str = MessageType.TRAIN) -> Message:
+    content = RecordDict({"arrays": ArrayRecord(state)})
+    return next(iter(grid.send_and_receive([Message(content, 1, kind)])))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return timm_vit().eval()
+
+
+@pytest.fixture(scope="module")
+def fished(model) -> dict[str, Tensor]:
+    return model.state_dict() | ATTACKS.get("fishing")(target=2).prepare(model, (3, 32, 32), [])
+
+
+def test_the_mod_refuses_in_an_app_of_someone_else(model, fished) -> None:
+    grid = LocalGrid(checked_app(model, True, torch.arange(4)), 1)
+    assert send(grid, model.state_dict()).content["metrics"]["trained"] == 1
+    refused = send(grid, fished)
+    assert refused.has_error()
+    assert refused.error.code == DECLINED
+    for name in ("row_norms 1", "dead_rows", "bias_range 1e+03", "concentration 1", "silent_images 0.75"):
+        assert name in refused.error.reason
+    # The model that was refused is not what the next one is compared with.
+    assert send(grid, model.state_dict()).has_content()
+    assert send(grid, fished, MessageType.EVALUATE).has_content()
+
+
+def test_the_mod_warns(model, fished, caplog) -> None:
+    grid = LocalGrid(checked_app(model, False, None), 1)
+    with caplog.at_level(logging.WARNING):
+        assert send(grid, model.state_dict()).has_content()
+        assert not caplog.records
+        assert send(grid, fished).content["metrics"]["trained"] == 1
+    assert len(caplog.records) == 1
+    assert "node 1 was sent a suspicious model: row_norms 1" in caplog.text
+    assert "concentration" not in caplog.text  # no labels, no gradients of single images
+
+
+def test_a_model_of_other_layers_is_an_error(model) -> None:
+    grid = LocalGrid(checked_app(model, False, None), 1)
+    reply = send(grid, model.state_dict() | {"imprint.weight": torch.zeros(4, 4)})
+    assert reply.error.reason.startswith("UsageError: the message holds imprint.weight (4, 4), which the client's")
+
+
+def test_a_node_that_was_started_so_checks_whatever_the_server_asks(tmp_path, monkeypatch) -> None:
+    started = LocalGrid.__init__
+
+    def start(self, *arguments) -> None:
+        started(self, *arguments)
+        self._contexts[1].node_config["refuse-suspicious"] = True
+
+    monkeypatch.setattr(LocalGrid, "__init__", start)
+    assert run(tmp_path / "run") == 1
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["failures"]) == 1
