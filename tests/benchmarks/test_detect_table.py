@@ -49,6 +49,7 @@ def test_honest_and_prepared_models_are_checked(finished: Path) -> None:
     assert sorted(zip(prepared["attack"], prepared["probe"], strict=True)) == [
         *(("feature_fishing", number) for number in (1, 2)),
         *(("fishing", number) for number in (1, 1, 2)),
+        *(("token_bins", number) for number in (1, 2)),
     ]
     whole = prepared[(prepared["attack"] == "fishing") & (prepared["probe"] == 2)].iloc[0]
     assert whole["statistics"]["silent_images"] == 0.75  # of four images one sends, whose class the first round read
