@@ -108,7 +108,7 @@ def _short_cells(document: Document) -> list[str]:
     answer = f"{document['worst']['answer']}{_unknown(document)}"
     leak = [NONE] * 3
     if line is not None:
-        leak = [f"`{line['attack']}`", _figure(line["psnr_median"], 1), _percent(line["patches_mean"], 0, " %")]
+        leak = [f"`{line['attack']}`", _figure(line["psnr_median"], 1), _percent(line["patches"], 0, " %")]
     return [document["name"], answer, *leak, f"{document['accuracy']['accuracy']:.0%}"]
 
 
@@ -125,7 +125,7 @@ def _cells(number: int, document: Document) -> list[str]:
     worst, line, cost = document["worst"], measure.line_of(worst_result(document)), document["cost"]
     leak = [NONE] * 8
     if line is not None:
-        share = (line[name] for name in ("patches_mean", "reidentified", "certified"))
+        share = (line[name] for name in ("patches", "reidentified", "certified"))
         psnr = (_figure(line[name], 1) for name in ("psnr_median", "psnr_worst"))
         leak = [str(line["count"]), *psnr, _figure(line["ssim"], 2), _figure(line["lpips"], 2), *map(_percent, share)]
     return [

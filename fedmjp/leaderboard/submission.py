@@ -92,7 +92,7 @@ def add(submission: Submission, console: Console) -> Path:
         UsageError: an unknown defence or one that does not fit, other pixels than the list's, no images.
         ClientFailure: a client failed; what is finished is kept.
     """
-    digests = fixed_images(submission.track.images) if submission.images is None else {}
+    digests = fixed_images(protocol.images_of(submission.track)) if submission.images is None else {}
     every, tuned = submission.parts(), submission.tuning()
     for config in (tuned, *(part.config for part in every)):
         check_before_start(config)
@@ -108,7 +108,7 @@ def add(submission: Submission, console: Console) -> Path:
     rows = load_rows(packed, measure.ROWS)
     document = _document(submission, every, rows, cost, digests)
     document["rows"] = {"file": f"rows/{packed.name}", "sha256": _digest(packed), "count": len(rows)}
-    document["picture"] = _picture(submission, every, document["worst"])
+    document["picture"] = _picture(submission, every, document["worst"], rows)
     check(document, path.name)
     write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
     note_run(submission.results, PROGRAM, devices=set(rows["device"]), commits=set(rows["commit"]))
@@ -156,9 +156,11 @@ def _lineups(submission: Submission, every: Sequence[Part]) -> list[Lineup | Non
 def ranked_rows(part: Part, lineup: Lineup | None, submission: Submission) -> list[dict[str, Any]]:
     """The rows of a finished federation with the columns of `measure.ROWS`.
 
-    Ranks are of the 8-bit pictures that the run wrote. A user's folder is named without its path.
+    Ranks are of the 8-bit pictures that the run wrote. A user's folder is named without its path. Of a client that is
+    attacked in every round, an image has the rows of one round.
     """
-    rows = load_rows(part.config.out / "rows.jsonl").to_dict("records")
+    loaded = load_rows(part.config.out / "rows.jsonl")
+    rows = (measure.best_round(loaded) if part.tier.batches else loaded).to_dict("records")
     for row in rows:
         row |= {measure.TIER: part.tier.name, measure.RANK: None}
         if submission.images is not None:
@@ -195,7 +197,8 @@ def results_of(rows: pd.DataFrame, not_run: Mapping[tuple[str, str], Mapping[str
     for (tier, base), own in rows.assign(base=rows["model"].map(base_of)).groupby([measure.TIER, "base"], sort=False):
         about = {"tier": tier, "model": base, "trained": own["model"].iloc[0], "weights": own["weights"].iloc[0]}
         grants = list(own["threat_model"].iloc[0])
-        found.append(about | {"grants": grants} | measure.leakage(own, not_run.get((tier, base), {})))
+        about |= {"grants": grants, "updates": int(own["round"].max())}
+        found.append(about | measure.leakage(own, not_run.get((tier, base), {})))
     return found
 
 
@@ -228,7 +231,9 @@ def _document(
         "protocol": _protocol(track),
         "results": results,
         "not_covered": [
-            {"tier": tier.name, "title": tier.title, "reason": tier.why_not} for tier in protocol.TIERS if tier.why_not
+            {"tier": tier.name, "title": tier.title, "reason": reason}
+            for tier in protocol.TIERS
+            if (reason := protocol.idle(tier, defense.known_by))
         ],
         "worst": {"tier": worst["tier"], "model": worst["model"], **worst["worst"]},
         "accuracy": _accuracy(submission.tuning()),
@@ -292,7 +297,7 @@ def _digest(path: Path) -> str:
 SHOWN, SIDE = 4, 64  # images of a card's picture, and pixels of each
 
 
-def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, Any]) -> str:
+def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, Any], rows: pd.DataFrame) -> str:
     """Write the originals, and below them what the deciding attack makes of them, as one picture.
 
     Of the images that the attack was run on, the first ones of the list; grey where it returned nothing.
@@ -303,12 +308,12 @@ def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, 
     if submission.images is not None or not worst["attack"]:
         return ""
     part = next(part for part in every if (part.tier.name, part.model) == (worst["tier"], worst["model"]))
-    rows = load_rows(part.config.out / "rows.jsonl")
-    rows = rows[rows["attack"] == worst["attack"]].set_index("image_id")
-    shown = [image for image in fixed_images(submission.track.images) if image in rows.index][:SHOWN]
+    of_model = (rows[measure.TIER] == worst["tier"]) & (rows["model"].map(base_of) == worst["model"])
+    own = rows[of_model & (rows["attack"] == worst["attack"])].set_index("image_id")
+    shown = [image for image in fixed_images(protocol.images_of(submission.track)) if image in own.index][:SHOWN]
     sheet = Image.new("RGB", (SHOWN * SIDE, 2 * SIDE), (128, 128, 128))
     for column, image_id in enumerate(shown):
-        row = rows.loc[image_id]
+        row = own.loc[image_id]
         for line, what in enumerate(("original", worst["attack"])):
             path = image_path(part.config.out, row["defense"], row["round"], row["client"], row["image"], what)
             if path.exists():

@@ -59,13 +59,21 @@ def test_a_plugin_is_measured_and_can_be_taken_up(added: Path, capsys) -> None:
     assert document["defences"][0]["paper"].startswith("A defence in a package of its own")
     assert document["adaptive"] == "no adaptive attack"
     assert list(document["data"]["images"]) == list(DIGESTS)[:2]
-    assert {r["tier"] for r in document["results"]} == {tier.name for tier in protocol.RUN_TIERS}
-    assert {n["tier"] for n in document["not_covered"]} == {tier.name for tier in protocol.TIERS if tier.why_not}
-    lines = {line["attack"]: line for r in document["results"] for line in r["attacks"] if r["tier"] == "passive_one"}
+    run = {"passive_one", "passive_several", "active_parameters", "aggregate_only"}
+    assert {r["tier"] for r in document["results"]} == run
+    left = {n["tier"]: n["reason"] for n in document["not_covered"]}
+    assert left.keys() == {"passive_auxiliary", "active_architecture"}
+    assert left["passive_auxiliary"] == "no attack that knows the defence makes use of auxiliary data"
+    results = {r["tier"]: r for r in document["results"]}
+    lines = {line["attack"]: line for line in results["passive_one"]["attacks"]}
     assert lines["mean_image"]["guess"]
     assert lines["patch_embedding"]["count"] == 2
     assert (lines[protocol.SEARCH]["count"], lines[protocol.SEARCH]["passes"]) == (1, 2)
+    assert results["active_parameters"]["attacks"][-1]["attack"] == "fishing"
+    assert results["active_parameters"]["attacks"][-1]["count"] == 2  # images of one client, one row each
+    assert results["aggregate_only"]["grants"][0] == "aggregate_only"
     assert document["cost"]["bits"] == document["cost"]["bits_none"] > 0
+    assert document["cost"]["peak_bytes"] >= document["cost"]["peak_bytes_none"] > 1e6
     before = added.read_bytes()
     work = added.parent.parent / "work"
     options = ["--track", "trial", "--results", str(added.parent), "--work", str(work)]
@@ -198,12 +206,14 @@ def test_other_pixels_than_the_lists_are_refused(monkeypatch) -> None:
 
 
 def test_tiers_are_nested_and_each_grants_what_its_attacks_need() -> None:
-    grants = [set(tier.grants) for tier in protocol.RUN_TIERS]
+    grants = [set(tier.grants) for tier in protocol.PASSIVE]
     assert grants == sorted(grants, key=len)
     assert all(a <= b for a, b in zip(grants, grants[1:], strict=False))
     for tier in protocol.RUN_TIERS:
-        if tier.searched:
-            ATTACKS.get(protocol.SEARCH)().require(ThreatModel(frozenset(tier.grants)), protocol.SEARCH)
+        named = (*tier.attacks, *([protocol.SEARCH] if tier.searched else []))
+        for name in named:
+            if name in ATTACKS:
+                ATTACKS.get(name)().require(ThreatModel(frozenset(tier.grants)), name)
 
 
 def test_an_original_is_found_among_candidates_and_noise_is_not() -> None:
@@ -238,7 +248,8 @@ def test_committed_submissions_are_what_the_schema_wants_and_what_their_rows_giv
     document = schema.read(path)
     assert document["comparable"], "only comparable submissions are committed"
     assert path.stem == protocol.slug(document["entry"]) + {"small": ""}.get(document["track"], f"@{document['track']}")
-    assert document["data"]["images"] == dict(list(DIGESTS.items())[: protocol.track_of(document["track"]).images])
+    listed = protocol.images_of(protocol.track_of(document["track"]))
+    assert document["data"]["images"] == dict(list(DIGESTS.items())[:listed])
     rows = path.parent / document["rows"]["file"]
     assert hashlib.sha256(rows.read_bytes()).hexdigest() == document["rows"]["sha256"]
     from fedmjp.leaderboard.verify import static_differences
