@@ -135,6 +135,7 @@ class Track:
         tuned_model: model of the fine-tuning that gives accuracy and cost.
         tuning_rounds: its rounds.
         tuning_clients: its clients, each with as many images in a batch as it holds.
+        test_images: on which accuracy is measured, at most, and of which one is a guess without a gradient.
         timed: updates that are timed.
         candidates: images among which a reconstruction's original is looked for.
     """
@@ -156,6 +157,7 @@ class Track:
     tuned_model: str = "vit_mini_64"
     tuning_rounds: int = 15
     tuning_clients: int = 12
+    test_images: int = 40
     timed: int = 15
     candidates: int = 1000
 
@@ -187,6 +189,8 @@ TRACKS = {
             search_updates=1,
             tuned_model="vit_mini_32",
             tuning_rounds=1,
+            tuning_clients=4,
+            test_images=8,
             timed=2,
             candidates=40,
         ),
@@ -314,7 +318,7 @@ def parts(entry: str, track: Track, out: Path, data: str = IMAGES) -> Iterator[P
                     clients=own.clients, rounds=own.rounds, batch_size=own.batch, evaluate_every=own.rounds
                 ),
                 model=ModelConfig(model=model),
-                data=DataConfig(data=data, train_limit=own.images, test_limit=40),
+                data=DataConfig(data=data, train_limit=own.images, test_limit=track.test_images),
                 audit=_audit(tier, track, own),
                 threads=1,
                 seed=SEED,
@@ -354,7 +358,7 @@ def tuning(entry: str, track: Track, out: Path) -> RunConfig:
             evaluate_every=track.tuning_rounds,
         ),
         model=ModelConfig(model=track.tuned_model),
-        data=DataConfig(data=TUNING_DATA, test_limit=None),
+        data=DataConfig(data=TUNING_DATA, test_limit=track.test_images),
         # An audit names at least one update; the cheapest attack on the first client's costs milliseconds.
         audit=AuditConfig(attacks=("patch_embedding",), audit_clients=(0,), audit_rounds=(1,)),
         threads=1,

@@ -30,9 +30,8 @@ from fedmjp.leaderboard import measure, protocol
 from fedmjp.leaderboard.cost import client_cost
 from fedmjp.leaderboard.images import fixed_images
 from fedmjp.leaderboard.protocol import Part, Track
-from fedmjp.leaderboard.reidentification import Lineup
+from fedmjp.leaderboard.reidentification import Lineup, lineup_of
 from fedmjp.leaderboard.schema import SCHEMA, check
-from fedmjp.metrics import load_lpips
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog, load_rows, pack_rows
 from fedmjp.records.run_folder import image_path, write_whole
@@ -145,12 +144,11 @@ def gather(submission: Submission, every: Sequence[Part]) -> Path:
 
 def _lineups(submission: Submission, every: Sequence[Part]) -> list[Lineup | None]:
     """One for each part; parts whose images have the same size share it."""
-    lpips, found = load_lpips(), {}
+    sizes: dict[str, int] = {}
     for part in every:
-        if part.model not in found:
-            size = _read_image(next(part.config.out.glob("images/**/*_original.png"))).shape[-1]
-            found[part.model] = None if lpips is None else Lineup(size, submission.track.candidates, lpips)
-    return [found[part.model] for part in every]
+        if part.model not in sizes:
+            sizes[part.model] = _read_image(next(part.config.out.glob("images/**/*_original.png"))).shape[-1]
+    return [lineup_of(sizes[part.model], submission.track.candidates) for part in every]
 
 
 def ranked_rows(part: Part, lineup: Lineup | None, submission: Submission) -> list[dict[str, Any]]:
