@@ -75,9 +75,10 @@ def tested(document: Document) -> bool:
 
 
 def answer_of(document: Document) -> str:
-    """The answer of the worst case; that no attack that knows the defence was run goes with it."""
+    """The answer of the worst case; short of a leak, that no attack that knows the defence was run goes with it."""
     answer = document["worst"]["answer"]
-    return answer if tested(document) or answer == measure.UNTESTED else f"{answer}; {measure.UNTESTED}"
+    settled = tested(document) or answer in (Answer.LEAKS, measure.UNTESTED)
+    return answer if settled else f"{answer}; {measure.UNTESTED}"
 
 
 def worst_result(document: Document) -> Document:
