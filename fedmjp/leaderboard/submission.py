@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attacks import UsageError
 from fedmjp.audited_federation import check_before_start, run_or_resume
+from fedmjp.client import shared_task
 from fedmjp.config import RunConfig
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import Chain, split_chain
@@ -88,13 +89,15 @@ def add(submission: Submission, console: Console) -> Path:
         path of the JSON file.
 
     Raises:
-        UsageError: an unknown defence or one that does not fit, other pixels than the list's, no images.
+        UsageError: an unknown defence or one that does not fit, other pixels than the list's, too few images of one's
+            own.
         ClientFailure: a client failed; what is finished is kept.
     """
     digests = fixed_images(protocol.images_of(submission.track)) if submission.images is None else {}
     every, tuned = submission.parts(), submission.tuning()
     for config in (tuned, *(part.config for part in every)):
         check_before_start(config)
+        _require_images(config, submission)
     path = submission.results / f"{submission.name}.json"
     _require_own(path, submission.entry)
     run_or_resume(tuned, "accuracy", console)
@@ -112,6 +115,17 @@ def add(submission: Submission, console: Console) -> Path:
     write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
     note_run(submission.results, PROGRAM, devices=set(rows["device"]), commits=set(rows["commit"]))
     return path
+
+
+def _require_images(config: RunConfig, submission: Submission) -> None:
+    """Refuse a folder with fewer training images than a federation under attack uses."""
+    held, needed = len(shared_task(config.to_json(), submission.entry).data.train), config.data.train_limit or 0
+    if held < needed:
+        track = submission.track.name
+        raise UsageError(
+            f"--images {submission.images} gives {held} training image{'s' * (held != 1)}, and the {track} track needs "
+            f"{needed}: add images, or pass another --track"
+        )
 
 
 def _require_own(path: Path, entry: str) -> None:

@@ -22,6 +22,7 @@ from fedmjp.leaderboard.images import DIGESTS, digests, fixed_images
 from fedmjp.leaderboard.listing import submissions
 from fedmjp.leaderboard.reidentification import Lineup, random_crops, same_picture
 from fedmjp.metrics import load_lpips
+from fedmjp.records.run_folder import save_image
 from tests.conftest import photographs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,6 +196,17 @@ def test_mistakes_are_answered_in_one_line(arguments: list[str], complaint: str,
     assert complaint in error
     assert len(error.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_too_few_images_is_refused(tmp_path, capsys) -> None:
+    for number, image in enumerate(photographs(32, 10)):
+        path = tmp_path / "images" / f"class{number}" / "one.png"
+        path.parent.mkdir(parents=True)
+        save_image(image, path)
+    options = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    assert main(["add", "none", "--images", str(tmp_path / "images"), *options]) == 2
+    assert "gives 8 training images, and the small track needs 24" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
 
 
 def test_other_pixels_than_the_lists_are_refused(monkeypatch) -> None:
