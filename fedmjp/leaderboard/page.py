@@ -191,15 +191,17 @@ def _card(document: Document, usual: Document | None) -> str:
         caption = f"Originals above, what {worst['attack']} makes of them below ({title(document)})"
         lines.append(f"![{caption}](../results/leaderboard/{document['picture']})")
     lines += [part["paper"] for part in document["defences"] if part["paper"]]
-    lines.append(markdown_table(CARD_HEADS, [_tier_cells(result) for result in document["results"]]))
+    track = protocol.track_of(document["track"])
+    lines.append(markdown_table(CARD_HEADS, [_tier_cells(result, track) for result in document["results"]]))
     lines.append("\n".join(f"- {sentence}" for sentence in _facts(document, usual)))
     return "\n\n".join(lines)
 
 
-def _tier_cells(result: Document) -> list[str]:
+def _tier_cells(result: Document, track: protocol.Track) -> list[str]:
     """A tier and model in a card: the attack that decides, on all images that it was run on, with intervals."""
-    line = measure.line_of(result)
-    cells = [f"{tier_title(result['tier'])}, {result['model']}", str(result["updates"]), result["worst"]["answer"]]
+    line, tier = measure.line_of(result), next(tier for tier in protocol.TIERS if tier.name == result["tier"])
+    updates = protocol.layout(tier, track, ()).rounds if tier.batches else result["updates"]
+    cells = [f"{tier.title}, {result['model']}", str(updates), result["worst"]["answer"]]
     if line is None:
         return [*cells, *[NONE] * 9]
     psnr = [_bounded(line, name, 1, 1) for name in ("psnr_median", "psnr_worst")]

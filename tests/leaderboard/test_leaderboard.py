@@ -252,22 +252,47 @@ def test_crops_are_squares_of_the_photograph_and_overlap_is_by_area() -> None:
     assert not same_picture(one, crops[1])
 
 
-@pytest.mark.parametrize("path", sorted(COMMITTED.glob("*.json")), ids=lambda path: path.name)
-def test_committed_submissions_are_what_the_schema_wants_and_what_their_rows_give(path: Path) -> None:
-    if path.name == "run.json":
-        assert json.loads(path.read_text())["commands"]
-        return
+FILES = sorted(path for path in COMMITTED.glob("*.json") if path.name != "run.json")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_committed_submissions_are_what_the_schema_wants(path: Path) -> None:
     document = schema.read(path)
     assert document["comparable"], "only comparable submissions are committed"
     assert path.stem == protocol.slug(document["entry"]) + {"small": ""}.get(document["track"], f"@{document['track']}")
     listed = protocol.images_of(protocol.track_of(document["track"]))
     assert document["data"]["images"] == dict(list(DIGESTS.items())[:listed])
-    rows = path.parent / document["rows"]["file"]
-    assert hashlib.sha256(rows.read_bytes()).hexdigest() == document["rows"]["sha256"]
+    assert document["rows"]["sha256"] == hashlib.sha256(rows_beside(path, document).read_bytes()).hexdigest()
+    assert not document["picture"] or (path.parent / document["picture"]).is_file()
+    run = json.loads((COMMITTED / "run.json").read_text())
+    assert document["provenance"]["command"] in run["commands"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_worst_case_of_a_committed_submission_follows_from_its_rows(path: Path) -> None:
+    """The other figures: the slow test below."""
+    from fedmjp.leaderboard.submission import base_of, results_of
+
+    document = schema.read(path)
+    worst = page.worst_result(document)
+    rows = measure_rows(rows_beside(path, document))
+    own = rows[(rows["tier"] == worst["tier"]) & (rows["model"].map(base_of) == worst["model"])]
+    assert results_of(own, {(worst["tier"], worst["model"]): worst["not_run"]}) == [worst]
+    assert document["worst"] == {"tier": worst["tier"], "model": worst["model"], **worst["worst"]}
+    assert worst == measure.worst_of(document["results"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_figure_of_a_committed_submission_follows_from_its_rows(path: Path) -> None:
     from fedmjp.leaderboard.verify import static_differences
 
-    assert list(static_differences(document, path)) == []
-    assert not document["picture"] or (path.parent / document["picture"]).is_file()
+    assert list(static_differences(schema.read(path), path)) == []
+
+
+def rows_beside(path: Path, document: dict) -> Path:
+    """The packed rows of a submission."""
+    return path.parent / document["rows"]["file"]
 
 
 @pytest.mark.parametrize("change", ["schema", "missing", "unknown", "type"])
