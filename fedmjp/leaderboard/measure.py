@@ -86,14 +86,14 @@ def best_round(rows: pd.DataFrame) -> pd.DataFrame:
 def worst_line(rows: pd.DataFrame, not_run: Mapping[str, str]) -> dict[str, Any]:
     """The verdict of `fedmjp.audit.verdict` on one tier and model, with the figures of the attack that decides.
 
-    Where the verdict finds nothing, and no attack that knows the defence was run with its assumptions met (`ran`), the
-    answer is `UNTESTED`.
+    Where the verdict finds nothing under a defence, the answer is `UNTESTED` unless an attack that knows it was run
+    (`ran_enough`) and its assumptions held.
     """
     verdict = judge(rows, not_run)
     ran = ran_enough(rows, verdict.knowing)
     tried = sorted(set(ran) & set(verdict.held))
     found = verdict.answer in (Answer.LEAKS, Answer.PARTLY)
-    untested = bool(verdict.defense) and not found and not tried
+    untested = set(rows["defense"].astype(str)) != {"none"} and not found and not tried
     headline = f"{UNTESTED}: nothing was found; {verdict.reason()}" if untested else verdict.headline()
     own = rows[rows["attack"] == verdict.attack]
     return {

@@ -120,7 +120,7 @@ class Track:
     Attributes:
         name: in files.
         meaning: one line, with its measured cost.
-        images: clients under attack; each holds one image.
+        images: under attack, one a client but where the server is active.
         models: the models of which updates of single clients are attacked, with shipped weights.
         summed: the models of which sums of updates are attacked.
         rounds: updates of an image where a tier has several, unless an attack that knows the defence wants more.
