@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fedmjp.leaderboard.measure import UNTESTED
+from fedmjp.leaderboard.measure import INCONCLUSIVE, UNTESTED
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 42, 46
@@ -20,6 +20,7 @@ COLOURS = {
     "leaks": "#D55E00",
     "partly": "#E69F00",
     "no leak shown": "#009E73",
+    INCONCLUSIVE: "#56B4E9",
     UNTESTED: "#7f7f7f",
     "not tested": "#bdbdbd",
 }

@@ -21,10 +21,16 @@ WORST = 0.9  # quantile of PSNR: a tenth of the images leak more
 RANK, TIER = "rank", "tier"
 # A row of a submission: one of a federation, its tier, and the original's place among the candidates.
 ROWS = Schema((*RESULTS.keys, TIER, RANK), (*RESULTS.identity, TIER), {**RESULTS.optional, RANK: None})
-# Where nothing was found, and no attack that takes the defence into account was run well enough to find it.
-UNTESTED = "not tested by an attack that knows it"
+# Where nothing was found: attacks that take the defence into account were run and say that their assumptions fail; or
+# none was run well enough to find anything.
+INCONCLUSIVE, UNTESTED = "inconclusive", "not tested by an attack that knows it"
 # The worst first: a defence has "no leak shown" if an attack that knows it was run in every tier.
-ORDER = (str(Answer.LEAKS), str(Answer.PARTLY), UNTESTED, str(Answer.NOT_SHOWN), str(Answer.NOT_TESTED))
+ORDER = (
+    *map(str, (Answer.LEAKS, Answer.PARTLY)),
+    INCONCLUSIVE,
+    UNTESTED,
+    *map(str, (Answer.NOT_SHOWN, Answer.NOT_TESTED)),
+)
 ENOUGH = 0.5  # of the images of a tier and model that an attack must have answered to be called a test
 
 
@@ -87,17 +93,20 @@ def worst_line(rows: pd.DataFrame, not_run: Mapping[str, str]) -> dict[str, Any]
     """The verdict of `fedmjp.audit.verdict` on one tier and model, with the figures of the attack that decides.
 
     Where the verdict finds nothing under a defence, the answer is `UNTESTED` unless an attack that knows it was run
-    (`ran_enough`) and its assumptions held.
+    (`ran_enough`), and `INCONCLUSIVE` where the assumptions of all those failed.
     """
     verdict = judge(rows, not_run)
     ran = ran_enough(rows, verdict.knowing)
     tried = sorted(set(ran) & set(verdict.held))
     found = verdict.answer in (Answer.LEAKS, Answer.PARTLY)
-    untested = set(rows["defense"].astype(str)) != {"none"} and not found and not tried
-    headline = f"{UNTESTED}: nothing was found; {verdict.reason()}" if untested else verdict.headline()
+    answer, headline = str(verdict.answer), verdict.headline()
+    if set(rows["defense"].astype(str)) != {"none"} and not found and not tried:
+        answer = INCONCLUSIVE if ran else UNTESTED
+        why = f"the assumptions of {', '.join(ran)} failed" if ran else verdict.reason()
+        headline = f"{answer}: nothing was found, {why}"
     own = rows[rows["attack"] == verdict.attack]
     return {
-        "answer": UNTESTED if untested else str(verdict.answer),
+        "answer": answer,
         "headline": headline,
         "details": verdict.summary(),
         "attack": verdict.attack,
@@ -137,12 +146,14 @@ def ran_enough(rows: pd.DataFrame, knowing: Sequence[str]) -> list[str]:
 def severity(result: Mapping[str, Any]) -> tuple[float, ...]:
     """Sort key of a tier's and model's result, the worst for the defence first.
 
-    By the answer, the share of images recovered, then the strongest attack's gain over the best guess (dB).
+    By the answer, the share of images recovered, where nothing was found the number of attacks that know the defence
+    and ran, then the strongest attack's gain over the best guess (dB).
     """
     worst = result["worst"]
+    ran = 0 if worst["answer"] in ORDER[:2] else len(worst["adaptive_ran"])
     share = worst["recovered"] / worst["images"] if worst["images"] else 0.0
     gain = worst["gain_mean"] if worst["gain_mean"] is not None else -math.inf
-    return (ORDER.index(worst["answer"]), -share, -gain)
+    return (ORDER.index(worst["answer"]), -share, -ran, -gain)
 
 
 def worst_of(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

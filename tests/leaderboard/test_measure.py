@@ -33,7 +33,7 @@ def rows_of(defense: str, updates: int, values: dict[str, list[float]], **more: 
         (rows_of("lora", 23, {"lora_span": NO_BETTER}), UNTESTED, []),
         (rows_of("lora", 24, {"lora_span": [*NO_BETTER[:2], NAN, NAN]}), NOT_SHOWN, ["lora_span"]),
         (rows_of("lora", 24, {"lora_span": [11.0, NAN, NAN, NAN]}), UNTESTED, []),
-        (rows_of("lora", 24, {"lora_span": NO_BETTER}, lora_span=FAILED), UNTESTED, ["lora_span"]),
+        (rows_of("lora", 24, {"lora_span": NO_BETTER}, lora_span=FAILED), measure.INCONCLUSIVE, ["lora_span"]),
         (rows_of("lora", 24, {"patch_embedding": NO_BETTER}), UNTESTED, []),
         (rows_of("lora", 1, {"patch_embedding": [60.0] * 4}), "leaks", []),
         (rows_of("none", 1, {"patch_embedding": NO_BETTER}), NOT_SHOWN, []),
@@ -68,7 +68,8 @@ def test_attacks_that_know_a_defence_get_the_updates_that_they_want(name: str) -
 def submission(entry: str, answer: str, *, ran: bool, recovered: int = 0, gain: float = 0.0) -> dict[str, Any]:
     """What the order of a page reads of a submission."""
     worst = {"tier": "t", "model": "m", "answer": answer, "recovered": recovered, "images": 8, "gain_mean": gain}
-    result = {"tier": "t", "model": "m", "worst": worst | {"adaptive_ran": ["a"] if ran else []}}
+    worst |= {"adaptive_ran": ["a"] if ran else []}
+    result = {"tier": "t", "model": "m", "worst": worst}
     return {"entry": entry, "file": entry, "comparable": True, "worst": worst, "results": [result]}
 
 
@@ -76,6 +77,7 @@ def test_the_untested_stand_last_unless_they_leak() -> None:
     found = [
         submission("held", NOT_SHOWN, ran=True),
         submission("nobody", UNTESTED, ran=False),
+        submission("unclear", measure.INCONCLUSIVE, ran=True),
         submission("patches", "partly", ran=True, gain=2.0),
         submission("unaware", "partly", ran=False, gain=9.0),
         submission("open", "leaks", ran=False, recovered=7, gain=50.0),
@@ -83,7 +85,7 @@ def test_the_untested_stand_last_unless_they_leak() -> None:
         submission("none", "leaks", ran=False, recovered=8, gain=99.0),
     ]
     assert [one["entry"] for one in page.ordered(found)] == [
-        *("none", "wide", "open", "patches", "held"),
+        *("none", "wide", "open", "patches", "unclear", "held"),
         *("unaware", "nobody"),
     ]
     words = {one["entry"]: page.answer_of(one) for one in found}
