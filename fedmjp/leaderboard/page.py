@@ -22,6 +22,7 @@ HEADS = (
     "answer",
     "strongest attack",
     "tier, model",
+    "attacked",
     "images",
     "PSNR, median (dB)",
     "PSNR, worst decile (dB)",
@@ -116,6 +117,7 @@ def leaderboard(folder: Path) -> str:
         '<div id="leaderboard" markdown>',
         table,
         "</div>",
+        *_older(found),
         "## Accuracy against leakage",
         figure.plane(points, tiers),
         figure.SCRIPT,
@@ -158,6 +160,7 @@ def _cells(number: int, document: Document) -> list[str]:
         answer_of(document),
         f"`{worst['attack']}`" if worst["attack"] else NONE,
         f"{tier_title(worst['tier'])}, {worst['model']}",
+        f"{len(document['results'])} of {len(document['results']) + _missing(document)}",
         *leak,
         _percent(document["accuracy"]["accuracy"]),
         _figure(cost["ratio"], 2),
@@ -165,6 +168,23 @@ def _cells(number: int, document: Document) -> list[str]:
         _figure(cost["bits"] / cost["bits_none"], 3),
         ", ".join(f"`{name}`" for name in document["known_by"]) or document["adaptive"] or NONE,
     ]
+
+
+def _older(found: Sequence[Document]) -> list[str]:
+    """A sentence on submissions that were not run under the whole protocol; none if there are none."""
+    older = sum(_missing(document) > 0 for document in found)
+    if not older:
+        return []
+    return [
+        f"{len(found) - older} of the {len(found)} submissions were run under the whole protocol. The other {older} are "
+        "older than a part of it, as the column *attacked* says: their figures follow from their rows by the present "
+        "rules, their peak memory was measured later, and what they lack could only add to what they leak."
+    ]
+
+
+def _missing(document: Document) -> int:
+    """Tiers and models of the protocol that an older submission was not run under."""
+    return sum(one["reason"] == protocol.OLDER for one in document["not_covered"])
 
 
 def _point(number: int, document: Document) -> dict[str, Any]:
