@@ -87,7 +87,7 @@ def plane(points: Sequence[Mapping[str, Any]], tiers: Mapping[str, str]) -> str:
         f'aria-label="Accuracy against leakage of {len(points)} submissions">',
         *_axes(low, high, across),
         *(_point(point, spread) for point, spread in zip(points, _spread(points, across), strict=True)),
-        *_legend(),
+        *_legend({answer for point in points for _, answer, _ in point["places"].values()}),
         "</svg>",
         "</div>",
     ]
@@ -160,9 +160,10 @@ def _point(point: Mapping[str, Any], spread: Mapping[str, float]) -> str:
     )
 
 
-def _legend() -> list[str]:
+def _legend(shown: set[str]) -> list[str]:
+    """The colours of the answers that are given."""
     lines, x = [], LEFT + 20
-    for answer, colour in COLOURS.items():
+    for answer, colour in ((answer, colour) for answer, colour in COLOURS.items() if answer in shown):
         lines.append(
             f'<circle cx="{x}" cy="12" r="5" fill="{colour}"/>'
             f'<text x="{x + 10}" y="16" fill="currentColor">{answer}</text>'

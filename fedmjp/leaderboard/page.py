@@ -166,7 +166,7 @@ def _cells(number: int, document: Document) -> list[str]:
         _figure(cost["ratio"], 2),
         _figure(cost["peak_bytes"] / cost["peak_bytes_none"], 2),
         _figure(cost["bits"] / cost["bits_none"], 3),
-        ", ".join(f"`{name}`" for name in document["known_by"]) or document["adaptive"] or NONE,
+        _some(document["known_by"]) or document["adaptive"] or NONE,
     ]
 
 
@@ -176,10 +176,15 @@ def _older(found: Sequence[Document]) -> list[str]:
     if not older:
         return []
     return [
-        f"{len(found) - older} of the {len(found)} submissions were run under the whole protocol. The other {older} are "
-        "older than a part of it, as the column *attacked* says: their figures follow from their rows by the present "
-        "rules, their peak memory was measured later, and what they lack could only add to what they leak."
+        f"{len(found) - older} of the {len(found)} submissions were run under the whole protocol. The other {older} "
+        "are older than a part of it, as the column *attacked* says: their figures follow from their rows by the "
+        "present rules, their peak memory was measured later, and what they lack could only add to what they leak."
     ]
+
+
+def _some(names: Sequence[str], most: int = 2) -> str:
+    """The first names; the card has all of them."""
+    return ", ".join(f"`{name}`" for name in names[:most]) + (f" and {len(names) - most} more" * (len(names) > most))
 
 
 def _missing(document: Document) -> int:
