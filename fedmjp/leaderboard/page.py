@@ -12,6 +12,7 @@ from attacks import UsageError
 from fedmjp.audit.verdict import Answer
 from fedmjp.leaderboard import figure, measure, protocol
 from fedmjp.leaderboard.listing import submissions, tier_title
+from fedmjp.records.reasons import grouped
 from fedmjp.report.blocks import differing_blocks, markdown_table
 
 COMMON = ("none", "lora", "dp_sgd")  # the README's lines: what people ask for first
@@ -251,7 +252,10 @@ def _facts(document: Document, usual: Document | None) -> list[str]:
     facts.append(_tried(document))
     if document["entry"] != "none":
         facts.append(_knowledge(document))
-    left = [f"{one['title']} ({one['reason']})" for one in document["not_covered"]]
+    left = [
+        f"{', '.join(titles)} ({reason})"
+        for reason, titles in grouped({one["title"]: one["reason"] for one in document["not_covered"]}).items()
+    ]
     facts += [f"Not attacked: {'; '.join(left)}."] if left else []
     facts += [_worth(document, usual), _cost(document["cost"])]
     made, rerun = document["provenance"], document["rerun"]
