@@ -58,6 +58,8 @@ class Attack(ABC):
     reads_every_parameter: ClassVar[bool] = False
     # Whether a suite that chooses by itself may run the attack; attacks that repeat others are run by name only.
     in_suite: ClassVar[bool] = True
+    # Updates of one client that the equations want; a protocol that may choose the number of rounds gives as many.
+    updates_wanted: ClassVar[int] = 1
 
     def __call__(self, observations: Sequence[Observation]) -> Reconstruction:
         """Attack a sequence of updates of one client, oldest first.

@@ -70,7 +70,7 @@ def recognise(observation: Observation) -> list[Finding]:
 
 def repair(observation: Observation) -> tuple[Observation, list[Finding]]:
     """The update without weight decay and at the scale of one step, as far as it shows them, and what is unusual."""
-    observation = replace(observation, gradients={n: _full(g) for n, g in observation.gradients.items()})
+    observation = _in_full(observation)
     found = recognise(observation)
     if any(finding.name in ("adaptive_steps", "second_moments") for finding in found):
         return observation, found
@@ -86,6 +86,18 @@ def repair(observation: Observation) -> tuple[Observation, list[Finding]]:
     return _rescaled(observation, _scale(observation, read_step(observation))), found
 
 
+def repaired(observation: Observation) -> Observation:
+    """The update that `repair` gives, without looking for what it does not change: a third of the time."""
+    observation = _in_full(observation)
+    values = _values(observation)
+    says_something = observation.gradient_norm() >= NEGLIGIBLE_NORM and _has_statistics(values)
+    if says_something and _adaptive_steps(values) is not None:
+        return observation
+    decay = find_weight_decay(observation)
+    observation = observation if decay is None else remove_weight_decay(observation, decay)
+    return _rescaled(observation, _scale(observation, read_step(observation)))
+
+
 def scaled_loss(factor: float) -> Finding:
     """A gradient that is `factor` times that of the mean cross-entropy."""
     sentence = (
@@ -95,8 +107,8 @@ def scaled_loss(factor: float) -> Finding:
 
 
 def _findings(observation: Observation) -> Iterator[Finding | None]:
-    values = {n: g.detach() for n, g in observation.gradients.items() if g.is_floating_point() and g.any()}
-    if sum(g.numel() for g in values.values()) < LEAST_ENTRIES:
+    values = _values(observation)
+    if not _has_statistics(values):
         return
     adaptive = _adaptive_steps(values)
     yield adaptive
@@ -117,6 +129,19 @@ def _findings(observation: Observation) -> Iterator[Finding | None]:
     yield beside
     if beside is None or not beside.hinders:
         yield _step(observation, COARSE if precision else 0.0, clipped=clipping is not None)
+
+
+def _values(observation: Observation) -> dict[str, Tensor]:
+    """The gradients that are not zero, by name."""
+    return {n: g.detach() for n, g in observation.gradients.items() if g.is_floating_point() and g.any()}
+
+
+def _has_statistics(values: Mapping[str, Tensor]) -> bool:
+    return sum(g.numel() for g in values.values()) >= LEAST_ENTRIES
+
+
+def _in_full(observation: Observation) -> Observation:
+    return replace(observation, gradients={n: _full(g) for n, g in observation.gradients.items()})
 
 
 def _full(gradient: Tensor) -> Tensor:

@@ -72,6 +72,10 @@ def classifier_gradient(observation: Observation) -> Tensor | None:
 
 def classifier_name(observation: Observation) -> str | None:
     """Name of the last matrix with a bias outside of the localisation head."""
+    return observation.once(_find_classifier)
+
+
+def _find_classifier(observation: Observation) -> str | None:
     tokenizer = tokenizer_of(observation)
     skipped = f"{tokenizer.localisation}." if tokenizer is not None and tokenizer.localisation else "\0"
     parameters = {n: p for n, p in observation.model.named_parameters() if not n.startswith(skipped)}
@@ -125,6 +129,10 @@ def _identity(observation: Observation, pairs: list[tuple[float, Tensor, Tensor]
 
 def tokenizer_of(observation: Observation) -> Tokenizer | None:
     """The observed model's tokenizer; None where it is no ViT."""
+    return observation.once(_find_tokenizer)
+
+
+def _find_tokenizer(observation: Observation) -> Tokenizer | None:
     try:
         return find_tokenizer(observation.model, observation.image_shape)
     except UsageError:

@@ -22,7 +22,7 @@ from torch import Tensor
 from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
 from attacks.active.base import Sending
 from attacks.findings import Finding
-from attacks.fingerprints import repair
+from attacks.fingerprints import repair, repaired
 from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
 from fedmjp.audit.harness import Scored, audit_update, scorer
 from fedmjp.audit.memory import Memory
@@ -253,7 +253,10 @@ class FederationAudit:
             clients=len(view.members),
         )
         first_step = self.config.local.optimizer == "adamw" and observation.local_steps == 1
-        observation, findings = undo_adam(observation) if first_step else repair(observation)
+        if first_step:
+            observation, findings = undo_adam(observation)
+        else:
+            observation, findings = repair(observation) if audited else (repaired(observation), [])
         observations = [*(self.memory.before(observation) if self.memory else []), observation]
         if audited:
             audit = self.config.audit

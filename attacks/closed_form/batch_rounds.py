@@ -261,6 +261,7 @@ class BatchRounds(Attack):
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.SEVERAL_ROUNDS})
     needs_one_of: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
+    updates_wanted: ClassVar[int] = 9  # three epochs of a client with three images
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`: batches are separated by steps that share an image."""

@@ -48,6 +48,7 @@ class LoRASpan(Attack):
     """Collect the rows of dL/dA of the first attention over a client's updates, and solve as `token_span` does."""
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.SEVERAL_ROUNDS})
+    updates_wanted: ClassVar[int] = 24  # of rank 4 on 65 tokens: 96 directions, which are nearly parallel
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""

@@ -75,6 +75,7 @@ class NoisyRounds(Attack):
     one_image: bool = False
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS})
+    updates_wanted: ClassVar[int] = 16  # four take 6 dB off the noise, sixteen 12
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`: without noise there is nothing to weigh."""

@@ -42,6 +42,7 @@ class SparseRounds(Attack):
     solver: PatchEmbedding = field(default_factory=PatchEmbedding)
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS})
+    updates_wanted: ClassVar[int] = 40  # by error feedback: 4 transmissions of an entry of which a tenth is sent
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""

@@ -50,6 +50,7 @@ class MJPRounds(Attack):
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.SEVERAL_ROUNDS})
     needs_one_of: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
+    updates_wanted: ClassVar[int] = 8  # at gamma 0.5, 97 % of the patches of vit_mini_64; at 0.9, eighty give half
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""

@@ -10,11 +10,20 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fedmjp.leaderboard.measure import INCONCLUSIVE, UNTESTED
+
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 42, 46
 RADIUS = 9
 MOST = 60.0  # dB; reconstructions above it are exact to the eye
-COLOURS = {"leaks": "#D55E00", "partly": "#E69F00", "no leak shown": "#009E73", "not tested": "#9a9a9a"}
+COLOURS = {
+    "leaks": "#D55E00",
+    "partly": "#E69F00",
+    "no leak shown": "#009E73",
+    INCONCLUSIVE: "#56B4E9",
+    UNTESTED: "#7f7f7f",
+    "not tested": "#bdbdbd",
+}
 
 SCRIPT = """<script>
 (() => {
@@ -78,7 +87,7 @@ def plane(points: Sequence[Mapping[str, Any]], tiers: Mapping[str, str]) -> str:
         f'aria-label="Accuracy against leakage of {len(points)} submissions">',
         *_axes(low, high, across),
         *(_point(point, spread) for point, spread in zip(points, _spread(points, across), strict=True)),
-        *_legend(),
+        *_legend({answer for point in points for _, answer, _ in point["places"].values()}),
         "</svg>",
         "</div>",
     ]
@@ -151,12 +160,13 @@ def _point(point: Mapping[str, Any], spread: Mapping[str, float]) -> str:
     )
 
 
-def _legend() -> list[str]:
-    lines = []
-    for place, (answer, colour) in enumerate(COLOURS.items()):
-        x = LEFT + 20 + place * 130
+def _legend(shown: set[str]) -> list[str]:
+    """The colours of the answers that are given."""
+    lines, x = [], LEFT + 20
+    for answer, colour in ((answer, colour) for answer, colour in COLOURS.items() if answer in shown):
         lines.append(
             f'<circle cx="{x}" cy="12" r="5" fill="{colour}"/>'
             f'<text x="{x + 10}" y="16" fill="currentColor">{answer}</text>'
         )
+        x += 40 + 6 * len(answer)
     return lines

@@ -13,15 +13,25 @@ from typing import Any
 import pandas as pd
 
 from fedmjp.audit.verdict import Answer, judge
-from fedmjp.metrics import bootstrap_mean
-from fedmjp.metrics.intervals import wilson
+from fedmjp.metrics import Interval, bootstrap_mean
+from fedmjp.metrics.intervals import bootstrap_quantile, wilson
 from fedmjp.records.rows import BASELINES, RESULTS, Schema
 
 WORST = 0.9  # quantile of PSNR: a tenth of the images leak more
 RANK, TIER = "rank", "tier"
 # A row of a submission: one of a federation, its tier, and the original's place among the candidates.
 ROWS = Schema((*RESULTS.keys, TIER, RANK), (*RESULTS.identity, TIER), {**RESULTS.optional, RANK: None})
-ORDER = (Answer.LEAKS, Answer.PARTLY, Answer.NOT_SHOWN, Answer.NOT_TESTED)
+# Where nothing was found: attacks that take the defence into account were run and say that their assumptions fail; or
+# none was run well enough to find anything.
+INCONCLUSIVE, UNTESTED = "inconclusive", "not tested by an attack that knows it"
+# The worst first: a defence has "no leak shown" if an attack that knows it was run in every tier.
+ORDER = (
+    *map(str, (Answer.LEAKS, Answer.PARTLY)),
+    INCONCLUSIVE,
+    UNTESTED,
+    *map(str, (Answer.NOT_SHOWN, Answer.NOT_TESTED)),
+)
+ENOUGH = 0.5  # of the images of a tier and model that an attack must have answered to be called a test
 
 
 def leakage(rows: pd.DataFrame, not_run: Mapping[str, str]) -> dict[str, Any]:
@@ -43,9 +53,9 @@ def attack_line(name: str, rows: pd.DataFrame) -> dict[str, Any]:
 
     Returns:
         attack, guess (bool), passes (forward and backward, of attacks that search; else None), count (images), failed
-        (of them, without an image), psnr and patches (share of patches above 25 dB) each as mean, low, high,
-        psnr_median, psnr_worst (dB, `WORST`), ssim, lpips (means), certified and reidentified (shares of images; None
-        where not checked), seconds, diagnosis (the most common).
+        (of them, without an image), seconds, diagnosis (the most common), and with a 95 % interval over images each
+        (NAME, NAME_low, NAME_high; None where nothing was measured): psnr_mean, psnr_median, psnr_worst (dB, `WORST`),
+        ssim, lpips, patches (mean share of patches above 25 dB), certified, reidentified (shares of `count`).
     """
     returned, ranks = rows[rows["psnr"].notna()], rows[RANK].dropna()
     certified, settings = rows["certified"].dropna(), rows["attack_parameters"].iloc[0]
@@ -56,26 +66,48 @@ def attack_line(name: str, rows: pd.DataFrame) -> dict[str, Any]:
         "passes": settings["steps"] * settings.get("restarts", 1) if "steps" in settings else None,
         "count": len(rows),
         "failed": len(rows) - len(returned),
-        **_mean("psnr", rows["psnr"]),
-        "psnr_median": _number(rows["psnr"].median()),
-        "psnr_worst": _number(rows["psnr"].quantile(WORST)),
-        "ssim": _number(rows["ssim"].mean()),
-        "lpips": _number(rows["lpips"].mean()),
-        **_mean("patches", rows["patch_recovery"]),
-        "certified": _number(certified.astype(float).mean()) if len(certified) else None,
-        "reidentified": _number((ranks == 1).sum() / len(rows)) if len(ranks) else None,
+        **_interval("psnr_mean", bootstrap_mean(rows["psnr"].to_numpy(dtype=float))),
+        **_interval("psnr_median", bootstrap_quantile(rows["psnr"].to_numpy(dtype=float), 0.5)),
+        **_interval("psnr_worst", bootstrap_quantile(rows["psnr"].to_numpy(dtype=float), WORST)),
+        **_interval("ssim", bootstrap_mean(rows["ssim"].to_numpy(dtype=float))),
+        **_interval("lpips", bootstrap_mean(rows["lpips"].to_numpy(dtype=float))),
+        **_interval("patches", bootstrap_mean(rows["patch_recovery"].to_numpy(dtype=float))),
+        **_share("certified", int(certified.astype(bool).sum()) if len(certified) else None, len(rows)),
+        **_share("reidentified", int((ranks == 1).sum()) if len(ranks) else None, len(rows)),
         "seconds": _number(rows["seconds"].mean()),
         "diagnosis": diagnoses.value_counts().index[0] if len(diagnoses) else "",
     }
 
 
+def best_round(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each image of a client that was attacked in several rounds, the rows of the round in which an attack came
+    nearest to it (of none that returned it, the first)."""
+    attacked = rows[~rows["attack"].isin(BASELINES)]
+    scores = attacked.assign(psnr=attacked["psnr"].fillna(-math.inf)).reset_index(drop=True)
+    image = ["client", "image_id"]
+    best = scores.loc[scores.groupby(image, sort=False)["psnr"].idxmax(), [*image, "round"]]
+    return rows.merge(best, on=[*image, "round"])
+
+
 def worst_line(rows: pd.DataFrame, not_run: Mapping[str, str]) -> dict[str, Any]:
-    """The verdict of `fedmjp.audit.verdict` on one tier and model, with the figures of the attack that decides."""
+    """The verdict of `fedmjp.audit.verdict` on one tier and model, with the figures of the attack that decides.
+
+    Where the verdict finds nothing under a defence, the answer is `UNTESTED` unless an attack that knows it was run
+    (`ran_enough`), and `INCONCLUSIVE` where the assumptions of all those failed.
+    """
     verdict = judge(rows, not_run)
+    ran = ran_enough(rows, verdict.knowing)
+    tried = sorted(set(ran) & set(verdict.held))
+    found = verdict.answer in (Answer.LEAKS, Answer.PARTLY)
+    answer, headline = str(verdict.answer), verdict.headline()
+    if set(rows["defense"].astype(str)) != {"none"} and not found and not tried:
+        answer = INCONCLUSIVE if ran else UNTESTED
+        why = f"the assumptions of {', '.join(ran)} failed" if ran else verdict.reason()
+        headline = f"{answer}: nothing was found, {why}"
     own = rows[rows["attack"] == verdict.attack]
     return {
-        "answer": str(verdict.answer),
-        "headline": verdict.headline(),
+        "answer": answer,
+        "headline": headline,
         "details": verdict.summary(),
         "attack": verdict.attack,
         "chosen_on_other_images": verdict.split,
@@ -89,19 +121,39 @@ def worst_line(rows: pd.DataFrame, not_run: Mapping[str, str]) -> dict[str, Any]
         "count": verdict.gain.count,
         "held": list(verdict.held),
         "failed": dict(verdict.failed),
-        "adaptive_tried": sorted(set(verdict.knowing) & set(verdict.held)),
+        "adaptive_ran": ran,
+        "adaptive_tried": tried,
     }
+
+
+def ran_enough(rows: pd.DataFrame, knowing: Sequence[str]) -> list[str]:
+    """The attacks among `knowing` that answered at least `ENOUGH` of the images, with as many updates as they want.
+
+    Args:
+        rows: of one tier and model. Clients take part in every round, so that a round's number is that of updates.
+    """
+    from attacks import ATTACKS
+
+    attacked = rows[~rows["attack"].isin(BASELINES)]
+    answered = attacked.dropna(subset="psnr").groupby("attack")["image_id"].nunique()
+    images, updates = attacked["image_id"].nunique(), rows["round"].max()
+    known = [name for name in knowing if name in answered.index and name in ATTACKS]
+    return sorted(
+        name for name in known if answered[name] >= ENOUGH * images and updates >= ATTACKS.get(name).updates_wanted
+    )
 
 
 def severity(result: Mapping[str, Any]) -> tuple[float, ...]:
     """Sort key of a tier's and model's result, the worst for the defence first.
 
-    By the answer, the share of images recovered, then the strongest attack's gain over the best guess (dB).
+    By the answer, the share of images recovered, where nothing was found the number of attacks that know the defence
+    and ran, then the strongest attack's gain over the best guess (dB).
     """
     worst = result["worst"]
+    ran = 0 if worst["answer"] in ORDER[:2] else len(worst["adaptive_ran"])
     share = worst["recovered"] / worst["images"] if worst["images"] else 0.0
     gain = worst["gain_mean"] if worst["gain_mean"] is not None else -math.inf
-    return (ORDER.index(Answer(worst["answer"])), -share, -gain)
+    return (ORDER.index(worst["answer"]), -share, -ran, -gain)
 
 
 def worst_of(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -120,9 +172,16 @@ def accuracy(share: float, images: int) -> dict[str, Any]:
     return {"accuracy": share, "accuracy_low": float(low), "accuracy_high": float(high), "test_images": images}
 
 
-def _mean(name: str, values: pd.Series) -> dict[str, float | None]:
-    interval = bootstrap_mean(values.to_numpy(dtype=float))
-    return {f"{name}_{part}": _number(getattr(interval, part)) for part in ("mean", "low", "high")}
+def _interval(name: str, interval: Interval) -> dict[str, float | None]:
+    return {name: _number(interval.mean), f"{name}_low": _number(interval.low), f"{name}_high": _number(interval.high)}
+
+
+def _share(name: str, hits: int | None, count: int) -> dict[str, float | None]:
+    """A share of `count` images with Wilson's 95 % interval; None where it was not measured."""
+    if hits is None:
+        return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
+    low, high = wilson(hits / count, count)
+    return _interval(name, Interval(hits / count, float(low), float(high), count))
 
 
 def _number(value: Any) -> float | None:

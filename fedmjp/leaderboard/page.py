@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from attacks import UsageError
+from fedmjp.audit.verdict import Answer
 from fedmjp.leaderboard import figure, measure, protocol
 from fedmjp.leaderboard.listing import submissions, tier_title
+from fedmjp.records.reasons import grouped
 from fedmjp.report.blocks import differing_blocks, markdown_table
 
-SHORT = 2  # submissions in the README beside no defence
+COMMON = ("none", "lora", "dp_sgd")  # the README's lines: what people ask for first
 NONE = "–"
 HEADS = (
     "#",
@@ -21,6 +23,7 @@ HEADS = (
     "answer",
     "strongest attack",
     "tier, model",
+    "attacked",
     "images",
     "PSNR, median (dB)",
     "PSNR, worst decile (dB)",
@@ -31,18 +34,53 @@ HEADS = (
     "certified (%)",
     "accuracy (%)",
     "seconds a step, × none",
+    "peak memory, × none",
     "message, × none",
     "attacks that know it",
+)
+CARD_HEADS = (
+    "tier, model",
+    "updates",
+    "answer",
+    "attack",
+    "images",
+    "PSNR, median (dB)",
+    "PSNR, worst decile (dB)",
+    "SSIM",
+    "LPIPS",
+    "patches > 25 dB (%)",
+    "re-identified (%)",
+    "certified (%)",
 )
 Document = Mapping[str, Any]
 
 
 def ordered(found: Sequence[Document]) -> list[Document]:
-    """Comparable submissions, those whose worst case leaks least first."""
-    return sorted(
-        (document for document in found if document["comparable"]),
-        key=lambda document: (tuple(-part for part in measure.severity(worst_result(document))), document["file"]),
-    )
+    """Comparable submissions, no defence first, then those whose worst case leaks most.
+
+    Defences that no attack that knows them was run on come last, unless they leak all the same: to be untested is no
+    merit.
+    """
+
+    def place(document: Document) -> tuple:
+        undecided = document["worst"]["answer"] != Answer.LEAKS and not tested(document)
+        first = document["entry"] == "none"
+        return (not first, undecided, measure.severity(worst_result(document)), document["file"])
+
+    return sorted((document for document in found if document["comparable"]), key=place)
+
+
+def tested(document: Document) -> bool:
+    """Whether an attack that knows the defence answered enough images (`measure.ran_enough`) somewhere; true without a
+    defence."""
+    return document["entry"] == "none" or any(result["worst"]["adaptive_ran"] for result in document["results"])
+
+
+def answer_of(document: Document) -> str:
+    """The answer of the worst case; short of a leak, that no attack that knows the defence was run goes with it."""
+    answer = document["worst"]["answer"]
+    settled = tested(document) or answer in (Answer.LEAKS, measure.UNTESTED)
+    return answer if settled else f"{answer}; {measure.UNTESTED}"
 
 
 def worst_result(document: Document) -> Document:
@@ -80,6 +118,7 @@ def leaderboard(folder: Path) -> str:
         '<div id="leaderboard" markdown>',
         table,
         "</div>",
+        *_older(found),
         "## Accuracy against leakage",
         figure.plane(points, tiers),
         figure.SCRIPT,
@@ -90,31 +129,19 @@ def leaderboard(folder: Path) -> str:
 
 
 def small(folder: Path) -> str:
-    """No defence, and the submissions whose worst case leaks least, with two strengths of a defence counted as one."""
+    """The submissions of `COMMON` on the small track, in the page's order."""
     found = [document for document in ordered(submissions(folder)) if document["track"] == protocol.COMPARED[0]]
-    shown = [document for document in found if document["entry"] == "none"]
-    names = set()
-    for document in found:
-        name = "+".join(part["name"] for part in document["defences"])
-        if document["entry"] != "none" and name not in names and len(names) < SHORT:
-            names.add(name)
-            shown.append(document)
+    shown = [document for document in found if document["entry"] in COMMON]
     heads = ["defence", "answer", "strongest attack", "PSNR, median (dB)", "patches > 25 dB", "accuracy"]
     return markdown_table(heads, [_short_cells(document) for document in shown])
 
 
 def _short_cells(document: Document) -> list[str]:
     line = measure.line_of(worst_result(document))
-    answer = f"{document['worst']['answer']}{_unknown(document)}"
     leak = [NONE] * 3
     if line is not None:
-        leak = [f"`{line['attack']}`", _figure(line["psnr_median"], 1), _percent(line["patches_mean"], 0, " %")]
-    return [document["name"], answer, *leak, f"{document['accuracy']['accuracy']:.0%}"]
-
-
-def _unknown(document: Document) -> str:
-    """A remark on a defence that no attack knows."""
-    return "" if document["known_by"] or document["entry"] == "none" else " (no adaptive attack)"
+        leak = [f"`{line['attack']}`", _figure(line["psnr_median"], 1), _percent(line["patches"], 0, " %")]
+    return [document["name"], answer_of(document), *leak, f"{document['accuracy']['accuracy']:.0%}"]
 
 
 def _without_defence(found: Sequence[Document]) -> Document | None:
@@ -125,21 +152,45 @@ def _cells(number: int, document: Document) -> list[str]:
     worst, line, cost = document["worst"], measure.line_of(worst_result(document)), document["cost"]
     leak = [NONE] * 8
     if line is not None:
-        share = (line[name] for name in ("patches_mean", "reidentified", "certified"))
+        share = (line[name] for name in ("patches", "reidentified", "certified"))
         psnr = (_figure(line[name], 1) for name in ("psnr_median", "psnr_worst"))
         leak = [str(line["count"]), *psnr, _figure(line["ssim"], 2), _figure(line["lpips"], 2), *map(_percent, share)]
     return [
         str(number),
         f"[{title(document)}](#{anchor(document)})",
-        worst["answer"],
+        answer_of(document),
         f"`{worst['attack']}`" if worst["attack"] else NONE,
         f"{tier_title(worst['tier'])}, {worst['model']}",
+        f"{len(document['results'])} of {len(document['results']) + _missing(document)}",
         *leak,
         _percent(document["accuracy"]["accuracy"]),
         _figure(cost["ratio"], 2),
+        _figure(cost["peak_bytes"] / cost["peak_bytes_none"], 2),
         _figure(cost["bits"] / cost["bits_none"], 3),
-        ", ".join(f"`{name}`" for name in document["known_by"]) or document["adaptive"] or NONE,
+        _some(document["known_by"]) or document["adaptive"] or NONE,
     ]
+
+
+def _older(found: Sequence[Document]) -> list[str]:
+    """A sentence on submissions that were not run under the whole protocol; none if there are none."""
+    older = sum(_missing(document) > 0 for document in found)
+    if not older:
+        return []
+    return [
+        f"{len(found) - older} of the {len(found)} submissions were run under the whole protocol. The other {older} "
+        "are older than a part of it, as the column *attacked* says: their figures follow from their rows by the "
+        "present rules, their peak memory was measured later, and what they lack could only add to what they leak."
+    ]
+
+
+def _some(names: Sequence[str], most: int = 2) -> str:
+    """The first names; the card has all of them."""
+    return ", ".join(f"`{name}`" for name in names[:most]) + (f" and {len(names) - most} more" * (len(names) > most))
+
+
+def _missing(document: Document) -> int:
+    """Tiers and models of the protocol that an older submission was not run under."""
+    return sum(one["reason"] == protocol.OLDER for one in document["not_covered"])
 
 
 def _point(number: int, document: Document) -> dict[str, Any]:
@@ -163,40 +214,80 @@ def _card(document: Document, usual: Document | None) -> str:
     lines = [f"### {title(document)}"]
     if document["picture"]:
         worst = document["worst"]
-        said = f"Originals above, what {worst['attack']} makes of them below ({title(document)})"
-        lines.append(f"![{said}](../results/leaderboard/{document['picture']})")
+        caption = f"Originals above, what {worst['attack']} makes of them below ({title(document)})"
+        lines.append(f"![{caption}](../results/leaderboard/{document['picture']})")
     lines += [part["paper"] for part in document["defences"] if part["paper"]]
+    track = protocol.track_of(document["track"])
+    lines.append(markdown_table(CARD_HEADS, [_tier_cells(result, track) for result in document["results"]]))
     lines.append("\n".join(f"- {sentence}" for sentence in _facts(document, usual)))
     return "\n\n".join(lines)
 
 
+def _tier_cells(result: Document, track: protocol.Track) -> list[str]:
+    """A tier and model in a card: the attack that decides, on all images that it was run on, with intervals."""
+    line, tier = measure.line_of(result), next(tier for tier in protocol.TIERS if tier.name == result["tier"])
+    updates = protocol.layout(tier, track, ()).rounds if tier.batches else result["updates"]
+    cells = [f"{tier.title}, {result['model']}", str(updates), result["worst"]["answer"]]
+    if line is None:
+        return [*cells, *[NONE] * 9]
+    psnr = [_bounded(line, name, 1, 1) for name in ("psnr_median", "psnr_worst")]
+    other = [_bounded(line, name, 1, 2) for name in ("ssim", "lpips")]
+    shares = [_bounded(line, name, 100, 0) for name in ("patches", "reidentified", "certified")]
+    return [*cells, f"`{line['attack']}`", str(line["count"]), *psnr, *other, *shares]
+
+
+def _bounded(line: Document, name: str, factor: float, digits: int) -> str:
+    """A figure with its interval; one image has none."""
+    values = [line[key] for key in (name, f"{name}_low", f"{name}_high")]
+    if values[0] is None:
+        return NONE
+    value, low, high = (f"{factor * part:.{digits}f}" for part in values)
+    return value if line["count"] == 1 else f"{value} [{low}, {high}]"
+
+
 def _facts(document: Document, usual: Document | None) -> list[str]:
-    """What a card says, a sentence a line."""
-    facts = [
-        f"{tier_title(result['tier'])}, `{result['model']}`: {result['worst']['headline']}."
-        for result in document["results"]
-    ]
+    """What a card says beside its table, a sentence a line."""
+    worst = document["worst"]
+    facts = [f"Worst case, {tier_title(worst['tier'])}, `{worst['model']}`: {worst['headline']}."]
     facts.append(_tried(document))
     if document["entry"] != "none":
         facts.append(_knowledge(document))
-    tuned, cost = document["accuracy"], document["cost"]
-    beside = "" if usual is None or usual is document else f"; without a defence {usual['accuracy']['accuracy']:.0%}"
-    bounds = f"[{tuned['accuracy_low']:.0%}, {tuned['accuracy_high']:.0%}]"
-    facts.append(
-        f"Accuracy {tuned['accuracy']:.0%} {bounds} on {tuned['test_images']} test images after {tuned['rounds']} "
-        f"rounds (`{tuned['model']}`){beside}."
-    )
-    facts.append(
-        f"Cost: {cost['ratio']:.2f} times the seconds of a step without a defence ({cost['repeats']:.0f} of each, in "
-        f"turn), {cost['bits'] / 8e6:.2f} MB a message (without {cost['bits_none'] / 8e6:.2f} MB)."
-    )
+    left = [
+        f"{', '.join(titles)} ({reason})"
+        for reason, titles in grouped({one["title"]: one["reason"] for one in document["not_covered"]}).items()
+    ]
+    facts += [f"Not attacked: {'; '.join(left)}."] if left else []
+    facts += [_worth(document, usual), _cost(document["cost"])]
     made, rerun = document["provenance"], document["rerun"]
-    again = "" if rerun is None else f", {rerun['share']:.0%} of its updates run again at commit {rerun['commit']}"
+    again = (
+        "" if rerun is None else f"; {rerun['share']:.0%} of its updates run again here, at commit {rerun['commit']}"
+    )
     facts.append(
         f"`{made['command']}`: commit {', '.join(made['commits'])}, {made['device']}, {document['rows']['count']} rows "
         f"(`results/leaderboard/{document['rows']['file']}`){again}."
     )
     return facts
+
+
+def _worth(document: Document, usual: Document | None) -> str:
+    """Accuracy with its interval, and that without a defence."""
+    tuned = document["accuracy"]
+    beside = "" if usual is None or usual is document else f"; without a defence {usual['accuracy']['accuracy']:.0%}"
+    bounds = f"[{tuned['accuracy_low']:.0%}, {tuned['accuracy_high']:.0%}]"
+    return (
+        f"Accuracy {tuned['accuracy']:.0%} {bounds} on {tuned['test_images']} test images after {tuned['rounds']} "
+        f"rounds (`{tuned['model']}`){beside}."
+    )
+
+
+def _cost(cost: Document) -> str:
+    """Time, memory and message of a step, beside those without a defence."""
+    return (
+        f"Cost: {cost['ratio']:.2f} times the seconds of a step without a defence ({cost['repeats']:.0f} of each, in "
+        f"turn), at most {cost['peak_bytes'] / 1e6:.0f} MB of tensors beside model and images (without "
+        f"{cost['peak_bytes_none'] / 1e6:.0f} MB), {cost['bits'] / 8e6:.2f} MB a message (without "
+        f"{cost['bits_none'] / 8e6:.2f} MB)."
+    )
 
 
 def _tried(document: Document) -> str:
@@ -206,7 +297,7 @@ def _tried(document: Document) -> str:
     names = ", ".join(f"`{name}`" for name in held) or "none"
     return (
         f"Attacks whose assumptions held: {names}; budget {run['budget']} of one core an update, `{search['attack']}` "
-        f"{search['passes']} passes on {search['updates']} of {len(document['data']['images'])} updates."
+        f"{search['passes']} passes on {search['updates']} update of each model."
     )
 
 
@@ -214,10 +305,25 @@ def _knowledge(document: Document) -> str:
     """Who knows the defence, and what was tried of it."""
     if not document["known_by"]:
         return "**No adaptive attack:** no registered attack takes this defence into account; one may do better."
-    names = [name for name in document["known_by"] if any(name in r["worst"]["held"] for r in document["results"])]
-    tried = ", ".join(f"`{name}`" for name in names) or "none of them"
     known = ", ".join(f"`{name}`" for name in document["known_by"])
-    return f"Attacks that know it: {known}; run here with their assumptions met: {tried}."
+    met = dict.fromkeys(name for result in document["results"] for name in result["worst"]["adaptive_tried"])
+    ran = dict.fromkeys(name for result in document["results"] for name in result["worst"]["adaptive_ran"])
+    failed = [f"`{name}`{_why_failed(document, name)}" for name in ran if name not in met]
+    parts = [f"Attacks that know it: {known}"]
+    parts.append("run here on at least half of the images, with their assumptions met: " + _listed(met))
+    parts += [f"with an answer, but assumptions that failed on every update: {'; '.join(failed)}"] if failed else []
+    return "; ".join(parts) + "."
+
+
+def _why_failed(document: Document, name: str) -> str:
+    """The attack's own reason, of the last tier in which it ran."""
+    lines = [line for result in document["results"] for line in result["attacks"] if line["attack"] == name]
+    reasons = [line["diagnosis"] for line in lines if line["diagnosis"]]
+    return f" ({reasons[-1]})" if reasons else ""
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none of them"
 
 
 def _figure(value: float | None, digits: int) -> str:

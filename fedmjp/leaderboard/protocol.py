@@ -2,26 +2,29 @@
 
 A tier is a threat model of the literature, as a set of capabilities (`attacks.observation.Capability`) and a number of
 updates. An attack belongs to the tiers that grant what it needs. Tiers for which this protocol has no attack are listed
-with the reason, so that a reader sees what was not tested. Imports no torch.
+with the reason, so that a reader sees what was not tested. Imports torch only to lay out federations.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attacks import Capability, UsageError
+from attacks import ATTACKS, Capability, ThreatModel, UsageError
 from fedmjp.budgets import AUTO
 from fedmjp.config import AuditConfig, DataConfig, ModelConfig, RunConfig
 from fedmjp.federation_options import FederationConfig
 
 SEARCH = "inverting_gradients"  # the one search that every submission gets, beside the suite
 SLOW = ("unmix", "unmix_rounds")  # seconds an update
+SLOWEST = "batch_tokens"  # up to a minute a sum
+BATCH = 8  # images of a client in a step, where the server is active
 IMAGES = "photos-in-order"
 PLAIN = (Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT)
 NOT_RUN = "no attack in this protocol yet"
+OLDER = "not run for this submission, which is older than this part of the protocol"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Tier:
         grants: capabilities of the server.
         several: whether the attacked update is the last of several of the same image.
         searched: whether `SEARCH` runs beside the suite.
+        attacks: what runs, as --attacks takes it.
+        batches: whether a client holds several images in a step. The update of every round is then attacked, and of an
+            image the best answer counts.
+        group: clients of whose updates the server sees the sum alone; 0 where it sees each.
         meaning: one sentence.
         published: the nearest threat model of Carletti et al. (USENIX Security 2025).
         why_not: why this protocol runs nothing under it; "" where it does.
@@ -46,6 +53,9 @@ class Tier:
     published: str = "none"
     several: bool = False
     searched: bool = False
+    attacks: tuple[str, ...] = (AUTO,)
+    batches: bool = False
+    group: int = 0
     why_not: str = ""
 
 
@@ -78,9 +88,10 @@ TIERS = (
         "active_parameters",
         "active on parameters",
         (*PLAIN, Capability.ACTIVE_PARAMETERS),
-        "a malicious server that chooses the weights it sends",
+        "a malicious server that chooses the weights it sends, to clients with several images in a batch",
         "F, active manipulator",
-        why_not=NOT_RUN,
+        attacks=("fishing",),
+        batches=True,
     ),
     Tier(
         "active_architecture",
@@ -93,12 +104,14 @@ TIERS = (
     Tier(
         "aggregate_only",
         "aggregate only",
-        (*PLAIN, Capability.AGGREGATE_ONLY),
-        "a server that sees the sum of many clients' updates and none of them alone",
-        why_not=NOT_RUN,
+        (*PLAIN, Capability.SEVERAL_ROUNDS, Capability.AGGREGATE_ONLY),
+        "a server that sees the sums of two clients' updates over the rounds, and none of them alone",
+        attacks=(AUTO, SLOWEST),
+        group=2,
     ),
 )
 RUN_TIERS = tuple(tier for tier in TIERS if not tier.why_not)
+PASSIVE = tuple(tier for tier in RUN_TIERS if not tier.batches and not tier.group)  # nested
 
 
 @dataclass(frozen=True)
@@ -108,17 +121,22 @@ class Track:
     Attributes:
         name: in files.
         meaning: one line, with its measured cost.
-        images: clients under attack; each holds one image.
-        models: the models of which one update is attacked, with shipped weights.
-        joined: the models of which several updates are attacked.
-        rounds: updates of an image where a tier has several.
+        images: under attack, one a client but where the server is active.
+        models: the models of which updates of single clients are attacked, with shipped weights.
+        summed: the models of which sums of updates are attacked.
+        rounds: updates of an image where a tier has several, unless an attack that knows the defence wants more.
+        most_rounds: that it gets.
+        summed_clients: clients whose updates are summed.
+        summed_images: images of each of them.
         budget: seconds of one CPU core that the suite may plan for an update, as `--budget` takes it.
         search_steps: steps (forward and backward passes) of `SEARCH` on an update.
         search_updates: updates that `SEARCH` gets in a federation.
         slow_updates: updates that each attack of `SLOW` gets in a federation.
+        slowest_updates: those that `SLOWEST` gets.
         tuned_model: model of the fine-tuning that gives accuracy and cost.
         tuning_rounds: its rounds.
         tuning_clients: its clients, each with as many images in a batch as it holds.
+        test_images: on which accuracy is measured, at most, and of which one is a guess without a gradient.
         timed: updates that are timed.
         candidates: images among which a reconstruction's original is looked for.
     """
@@ -127,15 +145,20 @@ class Track:
     meaning: str
     images: int
     models: tuple[str, ...] = ("vit_mini_32", "vit_mini_64")
-    joined: tuple[str, ...] = ("vit_mini_64",)
+    summed: tuple[str, ...] = ("vit_mini_64",)
     rounds: int = 6
+    most_rounds: int = 80
+    summed_clients: int = 8
+    summed_images: int = 3
     budget: str = "10s"
     search_steps: int = 100
     search_updates: int = 1
     slow_updates: int = 4
+    slowest_updates: int = 1
     tuned_model: str = "vit_mini_64"
     tuning_rounds: int = 15
     tuning_clients: int = 12
+    test_images: int = 40
     timed: int = 15
     candidates: int = 1000
 
@@ -143,12 +166,11 @@ class Track:
 TRACKS = {
     track.name: track
     for track in (
-        Track("small", "8 photographs; took 1.2 minutes of a CPU core without a defence, 3.5 under quantise", 8),
+        Track("small", "8 photographs; took 0.9 to 2.5 minutes of a CPU core for eight defences", 8),
         Track(
             "full",
             "32 photographs on more federations with longer searches; not timed",
             32,
-            joined=("vit_mini_32", "vit_mini_64"),
             search_steps=960,
             search_updates=4,
             slow_updates=32,
@@ -158,13 +180,18 @@ TRACKS = {
             "2 photographs, to see whether a defence runs; took 15 seconds of a CPU core, not comparable",
             2,
             models=("vit_mini_32",),
-            joined=("vit_mini_32",),
+            summed=("vit_mini_32",),
             rounds=2,
+            most_rounds=2,
+            summed_clients=2,
+            summed_images=1,
             budget="2s",
             search_steps=2,
             search_updates=1,
             tuned_model="vit_mini_32",
             tuning_rounds=1,
+            tuning_clients=4,
+            test_images=8,
             timed=2,
             candidates=40,
         ),
@@ -208,6 +235,67 @@ def track_of(name: str) -> Track:
     return TRACKS[name]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Who holds what in a federation whose updates are attacked.
+
+    Attributes:
+        clients, images: clients, and images of all of them.
+        batch: images of a client in a step.
+        rounds: of the federation.
+        attacked_rounds: those whose updates are attacked.
+        updates: updates that the server sees in a round: one a client, or one a group.
+    """
+
+    clients: int
+    images: int
+    batch: int
+    rounds: int
+    attacked_rounds: tuple[int, ...]
+    updates: int
+
+
+def layout(tier: Tier, track: Track, knowing: Sequence[str]) -> Layout:
+    """The federation of a tier.
+
+    Args:
+        knowing: attacks that know the defence. A tier of several updates runs as many rounds as they want.
+    """
+    if tier.batches:  # fishing finds an image a round, after one that counts the labels
+        batch = min(track.images, BATCH)
+        clients, rounds = track.images // batch, batch + 1
+        return Layout(clients, track.images, batch, rounds, tuple(range(1, rounds + 1)), clients)
+    if tier.group:
+        rounds, clients = wanted(track, ("batch_rounds",)), track.summed_clients
+        return Layout(clients, clients * track.summed_images, 1, rounds, (rounds,), clients // tier.group)
+    rounds = wanted(track, knowing) if tier.several else 1
+    return Layout(track.images, track.images, 1, rounds, (rounds,), track.images)
+
+
+def wanted(track: Track, attacks: Sequence[str]) -> int:
+    """Updates of an image for attacks that put several together: the most that one of them wants, within the track."""
+    most = max((ATTACKS.get(name).updates_wanted for name in attacks if name in ATTACKS), default=0)
+    return min(max(track.rounds, most), track.most_rounds)
+
+
+def idle(tier: Tier, knowing: Sequence[str]) -> str:
+    """Why a tier is not run on a defence that the attacks `knowing` take into account; "" where it is.
+
+    Auxiliary data serve attacks that place patches. Without one, the tier gives what `passive_several` gives.
+    """
+    if tier.why_not or Capability.AUXILIARY_DATA not in tier.grants:
+        return tier.why_not
+    threat, plain = ThreatModel(frozenset(tier.grants)), ThreatModel(frozenset(PLAIN))
+    own = [ATTACKS.get(name)() for name in knowing if name in ATTACKS]
+    uses = any(attack.granted(threat) != attack.granted(plain) for attack in own)
+    return "" if uses else "no attack that knows the defence makes use of auxiliary data"
+
+
+def images_of(track: Track) -> int:
+    """Photographs of the list that a submission uses, in all its federations."""
+    return max(layout(tier, track, ()).images for tier in RUN_TIERS)
+
+
 def parts(entry: str, track: Track, out: Path, data: str = IMAGES) -> Iterator[Part]:
     """The federations whose updates are attacked, one for each tier and model.
 
@@ -215,16 +303,24 @@ def parts(entry: str, track: Track, out: Path, data: str = IMAGES) -> Iterator[P
         entry: the defence, as --defense takes it.
         out: a folder for the federations' own.
         data: the images, as --data takes them.
+
+    Raises:
+        UsageError: no such defence, or a setting that does not fit.
     """
+    knowing = RunConfig().defence(entry).known_by
     for tier in RUN_TIERS:
-        rounds = track.rounds if tier.several else 1
-        for model in track.joined if tier.several else track.models:
+        if idle(tier, knowing):
+            continue
+        own = layout(tier, track, knowing)
+        for model in track.summed if tier.group else track.models:
             config = RunConfig(
                 defense=(entry,),
-                federation=FederationConfig(clients=track.images, rounds=rounds, evaluate_every=rounds),
+                federation=FederationConfig(
+                    clients=own.clients, rounds=own.rounds, batch_size=own.batch, evaluate_every=own.rounds
+                ),
                 model=ModelConfig(model=model),
-                data=DataConfig(data=data, train_limit=track.images, test_limit=40),
-                audit=_audit(tier, track, rounds),
+                data=DataConfig(data=data, train_limit=own.images, test_limit=track.test_images),
+                audit=_audit(tier, track, own),
                 threads=1,
                 seed=SEED,
                 out=out / f"{tier.name}-{model}",
@@ -233,18 +329,21 @@ def parts(entry: str, track: Track, out: Path, data: str = IMAGES) -> Iterator[P
             yield Part(tier, model, config)
 
 
-def _audit(tier: Tier, track: Track, rounds: int) -> AuditConfig:
-    """The suite within the budget on every client's last update, its slow attacks and one search on some."""
-    searched, limits = tier.searched, dict.fromkeys(SLOW, track.slow_updates)
-    limits |= {SEARCH: track.search_updates} if searched else {}
+def _audit(tier: Tier, track: Track, own: Layout) -> AuditConfig:
+    """The tier's attacks within the budget on every update; of slow ones and of a search, on some."""
+    named = tuple(name for name in tier.attacks if name != AUTO)
+    limits = dict.fromkeys(SLOW, track.slow_updates) if AUTO in tier.attacks else {}
+    limits |= {SLOWEST: track.slowest_updates} if SLOWEST in named else {}
+    limits |= {SEARCH: track.search_updates} if tier.searched else {}
     return AuditConfig(
-        attacks=(AUTO, SEARCH) if searched else (AUTO,),
+        attacks=(*tier.attacks, SEARCH) if tier.searched else tier.attacks,
         budget=track.budget,
-        audit_clients=tuple(range(track.images)),
-        audit_rounds=(rounds,),
+        audit_clients=tuple(range(own.updates)),
+        audit_rounds=own.attacked_rounds,
+        secure_aggregation=tier.group,
         at_most=tuple(f"{name}={count}" for name, count in limits.items()),
-        steps=(f"{SEARCH}={track.search_steps}",) if searched else (),
-        grants=tuple(sorted(grant.value for grant in tier.grants)),
+        steps=(f"{SEARCH}={track.search_steps}",) if tier.searched else (),
+        grants=tuple(sorted(grant.value for grant in tier.grants if grant is not Capability.AGGREGATE_ONLY)),
     )
 
 
@@ -260,7 +359,7 @@ def tuning(entry: str, track: Track, out: Path) -> RunConfig:
             evaluate_every=track.tuning_rounds,
         ),
         model=ModelConfig(model=track.tuned_model),
-        data=DataConfig(data=TUNING_DATA, test_limit=None),
+        data=DataConfig(data=TUNING_DATA, test_limit=track.test_images),
         # An audit names at least one update; the cheapest attack on the first client's costs milliseconds.
         audit=AuditConfig(attacks=("patch_embedding",), audit_clients=(0,), audit_rounds=(1,)),
         threads=1,
@@ -270,9 +369,18 @@ def tuning(entry: str, track: Track, out: Path) -> RunConfig:
     )
 
 
-def for_rows(part: Part, clients: tuple[int, ...], attacks: tuple[str, ...], out: Path) -> RunConfig:
-    """The run that repeats some rows of a part: only these clients' updates, only these attacks."""
-    audit = part.config.audit
+def for_rows(
+    part: Part, clients: tuple[int, ...], rounds: tuple[int, ...], attacks: tuple[str, ...], out: Path
+) -> RunConfig:
+    """The run that repeats some rows of a part: only these clients' updates, only these attacks.
+
+    Args:
+        rounds: those of the rows. The federation stops after the last one, which changes nothing before it.
+    """
+    audit, federation = part.config.audit, part.config.federation
     steps = audit.steps if SEARCH in attacks else ()
+    if not part.tier.batches:
+        federation = replace(federation, rounds=max(rounds), evaluate_every=max(rounds))
+        audit = replace(audit, audit_rounds=rounds)
     audit = replace(audit, attacks=attacks, audit_clients=clients, at_most=(), steps=steps)
-    return replace(part.config, audit=audit, out=out / part.config.out.name)
+    return replace(part.config, federation=federation, audit=audit, out=out / part.config.out.name)

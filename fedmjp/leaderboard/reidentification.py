@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from fedmjp.data.imageset import ImageSet
 from fedmjp.data.photos import PHOTOS, Crop, CropImages, crop_id, photo_crops
-from fedmjp.metrics import Lpips
+from fedmjp.metrics import Lpips, load_lpips
 
 GRID = 2  # places a side over which features are averaged
 SPARE = 1.25  # drawn, for one that is needed
@@ -88,6 +88,13 @@ class Lineup:
         if len(kept) < self.candidates - 1:
             raise ValueError(f"only {len(kept)} crops show something else than {image_id}")
         return kept[: self.candidates - 1]
+
+
+@lru_cache(maxsize=2)
+def lineup_of(size: int, candidates: int) -> Lineup | None:
+    """The lineup of images of a size, embedded once in a process; None where LPIPS has no weights here."""
+    lpips = load_lpips()
+    return None if lpips is None else Lineup(size, candidates, lpips)
 
 
 def random_crops(count: int) -> tuple[Crop, ...]:

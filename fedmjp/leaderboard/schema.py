@@ -9,7 +9,7 @@ from typing import Any
 
 from attacks import UsageError
 
-SCHEMA = 1
+SCHEMA = 2
 NUMBER = (int, float, type(None))
 # Key -> type, at the top and in each nested object.
 TOP = {
@@ -47,7 +47,10 @@ NESTED = {
         "weights": str,
         "rounds": int,
     },
-    "cost": dict.fromkeys(("seconds_step", "seconds_step_none", "ratio", "bits", "bits_none", "repeats"), NUMBER),
+    "cost": {
+        **dict.fromkeys(("seconds_step", "seconds_step_none", "ratio", "repeats"), NUMBER),
+        **dict.fromkeys(("bits", "bits_none", "peak_bytes", "peak_bytes_none"), int),
+    },
     "provenance": {
         "commits": list,
         "version": str,
@@ -58,15 +61,25 @@ NESTED = {
     },
     "rows": {"file": str, "sha256": str, "count": int},
 }
-RESULT = {"tier": str, "model": str, "weights": str, "grants": list, "attacks": list, "worst": dict, "not_run": dict}
+RESULT = {
+    "tier": str,
+    "model": str,
+    "weights": str,
+    "grants": list,
+    "updates": int,
+    "attacks": list,
+    "worst": dict,
+    "not_run": dict,
+}
+MEASURES = ("psnr_mean", "psnr_median", "psnr_worst", "ssim", "lpips", "patches", "certified", "reidentified")
 ATTACK = {
     "attack": str,
     "guess": bool,
     "passes": (int, type(None)),
     "count": int,
     "failed": int,
-    **dict.fromkeys(("psnr_mean", "psnr_low", "psnr_high", "psnr_median", "psnr_worst", "ssim", "lpips"), NUMBER),
-    **dict.fromkeys(("patches_mean", "patches_low", "patches_high", "certified", "reidentified", "seconds"), NUMBER),
+    **{f"{name}{end}": NUMBER for name in MEASURES for end in ("", "_low", "_high")},
+    "seconds": NUMBER,
     "diagnosis": str,
 }
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attacks import UsageError
 from fedmjp.audited_federation import check_before_start, run_or_resume
+from fedmjp.client import shared_task
 from fedmjp.config import RunConfig
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import Chain, split_chain
@@ -30,9 +31,8 @@ from fedmjp.leaderboard import measure, protocol
 from fedmjp.leaderboard.cost import client_cost
 from fedmjp.leaderboard.images import fixed_images
 from fedmjp.leaderboard.protocol import Part, Track
-from fedmjp.leaderboard.reidentification import Lineup
+from fedmjp.leaderboard.reidentification import Lineup, lineup_of
 from fedmjp.leaderboard.schema import SCHEMA, check
-from fedmjp.metrics import load_lpips
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog, load_rows, pack_rows
 from fedmjp.records.run_folder import image_path, write_whole
@@ -89,13 +89,15 @@ def add(submission: Submission, console: Console) -> Path:
         path of the JSON file.
 
     Raises:
-        UsageError: an unknown defence or one that does not fit, other pixels than the list's, no images.
+        UsageError: an unknown defence or one that does not fit, other pixels than the list's, too few images of one's
+            own.
         ClientFailure: a client failed; what is finished is kept.
     """
-    digests = fixed_images(submission.track.images) if submission.images is None else {}
+    digests = fixed_images(protocol.images_of(submission.track)) if submission.images is None else {}
     every, tuned = submission.parts(), submission.tuning()
     for config in (tuned, *(part.config for part in every)):
         check_before_start(config)
+        _require_images(config, submission)
     path = submission.results / f"{submission.name}.json"
     _require_own(path, submission.entry)
     run_or_resume(tuned, "accuracy", console)
@@ -108,11 +110,22 @@ def add(submission: Submission, console: Console) -> Path:
     rows = load_rows(packed, measure.ROWS)
     document = _document(submission, every, rows, cost, digests)
     document["rows"] = {"file": f"rows/{packed.name}", "sha256": _digest(packed), "count": len(rows)}
-    document["picture"] = _picture(submission, every, document["worst"])
+    document["picture"] = _picture(submission, every, document["worst"], rows)
     check(document, path.name)
     write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
     note_run(submission.results, PROGRAM, devices=set(rows["device"]), commits=set(rows["commit"]))
     return path
+
+
+def _require_images(config: RunConfig, submission: Submission) -> None:
+    """Refuse a folder with fewer training images than a federation under attack uses."""
+    held, needed = len(shared_task(config.to_json(), submission.entry).data.train), config.data.train_limit or 0
+    if held < needed:
+        track = submission.track.name
+        raise UsageError(
+            f"--images {submission.images} gives {held} training image{'s' * (held != 1)}, and the {track} track needs "
+            f"{needed}: add images, or pass another --track"
+        )
 
 
 def _require_own(path: Path, entry: str) -> None:
@@ -145,20 +158,21 @@ def gather(submission: Submission, every: Sequence[Part]) -> Path:
 
 def _lineups(submission: Submission, every: Sequence[Part]) -> list[Lineup | None]:
     """One for each part; parts whose images have the same size share it."""
-    lpips, found = load_lpips(), {}
+    sizes: dict[str, int] = {}
     for part in every:
-        if part.model not in found:
-            size = _read_image(next(part.config.out.glob("images/**/*_original.png"))).shape[-1]
-            found[part.model] = None if lpips is None else Lineup(size, submission.track.candidates, lpips)
-    return [found[part.model] for part in every]
+        if part.model not in sizes:
+            sizes[part.model] = _read_image(next(part.config.out.glob("images/**/*_original.png"))).shape[-1]
+    return [lineup_of(sizes[part.model], submission.track.candidates) for part in every]
 
 
 def ranked_rows(part: Part, lineup: Lineup | None, submission: Submission) -> list[dict[str, Any]]:
     """The rows of a finished federation with the columns of `measure.ROWS`.
 
-    Ranks are of the 8-bit pictures that the run wrote. A user's folder is named without its path.
+    Ranks are of the 8-bit pictures that the run wrote. A user's folder is named without its path. Of a client that is
+    attacked in every round, an image has the rows of one round.
     """
-    rows = load_rows(part.config.out / "rows.jsonl").to_dict("records")
+    loaded = load_rows(part.config.out / "rows.jsonl")
+    rows = (measure.best_round(loaded) if part.tier.batches else loaded).to_dict("records")
     for row in rows:
         row |= {measure.TIER: part.tier.name, measure.RANK: None}
         if submission.images is not None:
@@ -195,7 +209,8 @@ def results_of(rows: pd.DataFrame, not_run: Mapping[tuple[str, str], Mapping[str
     for (tier, base), own in rows.assign(base=rows["model"].map(base_of)).groupby([measure.TIER, "base"], sort=False):
         about = {"tier": tier, "model": base, "trained": own["model"].iloc[0], "weights": own["weights"].iloc[0]}
         grants = list(own["threat_model"].iloc[0])
-        found.append(about | {"grants": grants} | measure.leakage(own, not_run.get((tier, base), {})))
+        about |= {"grants": grants, "updates": int(own["round"].max())}
+        found.append(about | measure.leakage(own, not_run.get((tier, base), {})))
     return found
 
 
@@ -228,7 +243,9 @@ def _document(
         "protocol": _protocol(track),
         "results": results,
         "not_covered": [
-            {"tier": tier.name, "title": tier.title, "reason": tier.why_not} for tier in protocol.TIERS if tier.why_not
+            {"tier": tier.name, "title": tier.title, "reason": reason}
+            for tier in protocol.TIERS
+            if (reason := protocol.idle(tier, defense.known_by))
         ],
         "worst": {"tier": worst["tier"], "model": worst["model"], **worst["worst"]},
         "accuracy": _accuracy(submission.tuning()),
@@ -292,7 +309,7 @@ def _digest(path: Path) -> str:
 SHOWN, SIDE = 4, 64  # images of a card's picture, and pixels of each
 
 
-def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, Any]) -> str:
+def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, Any], rows: pd.DataFrame) -> str:
     """Write the originals, and below them what the deciding attack makes of them, as one picture.
 
     Of the images that the attack was run on, the first ones of the list; grey where it returned nothing.
@@ -303,12 +320,12 @@ def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, 
     if submission.images is not None or not worst["attack"]:
         return ""
     part = next(part for part in every if (part.tier.name, part.model) == (worst["tier"], worst["model"]))
-    rows = load_rows(part.config.out / "rows.jsonl")
-    rows = rows[rows["attack"] == worst["attack"]].set_index("image_id")
-    shown = [image for image in fixed_images(submission.track.images) if image in rows.index][:SHOWN]
+    of_model = (rows[measure.TIER] == worst["tier"]) & (rows["model"].map(base_of) == worst["model"])
+    own = rows[of_model & (rows["attack"] == worst["attack"])].set_index("image_id")
+    shown = [image for image in fixed_images(protocol.images_of(submission.track)) if image in own.index][:SHOWN]
     sheet = Image.new("RGB", (SHOWN * SIDE, 2 * SIDE), (128, 128, 128))
     for column, image_id in enumerate(shown):
-        row = rows.loc[image_id]
+        row = own.loc[image_id]
         for line, what in enumerate(("original", worst["attack"])):
             path = image_path(part.config.out, row["defense"], row["round"], row["client"], row["image"], what)
             if path.exists():

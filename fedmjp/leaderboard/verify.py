@@ -110,7 +110,8 @@ def _rerun(submission: Submission, rows: pd.DataFrame, seed: int, console: Conso
 def _again(part: Part, rows: pd.DataFrame, work: Path, console: Console) -> pd.DataFrame:
     """The same rows, computed again."""
     attacks = tuple(name for name in dict.fromkeys(rows["attack"]) if name not in BASELINES)
-    config = for_rows(part, tuple(sorted(set(rows["client"]))), attacks, work)
+    clients, rounds = (tuple(sorted(set(map(int, rows[name])))) for name in ("client", "round"))
+    config = for_rows(part, clients, rounds, attacks, work)
     run_or_resume(config, f"again: {part.tier.title}, {part.model}", console)
     return load_rows(config.out / "rows.jsonl")
 

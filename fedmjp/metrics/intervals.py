@@ -38,6 +38,40 @@ def bootstrap_mean(
     Raises:
         UsageError: `confidence` outside (0, 1), or `resamples` below 1.
     """
+    return _bootstrap(values, lambda draws: draws.mean(axis=-1), confidence, resamples, seed)
+
+
+def bootstrap_quantile(
+    values: Sequence[float] | np.ndarray | Tensor,
+    quantile: float,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Percentile bootstrap interval of a quantile; `mean` of the result holds the quantile itself.
+
+    Of few values the interval of an outer quantile is too narrow: it never exceeds the largest value seen.
+
+    Args:
+        quantile: in [0, 1], between values by linear interpolation.
+        values, confidence, resamples, seed: see `bootstrap_mean`.
+
+    Raises:
+        UsageError: see `bootstrap_mean`, or `quantile` outside [0, 1].
+    """
+    if not 0 <= quantile <= 1:
+        raise UsageError(f"quantile {quantile} lies outside [0, 1]")
+    return _bootstrap(values, lambda draws: np.quantile(draws, quantile, axis=-1), confidence, resamples, seed)
+
+
+def _bootstrap(
+    values: Sequence[float] | np.ndarray | Tensor,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    confidence: float,
+    resamples: int,
+    seed: int,
+) -> Interval:
+    """`statistic` (over the last axis) of the finite values, and its percentile interval."""
     if not 0 < confidence < 1:
         raise UsageError(f"confidence {confidence} lies outside (0, 1)")
     if resamples < 1:
@@ -49,9 +83,8 @@ def bootstrap_mean(
     if len(finite) == 0:
         return Interval(float("nan"), float("nan"), float("nan"), 0)
     draws = np.random.default_rng(seed).integers(0, len(finite), size=(resamples, len(finite)))
-    means = finite[draws].mean(axis=1)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(finite.mean()), float(low), float(high), len(finite))
+    low, high = np.quantile(statistic(finite[draws]), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(statistic(finite)), float(low), float(high), len(finite))
 
 
 def bootstrap_statistic(

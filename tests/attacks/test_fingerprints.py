@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks import ATTACKS, Observation
-from attacks.fingerprints import find_weight_decay, recognise, repair
+from attacks.fingerprints import find_weight_decay, recognise, repair, repaired
 from attacks.linear.position_rows import read_position_rows
 from attacks.tokenizer import logits_of
 from fedmjp.defenses.chain import read_defense
@@ -99,6 +99,23 @@ def test_honest_gradients_raise_no_alarm(make: Callable[[], nn.Module], batch: i
     same, found = repair(view)
     assert not found
     assert all(torch.equal(same.gradients[n], g) for n, g in view.gradients.items())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda: honest(timm_vit),
+        lambda: changed(honest(timm_vit), lambda g: 7 * g.half()),
+        lambda: trained(torch.optim.SGD, weight_decay=0.1),
+        lambda: trained(torch.optim.Adam, 3, rate=1e-3),
+    ],
+    ids=["honest", "scaled half precision", "weight decay", "adaptive steps"],
+)
+def test_the_short_way_changes_an_update_as_the_long_one_does(view: Callable[[], Observation]) -> None:
+    short, (long, _) = repaired(view()), repair(view())
+    assert short.gradients.keys() == long.gradients.keys()
+    assert all(torch.equal(short.gradients[n], g) for n, g in long.gradients.items())
+    assert short.learning_rate == long.learning_rate
 
 
 @pytest.mark.parametrize("options", [{}, {"rate": 1e-4}, {"rate": 1e-6}, {"steps": 4}, {"momentum": 0.9}])

@@ -22,6 +22,7 @@ from fedmjp.leaderboard.images import DIGESTS, digests, fixed_images
 from fedmjp.leaderboard.listing import submissions
 from fedmjp.leaderboard.reidentification import Lineup, random_crops, same_picture
 from fedmjp.metrics import load_lpips
+from fedmjp.records.run_folder import save_image
 from tests.conftest import photographs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,13 +60,21 @@ def test_a_plugin_is_measured_and_can_be_taken_up(added: Path, capsys) -> None:
     assert document["defences"][0]["paper"].startswith("A defence in a package of its own")
     assert document["adaptive"] == "no adaptive attack"
     assert list(document["data"]["images"]) == list(DIGESTS)[:2]
-    assert {r["tier"] for r in document["results"]} == {tier.name for tier in protocol.RUN_TIERS}
-    assert {n["tier"] for n in document["not_covered"]} == {tier.name for tier in protocol.TIERS if tier.why_not}
-    lines = {line["attack"]: line for r in document["results"] for line in r["attacks"] if r["tier"] == "passive_one"}
+    run = {"passive_one", "passive_several", "active_parameters", "aggregate_only"}
+    assert {r["tier"] for r in document["results"]} == run
+    left = {n["tier"]: n["reason"] for n in document["not_covered"]}
+    assert left.keys() == {"passive_auxiliary", "active_architecture"}
+    assert left["passive_auxiliary"] == "no attack that knows the defence makes use of auxiliary data"
+    results = {r["tier"]: r for r in document["results"]}
+    lines = {line["attack"]: line for line in results["passive_one"]["attacks"]}
     assert lines["mean_image"]["guess"]
     assert lines["patch_embedding"]["count"] == 2
     assert (lines[protocol.SEARCH]["count"], lines[protocol.SEARCH]["passes"]) == (1, 2)
+    assert results["active_parameters"]["attacks"][-1]["attack"] == "fishing"
+    assert results["active_parameters"]["attacks"][-1]["count"] == 2  # images of one client, one row each
+    assert results["aggregate_only"]["grants"][0] == "aggregate_only"
     assert document["cost"]["bits"] == document["cost"]["bits_none"] > 0
+    assert document["cost"]["peak_bytes"] >= document["cost"]["peak_bytes_none"] > 1e6
     before = added.read_bytes()
     work = added.parent.parent / "work"
     options = ["--track", "trial", "--results", str(added.parent), "--work", str(work)]
@@ -189,6 +198,17 @@ def test_mistakes_are_answered_in_one_line(arguments: list[str], complaint: str,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_too_few_images_is_refused(tmp_path, capsys) -> None:
+    for number, image in enumerate(photographs(32, 10)):
+        path = tmp_path / "images" / f"class{number}" / "one.png"
+        path.parent.mkdir(parents=True)
+        save_image(image, path)
+    options = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    assert main(["add", "none", "--images", str(tmp_path / "images"), *options]) == 2
+    assert "gives 8 training images, and the small track needs 24" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
 def test_other_pixels_than_the_lists_are_refused(monkeypatch) -> None:
     assert fixed_images(8) == dict(list(DIGESTS.items())[:8])
     assert digests(32) == DIGESTS
@@ -198,12 +218,14 @@ def test_other_pixels_than_the_lists_are_refused(monkeypatch) -> None:
 
 
 def test_tiers_are_nested_and_each_grants_what_its_attacks_need() -> None:
-    grants = [set(tier.grants) for tier in protocol.RUN_TIERS]
+    grants = [set(tier.grants) for tier in protocol.PASSIVE]
     assert grants == sorted(grants, key=len)
     assert all(a <= b for a, b in zip(grants, grants[1:], strict=False))
     for tier in protocol.RUN_TIERS:
-        if tier.searched:
-            ATTACKS.get(protocol.SEARCH)().require(ThreatModel(frozenset(tier.grants)), protocol.SEARCH)
+        named = (*tier.attacks, *([protocol.SEARCH] if tier.searched else []))
+        for name in named:
+            if name in ATTACKS:
+                ATTACKS.get(name)().require(ThreatModel(frozenset(tier.grants)), name)
 
 
 def test_an_original_is_found_among_candidates_and_noise_is_not() -> None:
@@ -230,21 +252,52 @@ def test_crops_are_squares_of_the_photograph_and_overlap_is_by_area() -> None:
     assert not same_picture(one, crops[1])
 
 
-@pytest.mark.parametrize("path", sorted(COMMITTED.glob("*.json")), ids=lambda path: path.name)
-def test_committed_submissions_are_what_the_schema_wants_and_what_their_rows_give(path: Path) -> None:
-    if path.name == "run.json":
-        assert json.loads(path.read_text())["commands"]
-        return
+FILES = sorted(path for path in COMMITTED.glob("*.json") if path.name != "run.json")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_committed_submissions_are_what_the_schema_wants(path: Path) -> None:
     document = schema.read(path)
     assert document["comparable"], "only comparable submissions are committed"
     assert path.stem == protocol.slug(document["entry"]) + {"small": ""}.get(document["track"], f"@{document['track']}")
-    assert document["data"]["images"] == dict(list(DIGESTS.items())[: protocol.track_of(document["track"]).images])
-    rows = path.parent / document["rows"]["file"]
-    assert hashlib.sha256(rows.read_bytes()).hexdigest() == document["rows"]["sha256"]
+    older = any(one["reason"] == protocol.OLDER for one in document["not_covered"])
+    track = protocol.track_of(document["track"])
+    listed = track.images if older else protocol.images_of(track)
+    assert document["data"]["images"] == dict(list(DIGESTS.items())[:listed])
+    run = {(result["tier"], result["model"]) for result in document["results"]}
+    parts = {(part.tier.name, part.model) for part in protocol.parts(document["entry"], track, Path("x"))}
+    assert older or run == parts
+    assert document["rows"]["sha256"] == hashlib.sha256(rows_beside(path, document).read_bytes()).hexdigest()
+    assert not document["picture"] or (path.parent / document["picture"]).is_file()
+    noted = json.loads((COMMITTED / "run.json").read_text())
+    assert document["provenance"]["command"] in noted["commands"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_worst_case_of_a_committed_submission_follows_from_its_rows(path: Path) -> None:
+    """The other figures: the slow test below."""
+    from fedmjp.leaderboard.submission import base_of, results_of
+
+    document = schema.read(path)
+    worst = page.worst_result(document)
+    rows = measure_rows(rows_beside(path, document))
+    own = rows[(rows["tier"] == worst["tier"]) & (rows["model"].map(base_of) == worst["model"])]
+    assert results_of(own, {(worst["tier"], worst["model"]): worst["not_run"]}) == [worst]
+    assert document["worst"] == {"tier": worst["tier"], "model": worst["model"], **worst["worst"]}
+    assert worst == measure.worst_of(document["results"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_figure_of_a_committed_submission_follows_from_its_rows(path: Path) -> None:
     from fedmjp.leaderboard.verify import static_differences
 
-    assert list(static_differences(document, path)) == []
-    assert not document["picture"] or (path.parent / document["picture"]).is_file()
+    assert list(static_differences(schema.read(path), path)) == []
+
+
+def rows_beside(path: Path, document: dict) -> Path:
+    """The packed rows of a submission."""
+    return path.parent / document["rows"]["file"]
 
 
 @pytest.mark.parametrize("change", ["schema", "missing", "unknown", "type"])

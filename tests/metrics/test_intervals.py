@@ -7,6 +7,7 @@ from scipy import stats
 
 from attacks.registry import UsageError
 from fedmjp.metrics import Interval, bootstrap_mean, bootstrap_statistic, t_interval
+from fedmjp.metrics.intervals import bootstrap_quantile
 
 SKEWED = np.random.default_rng(5).exponential(scale=10.0, size=60)
 
@@ -24,6 +25,21 @@ def test_agrees_with_scipy(confidence):
     assert ours.low == pytest.approx(scipys.confidence_interval.low, abs=tolerance)
     assert ours.high == pytest.approx(scipys.confidence_interval.high, abs=tolerance)
     assert ours.count == 60
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.9])
+def test_quantiles_agree_with_scipy(quantile):
+    def own(values, axis=-1):
+        return np.quantile(values, quantile, axis=axis)
+
+    ours = bootstrap_quantile(SKEWED, quantile, resamples=5_000)
+    scipys = stats.bootstrap((SKEWED,), own, n_resamples=5_000, method="percentile", rng=1)
+    assert ours.mean == pytest.approx(own(SKEWED))
+    tolerance = 0.5 * scipys.standard_error  # quantiles of few values move in steps
+    assert ours.low == pytest.approx(scipys.confidence_interval.low, abs=tolerance)
+    assert ours.high == pytest.approx(scipys.confidence_interval.high, abs=tolerance)
+    with pytest.raises(UsageError, match="quantile 2 lies outside"):
+        bootstrap_quantile(SKEWED, 2)
 
 
 def test_coverage_is_close_to_the_confidence():

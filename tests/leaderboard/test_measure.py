@@ -1,0 +1,127 @@
+"""When a leaderboard's answer is a statement on a defence: rows made by hand, and what the protocol runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from attacks import ATTACKS, Capability
+from fedmjp.config import RunConfig
+from fedmjp.defenses import DEFENSES
+from fedmjp.leaderboard import measure, page, protocol
+from fedmjp.leaderboard.cost import peak_bytes
+from tests.audit.test_verdict import FAILED, GUESSES, NAN, frame
+
+NO_BETTER = [11.0, 13.0, 14.2, 12.0]  # than the guesses
+UNTESTED, NOT_SHOWN = measure.UNTESTED, "no leak shown"
+
+
+def rows_of(defense: str, updates: int, values: dict[str, list[float]], **more: Any) -> pd.DataFrame:
+    """Rows of one tier and model after so many rounds."""
+    rows = frame(GUESSES | values, **more)
+    return rows.assign(defense=defense, defense_parameters=[{}] * len(rows), round=updates)
+
+
+@pytest.mark.parametrize(
+    ("rows", "answer", "ran"),
+    [
+        (rows_of("lora", 24, {"lora_span": NO_BETTER}), NOT_SHOWN, ["lora_span"]),
+        (rows_of("lora", 23, {"lora_span": NO_BETTER}), UNTESTED, []),
+        (rows_of("lora", 24, {"lora_span": [*NO_BETTER[:2], NAN, NAN]}), NOT_SHOWN, ["lora_span"]),
+        (rows_of("lora", 24, {"lora_span": [11.0, NAN, NAN, NAN]}), UNTESTED, []),
+        (rows_of("lora", 24, {"lora_span": NO_BETTER}, lora_span=FAILED), measure.INCONCLUSIVE, ["lora_span"]),
+        (rows_of("lora", 24, {"patch_embedding": NO_BETTER}), UNTESTED, []),
+        (rows_of("lora", 1, {"patch_embedding": [60.0] * 4}), "leaks", []),
+        (rows_of("none", 1, {"patch_embedding": NO_BETTER}), NOT_SHOWN, []),
+    ],
+    ids=["tested", "too few updates", "half of the images", "few images", "assumptions", "unaware", "leaks", "none"],
+)
+def test_no_leak_shown_needs_an_attack_that_knows_the_defence(rows: pd.DataFrame, answer: str, ran: list[str]) -> None:
+    found = measure.worst_line(rows, {})
+    assert (found["answer"], found["adaptive_ran"]) == (answer, ran)
+    assert found["headline"].startswith(answer)
+
+
+def test_a_search_on_one_image_is_no_test() -> None:
+    values = {"patch_embedding": [NAN] * 4, "inverting_gradients": [11.0, NAN, NAN, NAN]}
+    rows = rows_of("adapters", 1, values)
+    rows = rows[(rows["attack"] != "inverting_gradients") | rows["psnr"].notna()]
+    found = measure.worst_line(rows, {})
+    assert found["answer"] == UNTESTED
+    assert found["held"]
+
+
+@pytest.mark.parametrize("name", DEFENSES.names())
+def test_attacks_that_know_a_defence_get_the_updates_that_they_want(name: str) -> None:
+    knowing = [ATTACKS.get(attack) for attack in RunConfig().defence(name).known_by]
+    joining = [attack for attack in knowing if Capability.SEVERAL_ROUNDS in attack.needs]
+    several = next(tier for tier in protocol.PASSIVE if tier.several)
+    rounds = protocol.layout(several, protocol.TRACKS["small"], RunConfig().defence(name).known_by).rounds
+    assert rounds >= max([attack.updates_wanted for attack in joining], default=protocol.TRACKS["small"].rounds)
+    assert all(attack.updates_wanted > 1 for attack in joining if attack.__name__ != "UnmixRounds")
+
+
+def submission(entry: str, answer: str, *, ran: bool, recovered: int = 0, gain: float = 0.0) -> dict[str, Any]:
+    """What the order of a page reads of a submission."""
+    worst = {"tier": "t", "model": "m", "answer": answer, "recovered": recovered, "images": 8, "gain_mean": gain}
+    worst |= {"adaptive_ran": ["a"] if ran else []}
+    result = {"tier": "t", "model": "m", "worst": worst}
+    return {"entry": entry, "file": entry, "comparable": True, "worst": worst, "results": [result]}
+
+
+def test_the_untested_stand_last_unless_they_leak() -> None:
+    found = [
+        submission("held", NOT_SHOWN, ran=True),
+        submission("nobody", UNTESTED, ran=False),
+        submission("unclear", measure.INCONCLUSIVE, ran=True),
+        submission("patches", "partly", ran=True, gain=2.0),
+        submission("unaware", "partly", ran=False, gain=9.0),
+        submission("open", "leaks", ran=False, recovered=7, gain=50.0),
+        submission("wide", "leaks", ran=True, recovered=8, gain=60.0),
+        submission("none", "leaks", ran=False, recovered=8, gain=99.0),
+    ]
+    assert [one["entry"] for one in page.ordered(found)] == [
+        *("none", "wide", "open", "patches", "unclear", "held"),
+        *("unaware", "nobody"),
+    ]
+    words = {one["entry"]: page.answer_of(one) for one in found}
+    assert words["unaware"] == f"partly; {UNTESTED}"
+    assert (words["nobody"], words["patches"], words["open"]) == (UNTESTED, "partly", "leaks")
+
+
+def test_of_several_rounds_an_image_has_the_rows_of_its_best_one() -> None:
+    first = rows_of("none", 1, {"fishing": [90.0, NAN, 20.0, NAN]})
+    second = rows_of("none", 2, {"fishing": [NAN, 80.0, 30.0, NAN]})
+    kept = measure.best_round(pd.concat([first, second])).set_index(["attack", "image_id"])
+    assert kept.loc["fishing", "round"].to_dict() == {"0": 1, "1": 2, "2": 2, "3": 1}
+    assert kept.loc["fishing", "psnr"].fillna(-1).to_dict() == {"0": 90.0, "1": 80.0, "2": 30.0, "3": -1}
+    assert kept.loc["mean_image", "round"].to_dict() == kept.loc["fishing", "round"].to_dict()
+    assert not kept.index.has_duplicates
+
+
+def test_every_figure_of_an_attack_has_an_interval_and_shares_are_wilsons() -> None:
+    values = [float(v) for v in np.linspace(10, 80, 8)]
+    rows = frame({"patch_embedding": values}, patch_embedding={"certified": True, "lpips": 0.5})
+    rows = rows.assign(rank=[1.0] * 4 + [2.0] * 4)
+    line = measure.attack_line("patch_embedding", rows)
+    for name in ("psnr_mean", "psnr_median", "psnr_worst", "ssim", "lpips", "patches", "certified", "reidentified"):
+        assert line[f"{name}_low"] <= line[name] <= line[f"{name}_high"], name
+    assert (line["psnr_median"], line["psnr_worst"]) == (pytest.approx(45.0), pytest.approx(73.0))
+    assert (line["certified"], line["certified_low"]) == (1.0, pytest.approx(8 / (8 + 1.96**2), abs=1e-3))
+    assert (line["reidentified"], line["count"]) == (0.5, 8)
+
+
+def test_peak_bytes_are_those_of_the_tensors_alive_together() -> None:
+    kept = torch.zeros(1_000_000)
+
+    def work() -> None:
+        first = kept + 1  # 4 MB
+        second = first * 2  # 8 MB
+        del first
+        torch.cat([second, second])  # 12 MB
+
+    assert peak_bytes(work) == 12_000_000
