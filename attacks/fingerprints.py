@@ -355,6 +355,8 @@ def _subtracted(observation: Observation, decay: float, tables: bool, vectors: b
 def minus_weights(gradient: Tensor, weight: Tensor, decay: float, moved: float) -> Tensor:
     """gradient - decay * weight, exactly zero in rows that hold nothing else, as those of masked positions do.
 
+    An entry that is not zero where its weight is shows something else, however small.
+
     Args:
         gradient, weight: of one parameter.
         decay: above 0.
@@ -366,5 +368,6 @@ def minus_weights(gradient: Tensor, weight: Tensor, decay: float, moved: float) 
     aside = (rows - along[:, None] * own).norm(dim=1)
     unit = (decay + (1 / moved if moved else 0.0)) * torch.finfo(torch.float32).eps * sizes.sqrt()
     alone = (aside < ROUND_OFF_UNITS * unit) & ((along / decay - 1).abs() < EQUAL)
+    alone &= ~((rows != 0) & (own == 0)).any(dim=1)
     left = torch.where(alone[:, None], 0.0, rows - decay * own)
     return left.to(gradient.dtype).reshape(gradient.shape)

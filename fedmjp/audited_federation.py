@@ -114,7 +114,8 @@ class FederationAudit:
         active = active_attack(self.config.audit.named(), self.settings)
         self.active = None if active is None else (active[0], active[1].granted(self.threat_model))
         self.memory, self.models = self._memory(), SentModels(task.model.module)
-        self.aggregation = Aggregation(self.config.audit.secure_aggregation)
+        self.alone = self.active is not None and self.active[1].single_out
+        self.aggregation = Aggregation(self.config.audit.secure_aggregation, self.alone)
         self.round_started = time.perf_counter()
 
     def _memory(self) -> Memory | None:
@@ -166,7 +167,7 @@ class FederationAudit:
 
     def on_send(self, round: int, client: int, state: Mapping[str, Tensor]) -> Sending | None:
         """What an active server sends the clients (or groups) that it attacks; None for the others."""
-        (name, attack), client = self.active, self.aggregation.number_of(round, client)
+        (name, attack), (client, place) = self.active, self.aggregation.place_of(round, client)
         if (round, client) not in self.attacked[name]:
             return None
         sent = self.memory.first_sent(client, state) if attack.same_model else dict(state)
@@ -181,11 +182,14 @@ class FederationAudit:
             client=client,
             sent=sent,
             received=like,
-            clients=max(self.aggregation.size, 1),
+            clients=1 if self.alone else max(self.aggregation.size, 1),
         )
         earlier = self.memory.before(present)
         sending = attack.send(model, present.image_shape, earlier, mean=present.mean, std=present.std)
-        return replace(sending, parameters=sent | dict(sending.parameters))
+        values = sent | dict(sending.parameters)
+        if place and self.alone:
+            values = attack.silence(values, present.image_shape, model)
+        return replace(sending, parameters=values)
 
     def on_update(self, view: SingleUpdate) -> None:
         """Audit one client's update, or that of its group once it is complete, if the run asks for it."""
@@ -336,10 +340,10 @@ class FederationAudit:
             "defense_parameters": self.task.defense.parameters(),
             "objective": self.task.objective_name,
             "objective_parameters": dict(vars(self.task.learner.objective)),
-            "setting": self.task.setting + (f", sum of {group} clients" if group else ""),
+            "setting": self.task.setting + self._group_in_words(),
             "precision": "float32",
             "update": config.federation.update,
-            "batch_size": config.federation.batch_size * max(group, 1),
+            "batch_size": config.federation.batch_size * (1 if self.alone else max(group, 1)),
             "local_steps": self.task.steps(client),
             "seed": config.seed,
             "threat_model": sorted(c.value for c in config.threat_model().grants),
@@ -348,6 +352,10 @@ class FederationAudit:
             "round": round,
             "client": client,
         }
+
+    def _group_in_words(self) -> str:
+        group = self.config.audit.secure_aggregation
+        return (f", sum of {group} clients" if group else "") + ", one singled out" * self.alone
 
     def _provenance(self) -> dict[str, Any]:
         return {"run_id": self.folder.run_id, **provenance.columns(self.task.device)}
@@ -363,7 +371,11 @@ def check_before_start(config: RunConfig) -> list[str]:
         UsageError: unknown or missing data, weights, device; fewer images than clients.
     """
     config.validate()
-    active_attack(config.audit.named(), config.attack_settings())
+    active = active_attack(config.audit.named(), config.attack_settings())
+    if active and active[1].single_out and not config.audit.secure_aggregation:
+        raise UsageError(
+            f"{active[0]}.single_out takes a client out of a sum: pass --secure-aggregation NUMBER as well"
+        )
     guarantees = []
     for defense in config.defense:
         task = shared_task(config.to_json(), defense)

@@ -53,6 +53,8 @@ class ActiveAttack(Attack):
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
     # Whether a client is to be sent the same parameters in every round but for those that `send` names.
     same_model: ClassVar[bool] = False
+    # Whether one client of a sum is sent the prepared model and the others one that sends nothing.
+    single_out: ClassVar[bool] = False
 
     @abstractmethod
     def send(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attacks.active.base import ActiveAttack, Sending
 from attacks.active.head import SetHead, find_head, read_head
+from attacks.active.sums import CONSTANT, silent, with_constant
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
@@ -27,10 +28,13 @@ class ClassifierAttack(ActiveAttack):
         target: the class whose row is set.
         reader: the attack that reconstructs an image from the gradient that it sends alone, by name; auto:
             `mjp_subspace` where positions are hidden, else `patch_embedding`.
+        single_out: of a sum over several clients, send one the prepared model and the others one that sends nothing
+            (`attacks.active.sums`); else all the same.
     """
 
     target: int = 0
     reader: str = AUTO
+    single_out: bool = False
 
     needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {
         Capability.ACTIVE_PARAMETERS,
@@ -84,6 +88,18 @@ class ClassifierAttack(ActiveAttack):
         """See `Attack.remembered_layers`: the classifier."""
         return (find_head(model, image_shape),)
 
+    def silence(
+        self, sent: Mapping[str, Tensor], image_shape: tuple[int, int, int], model: nn.Module
+    ) -> dict[str, Tensor]:
+        """What the other clients of a sum are sent, by name, where one of them is sent `sent` (`single_out`).
+
+        Args:
+            sent: all parameters of the prepared model, by name.
+            image_shape: (C, H, W).
+            model: any with these parameters.
+        """
+        return silent(sent, f"{find_head(model, image_shape)}.bias")
+
     @abstractmethod
     def is_own(self, head: SetHead) -> bool:
         """Whether a classifier is set as this attack sets it."""
@@ -95,10 +111,14 @@ class ClassifierAttack(ActiveAttack):
             UsageError: it was not set by this attack.
         """
         find_tokenizer(observation.model, observation.image_shape)
-        head = read_head(observation, find_head(observation.model, observation.image_shape))
+        head = self.read_head(observation, find_head(observation.model, observation.image_shape))
         if not self.is_own(head):
             raise UsageError(f"the model that the client was sent was not prepared for {self.kind}")
         return head
+
+    def read_head(self, observation: Observation, layer: str) -> SetHead:
+        """The classifier as the client was sent it, with its constant feature; see `attacks.active.head.read_head`."""
+        return read_head(observation, layer, CONSTANT if self.single_out else None)
 
     def classifier_of(
         self, model: nn.Module, image_shape: tuple[int, int, int], least: int = 0
@@ -122,6 +142,12 @@ class ClassifierAttack(ActiveAttack):
                 f"{self.target}"
             )
         return layer, head
+
+    def counting(
+        self, model: nn.Module, image_shape: tuple[int, int, int], layer: str, changes: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What is sent, with the feature that counts the images of one client of a sum, where it is singled out."""
+        return with_constant(model, image_shape, layer, changes) if self.single_out else changes
 
     def read_alone(self, observation: Observation, gradients: Mapping[str, Tensor]) -> Reconstruction:
         """What `reader` finds in a gradient that one image of the batch has sent.

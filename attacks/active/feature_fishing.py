@@ -32,15 +32,16 @@ from torch import Tensor, nn
 
 from attacks.active.base import hides_positions, nobody
 from attacks.active.classifier_attack import ClassifierAttack, prepared
-from attacks.active.head import SetHead, read_head, unit_direction
+from attacks.active.head import SetHead, unit_direction
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
 # s: two images of trained vit_mini_32 (CIFAR-10, 64 images) lie 2e-3 apart or more in v.h, and p_t passes from e^-10 to
-# 1 - e^-10 within 20 / s.
+# 1 - e^-10 within PASSAGE / s.
 STEEPNESS = 1e5
+PASSAGE = 20.0
 # No feature of a final norm lies outside: the thresholds below and above all features.
 BEYOND, OUTSIDE = 1e4, 5e3
 # Largest distance of a count from a whole number: an image at the threshold itself sends a share.
@@ -88,8 +89,14 @@ class Interval:
 
     @property
     def divisible(self) -> bool:
-        """Whether several images lie there, with a point between them that is no threshold yet."""
-        return self.count > 1.5 and self.low.threshold < self.mean < self.high.threshold
+        """Whether several images lie there, with room for a threshold between the two that are known."""
+        return self.count > 1.5 and self.high.threshold - self.low.threshold > 2 * PASSAGE / STEEPNESS
+
+    @property
+    def centre(self) -> float:
+        """`mean`, or the nearest threshold that is not one of the two: float32 may give a mean beyond them."""
+        room = PASSAGE / STEEPNESS
+        return min(max(self.mean, self.low.threshold + room), self.high.threshold - room)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +126,34 @@ class FeatureFishing(ClassifierAttack):
         classes, width = head.weight.shape
         row = unit_direction(width, self.direction) * STEEPNESS
         bias = torch.zeros(classes, dtype=torch.float64)
-        bias[self.target] = -STEEPNESS * next_threshold(_probes(history, layer))
-        return prepared(model, image_shape, layer, self.target, row, bias)
+        bias[self.target] = -STEEPNESS * next_threshold(*self.probes(history, layer))
+        changes = prepared(model, image_shape, layer, self.target, row, bias)
+        return self.counting(model, image_shape, layer, changes)
 
     def is_own(self, head: SetHead) -> bool:
         """See `ClassifierAttack.is_own`: the row is as steep as that of no honest classifier."""
         return _is_gated(head)
+
+    def probes(self, observations: Sequence[Observation], layer: str) -> tuple[list[Probe], list[float]]:
+        """The prepared updates by threshold, the first of each, and the thresholds that fell onto an image.
+
+        The latter's updates hold a share of that image and separate nothing.
+        """
+        found: dict[float, Probe] = {}
+        for observation in observations:
+            try:
+                head = self.read_head(observation, layer)
+            except UsageError:  # an honest round
+                continue
+            if _is_gated(head):
+                threshold = -float(head.bias[head.row]) / float(head.direction.norm())
+                found.setdefault(threshold, _read_probe(observation, head, threshold))
+        probes = [found[threshold] for threshold in sorted(found)]
+        if probes and probes[0].threshold < -OUTSIDE and probes[-1].threshold < OUTSIDE:
+            held = probes[0].observation.num_examples - probes[0].above
+            probes += [Probe(BEYOND, 0.0, 0.0, None)] if abs(held) < WHOLE else []
+        missed = [p.threshold for p in probes if abs(p.threshold) < OUTSIDE and abs(p.above - round(p.above)) > WHOLE]
+        return [probe for probe in probes if probe.threshold not in missed], missed
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; the images that no earlier update separated, at most two.
@@ -136,7 +165,7 @@ class FeatureFishing(ClassifierAttack):
         head = self.head_of(last)
         if last.local_steps > 1:
             raise UsageError(unmet_assumptions(1, last.local_steps)[0])
-        probes = _probes(observations, head.layer)
+        probes, _ = self.probes(observations, head.layer)
         intervals = intervals_of(probes)
         details = {
             "probes": len(probes),
@@ -167,12 +196,28 @@ def intervals_of(probes: Sequence[Probe]) -> list[Interval]:
     return found
 
 
-def next_threshold(probes: Sequence[Probe]) -> float:
-    """The threshold of the next round: below all features, above them, then amid the fewest images still together."""
+def next_threshold(probes: Sequence[Probe], missed: Sequence[float] = ()) -> float:
+    """The threshold of the next round: below all features, above them, then amid the fewest images still together.
+
+    Sums over a large batch give the mean of two features no better than float32 does. Where the threshold there fell
+    onto an image, the next ones go to both sides of it in steps in which p_t passes from 0 to 1.
+
+    Args:
+        probes: by threshold.
+        missed: thresholds that fell onto an image.
+    """
     if not probes or probes[0].threshold > -OUTSIDE:
         return -BEYOND
     divisible = [interval for interval in intervals_of(probes) if interval.divisible]
-    return min(divisible, key=lambda interval: interval.count).mean if len(probes) > 1 and divisible else BEYOND
+    if len(probes) < 2 or not divisible:
+        return BEYOND
+
+    def tries(interval: Interval) -> int:
+        return sum(interval.low.threshold < threshold < interval.high.threshold for threshold in missed)
+
+    chosen = min(divisible, key=lambda one: (one.centre != one.mean, tries(one), one.count))
+    count = tries(chosen)
+    return chosen.centre + (count + 1) // 2 * (-1) ** count * PASSAGE / STEEPNESS
 
 
 def difference(low: Probe, high: Probe) -> dict[str, Tensor]:
@@ -184,28 +229,10 @@ def difference(low: Probe, high: Probe) -> dict[str, Tensor]:
     return {name: (gradient - second[name]) / STEEPNESS for name, gradient in first.items() if name in second}
 
 
-def _probes(observations: Sequence[Observation], layer: str) -> list[Probe]:
-    """The prepared updates by threshold, the first of each."""
-    found: dict[float, Probe] = {}
-    for observation in observations:
-        try:
-            head = read_head(observation, layer)
-        except UsageError:  # an honest round
-            continue
-        if _is_gated(head):
-            threshold = -float(head.bias[head.row]) / float(head.direction.norm())
-            found.setdefault(threshold, _read_probe(observation, head, threshold))
-    probes = [found[threshold] for threshold in sorted(found)]
-    if probes and probes[0].threshold < -OUTSIDE and probes[-1].threshold < OUTSIDE:
-        held = probes[0].observation.num_examples - probes[0].above
-        probes += [Probe(BEYOND, 0.0, 0.0, None)] if abs(held) < WHOLE else []
-    return probes
-
-
 def _read_probe(observation: Observation, head: SetHead, threshold: float) -> Probe:
     weight, bias = head.row_gradient(observation)
     direction = (head.direction / head.direction.norm()).to(weight)
-    scale, biases = observation.num_examples, observation.gradient_of(f"{head.layer}.bias").double()
+    scale, biases = observation.num_examples, head.bias_gradient(observation)
     return Probe(threshold, scale * bias, scale * float(weight @ direction), observation, -scale * head.others(biases))
 
 

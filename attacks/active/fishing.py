@@ -13,6 +13,9 @@ Departs from the paper: its images are then searched by gradient matching, ours 
 keeps the other biases' common value, ours their own; its margin leaves the other images a share that is small, ours
 none.
 
+Where a client takes several local steps, the classifier moves with the first, and the others send too. `steps` sets one
+that does not move (`attacks.active.held`), so that the class alone sends in every step.
+
 Where labels are smoothed or mixed, other images send their share of the target class, and the reader says so.
 
 A server that expects clients to look at what they are sent may change less (`strength`, `attacks.active.softened`).
@@ -29,10 +32,12 @@ from torch import Tensor, nn
 
 from attacks.active.base import hides_positions, nobody
 from attacks.active.classifier_attack import ClassifierAttack, prepared
-from attacks.active.head import SetHead, find_head, read_head, unit_direction
+from attacks.active.head import SetHead, find_head, unit_direction
+from attacks.active.held import LocalSteps, exact_channels, held_model
 from attacks.active.softened import softened, softened_head
 from attacks.observation import Observation, Reconstruction
 from attacks.registry import UsageError
+from attacks.tokenizer import find_tokenizer
 
 # Images that send a gradient to the layers below when p_t = exp(-margin): none in float32 from 104 on, in float64 from
 # 746 on. The logit of the target may lie above its bias by far less than the difference.
@@ -40,6 +45,11 @@ MARGIN = 1000.0
 POLLUTED = (
     "the client hides positions, and no row of the position gradient is zero: something that does not pass the "
     "classifier reaches the positions (a localisation loss without parameters)"
+)
+
+MOVED = (
+    "the rows of the classifier did not stay equal through the local steps (too large a rate, or weight decay that is "
+    "part of the gradient): images of other classes send as well"
 )
 
 
@@ -50,11 +60,13 @@ class Fishing(ClassifierAttack):
     Args:
         target: the class to fish for; -1: one that the client's last prepared update held once and that was not fished
             for, else one after the other.
+        steps: what the clients do between two messages: one step, or several of SGD (momentum or not) or of AdamW.
         strength: how far the classifier is changed, in (0, 1]. Below 1 the other images send a share of their gradients
             too, nothing is vouched for, and `target` must be named (`attacks.active.softened`).
     """
 
     target: int = -1
+    steps: LocalSteps = "one"
     strength: float = 1.0
     kind: ClassVar[str] = "fishing by class"
 
@@ -65,6 +77,8 @@ class Fishing(ClassifierAttack):
             raise UsageError(f"fishing.strength must lie in (0, 1], not {self.strength}")
         if self.strength < 1 and self.target < 0:
             raise UsageError("fishing.strength below 1 does not count the classes of a batch: pass fishing.target")
+        if self.strength < 1 and (self.steps != "one" or self.single_out):
+            raise UsageError("fishing.strength below 1 goes with fishing.steps=one and no fishing.single_out")
 
     def prepare(
         self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
@@ -75,7 +89,10 @@ class Fishing(ClassifierAttack):
             UsageError: the model has no classifier that can be set, or no class `target`.
         """
         layer, head = self.classifier_of(model, image_shape, least=-1)
-        target = self.target if self.target >= 0 else next_class(_heads(history, layer), len(head.weight))
+        heads, classes = self.heads(history, layer), len(head.weight)
+        target = self.target if self.target >= 0 else next_class(heads, classes)
+        if self.steps != "one":
+            return held_model(model, image_shape, layer, target, _anchor(heads, classes, target), self.steps)
         bias = head.bias.detach().double().clone()
         others = torch.cat([bias[:target], bias[target + 1 :]])
         bias[target] = others.min() - MARGIN
@@ -83,7 +100,9 @@ class Fishing(ClassifierAttack):
         if not direction.any():  # a classifier that starts at zero
             direction = unit_direction(len(direction))
         whole = prepared(model, image_shape, layer, target, direction, bias)
-        return whole if self.strength == 1 else softened(model, whole, f"{layer}.bias", target, self.strength)
+        if self.strength < 1:
+            return softened(model, whole, f"{layer}.bias", target, self.strength)
+        return self.counting(model, image_shape, layer, whole)
 
     def head_of(self, observation: Observation) -> SetHead:
         """See `ClassifierAttack.head_of`."""
@@ -96,33 +115,42 @@ class Fishing(ClassifierAttack):
         """See `ClassifierAttack.is_own`: the target's bias lies below the others'."""
         return _is_fished(head)
 
+    def heads(self, history: Sequence[Observation], layer: str) -> list[tuple[SetHead, Tensor]]:
+        """The earlier updates whose models were prepared, with their class counts (K,), oldest first."""
+        found = []
+        for observation in history:
+            try:
+                head = self.read_head(observation, layer)
+            except UsageError:  # an honest round
+                continue
+            if _is_fished(head):
+                found.append((head, head.class_counts(observation, self.steps == "adamw")))
+        return found
+
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; one image.
 
-        `details`: target (its class), senders (images of it in the batch, over all local steps) and, of one step,
-        classes (held by the batch).
+        `details`: target (its class), senders (images of it in the batch, over all local steps; of AdamW 1 for any
+        number) and, of one step or a held classifier, classes (held by the batch).
         """
         observation = observations[-1]
         head = self.head_of(observation)
         if self.strength < 1:
             return self._from_mixture(observation)
-        senders = round(-head.row_gradient(observation)[1] * observation.num_examples)
-        details: dict[str, float] = {"target": head.row, "senders": senders}
-        labels = None
-        if observation.local_steps == 1:
-            counts = head.class_counts(observation)
-            details["classes"] = int((counts > 0).sum())
-            labels = torch.arange(len(counts)).repeat_interleave(counts.cpu())
-        if senders < 1:
-            held = "" if labels is None else f"; it holds the classes {_some(labels.unique().tolist())}"
+        details, labels = self.counted(head, observation)
+        senders, alone = details["senders"], exact_channels(observation) if head.held else observation
+        if senders < 1 or not alone.gradient_of(find_tokenizer(alone.model, alone.image_shape).weight).any():
+            classes = [] if labels is None else labels.unique().tolist()
+            held = f"; it holds the classes {_some(classes)}" if classes else ""
             return nobody(
                 f"no image of class {head.row} is in the batch, so that no image sends a gradient{held}", details
             )
-        found = self.read_alone(observation, observation.gradients)
-        several = senders > observation.local_steps
+        found = self.read_alone(alone, alone.gradients)
+        several = senders > observation.local_steps and not (head.held and self.single_out)  # counts all clients
         reason = f"{senders} images of class {head.row} send their gradients together (feature_fishing separates them)"
         polluted = hides_positions(observation) and not found.details.get("masked")
-        diagnosis = "; ".join(text for text in (reason * several, POLLUTED * polluted, found.diagnosis) if text)
+        reasons = (reason * several, POLLUTED * polluted, MOVED * head.moved(observation), found.diagnosis)
+        diagnosis = "; ".join(filter(None, reasons))
         known = None if found.known is None else found.known & (not diagnosis)
         complete = labels is not None and len(labels) == observation.num_examples
         return Reconstruction(
@@ -133,6 +161,20 @@ class Fishing(ClassifierAttack):
             details={**found.details, **details},
             flags=found.flags,
         )
+
+    def counted(self, head: SetHead, observation: Observation) -> tuple[dict[str, float], Tensor | None]:
+        """`details` of an update, and the labels of its images over all local steps; None where they are not counted.
+
+        Steps of an adaptive optimiser show whether somebody sends, and not how many.
+        """
+        details: dict[str, float] = {"target": head.row}
+        if observation.local_steps > 1 and not head.held:
+            return details | {"senders": round(-head.row_gradient(observation)[1] * observation.num_examples)}, None
+        adaptive = self.steps == "adamw"
+        counts = head.class_counts(observation, adaptive)
+        details |= {"senders": int(counts[head.row]), "classes": int((counts > 0).sum())}
+        labels = torch.arange(len(counts)).repeat_interleave(counts.cpu())
+        return details, None if adaptive else labels
 
     def _from_mixture(self, observation: Observation) -> Reconstruction:
         """What the reader finds where the other images send a share of their gradients too."""
@@ -163,21 +205,16 @@ def next_class(heads: Sequence[tuple[SetHead, Tensor]], classes: int) -> int:
     return left[0] if left else len(heads) % classes
 
 
-def _heads(history: Sequence[Observation], layer: str) -> list[tuple[SetHead, Tensor]]:
-    """The earlier updates whose models were prepared, with their class counts."""
-    found = []
-    for observation in history:
-        try:
-            head = read_head(observation, layer)
-        except UsageError:  # an honest round
-            continue
-        if _is_fished(head):
-            found.append((head, head.class_counts(observation)))
-    return found
-
-
 def _is_fished(head: SetHead) -> bool:
-    return bool(head.bias[head.row] < head.others(head.bias).min() - MARGIN / 2)
+    below = head.others(head.bias).max() if head.held else head.others(head.bias).min()
+    return bool(head.bias[head.row] < below - MARGIN / 2)
+
+
+def _anchor(heads: Sequence[tuple[SetHead, Tensor]], classes: int, target: int) -> int:
+    """A class that the last prepared update did not hold, as far as it shows, besides `target`; see `held_model`."""
+    counts = heads[-1][1].tolist() if heads else [0] * classes
+    others = [(target + step) % classes for step in range(1, classes)]
+    return min(others, key=lambda label: counts[label])
 
 
 def _some(labels: Sequence[int], most: int = 8) -> str:

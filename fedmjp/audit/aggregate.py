@@ -33,7 +33,7 @@ class SeenUpdate:
     Attributes:
         round: number of the round, from 1.
         client: the client's number, or that of the group in its round, from 0.
-        members: the clients' numbers.
+        members: the numbers of the clients whose updates it holds.
         sent: weights and buffers that they were sent, by name.
         received: mean of the gradients or weights that they returned, by parameter name.
     """
@@ -50,27 +50,30 @@ class Aggregation:
 
     Args:
         size: clients of a group; 0 where the server sees every update by itself.
+        alone: an active server has sent all of a group but the first weights of zero, so that the sum is the first
+            one's update, and is seen as such (`attacks.active.sums`).
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, alone: bool = False) -> None:
+        self.size, self.alone = size, alone
         self._round, self._groups = 0, 0
-        self._asked = 0, 0  # round, and how many of its clients `number_of` was called for
+        self._asked = 0, 0  # round, and how many of its clients `place_of` was called for
         self._members: list[int] = []
         self._sums: dict[str, Tensor] = {}
+        self._sent: Mapping[str, Tensor] = {}
 
-    def number_of(self, round: int, client: int) -> int:
-        """`SeenUpdate.client` of the update that a client is going to send.
+    def place_of(self, round: int, client: int) -> tuple[int, int]:
+        """`SeenUpdate.client` of the update that a client is going to send, and its place in its group.
 
         Args:
             round: its number.
             client: the next one, in the order of the clients' numbers; of a round, all are asked for.
         """
         if not self.size:
-            return client
+            return client, 0
         count = self._asked[1] if self._asked[0] == round else 0
         self._asked = round, count + 1
-        return count // self.size
+        return divmod(count, self.size)
 
     def add(self, update: SingleUpdate) -> SeenUpdate | None:
         """The update itself without aggregation; else what the server sees once the group is complete, until then None.
@@ -84,13 +87,15 @@ class Aggregation:
             self._round, self._groups, self._members = update.round, 0, []
         if not self._members:
             self._sums = {name: tensor.clone() for name, tensor in update.received.items()}
+            self._sent = update.sent
         else:
             for name, tensor in update.received.items():
                 self._sums[name] += tensor
         self._members.append(update.client)
         if len(self._members) < self.size:
             return None
-        mean = {name: total / self.size for name, total in self._sums.items()}
-        seen = SeenUpdate(update.round, self._groups, tuple(self._members), update.sent, mean)
+        members = tuple(self._members[:1] if self.alone else self._members)
+        mean = {name: total / len(members) for name, total in self._sums.items()}
+        seen = SeenUpdate(update.round, self._groups, members, self._sent, mean)
         self._groups, self._members, self._sums = self._groups + 1, [], {}
         return seen

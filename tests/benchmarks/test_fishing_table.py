@@ -63,6 +63,20 @@ def test_the_curve_counts_images_by_round(finished) -> None:
     assert own["recovered"].iloc[-1] == 4
 
 
+def test_sums_and_local_epochs_are_lines_of_their_own(finished) -> None:
+    sums = ["--sum-of", "2", "--attack-options", "fishing.single_out=true,fishing.steps=sgd"]
+    local = ["--epochs", "2", "--minibatch", "2", "--rounds", "2", "--resume"]
+    assert run(finished, "--cases", "fishing=distinct", *local, *sums) == 0
+    rows = load_rows(finished / "rows.jsonl.gz")
+    setting = "distinct labels, 2 local epochs of SGD at 0.01 in steps of 2 images, sum of 2 clients, one singled out"
+    own = rows[(rows["setting"] == setting) & (rows["attack"] == "fishing")]
+    assert (own["psnr"] > 60).sum() >= 1
+    assert set(own["local_steps"]) == {4}
+    assert own["threat_model"].map(lambda grants: "aggregate_only" in grants).all()
+    table = pd.read_csv(finished / "table.csv")
+    assert list(table[table["setting"] == setting]["count"].unique()) == [4]
+
+
 def test_resuming_a_finished_run_adds_nothing(finished) -> None:
     before = len(load_rows(finished / "rows.jsonl.gz"))
     assert run(finished, "--cases", "fishing=distinct", "--resume") == 0
@@ -76,6 +90,8 @@ def test_resuming_a_finished_run_adds_nothing(finished) -> None:
         (["--cases", "patch_embedding=equal"], "the attack does not choose what is sent"),
         (["--cases", "fishin=equal"], "did you mean 'fishing'"),
         (["--cases", "fishing=distinct", "--batch-sizes", "50"], "need more images or labels"),
+        (["--cases", "fishing=distinct", "--attack-options", "fishing.single_out=true"], "pass --sum-of NUMBER"),
+        (["--cases", "fishing=distinct", "--epochs", "1", "--defense", "mjp"], "trains clients without a defence"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, options: list[str], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from torch.nn import functional
 
-from attacks import ThreatModel, UsageError
+from attacks import ATTACKS, ThreatModel, UsageError
 from attacks.active.architecture import add_sent_layers
-from attacks.active.base import Sending
+from attacks.active.base import ActiveAttack, Sending
 from fedmjp import simulate
 from fedmjp.audit import Watcher
 from fedmjp.audited_federation import FederationAudit
@@ -138,9 +139,29 @@ def test_secure_aggregation_makes_one_batch_of_a_group(tmp_path) -> None:
     assert any((row["psnr"] or 0) > 60 for row in rows)
 
 
+def test_one_client_is_singled_out_of_a_sum_of_weights_after_two_steps_of_adamw(tmp_path) -> None:
+    """Two groups of two clients with two photographs each, which both of their local steps use; one is of class 2."""
+    small = ["--clients", "4", "--batch-size", "2", "--train-limit", "8", "--rounds", "1", "--secure-aggregation", "2"]
+    local = ["--update", "weights", "--local-steps", "2", "--optimizer", "adamw", "--learning-rate", "0.001"]
+    settings = ["fishing.single_out=true", "fishing.steps=adamw", "fishing.target=2"]
+    options = ["--seed", "2", "--attack-options", *settings, "--grants", *GRANTS]
+    assert attack(tmp_path / "run", "fishing", *small, *local, *options) == 0
+    rows = rows_of(tmp_path / "run", "fishing")
+    assert len({row["image_id"] for row in rows}) == 2  # of the client that is singled out, and of no other
+    (found,) = [row for row in rows if row["psnr"]]
+    assert found["psnr"] > 60
+    assert found["diagnosis"] == ""
+    assert all(row["setting"].endswith("sum of 2 clients, one singled out") for row in rows)
+    assert all("aggregate_only" in row["threat_model"] for row in rows)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["fishing", "--attack-options", "fishing.single_out=true", "--grants", *GRANTS],
+            "takes a client out of a sum: pass --secure-aggregation",
+        ),
         (["fishing"], "attack 'fishing' needs active_parameters, which the threat model does not grant"),
         (["imprint"], "attack 'imprint' needs active_architecture, which the threat model does not grant"),
         (["fishing", "feature_fishing", "--grants", *GRANTS], "takes one attack that chooses what clients are sent"),
@@ -182,21 +203,25 @@ def batch_app(size: int, rate: float = 0.5) -> ClientApp:
     return app
 
 
-def test_an_active_server_in_a_flower_app_of_ones_own(tmp_path) -> None:
-    torch.manual_seed(0)
-    model = timm_vit().eval()
-    threat = ThreatModel.parse(GRANTS)
+def watcher_of(model: torch.nn.Module, out: Path, *attacks: str | ActiveAttack) -> Watcher:
+    """Of the clients of `batch_app`."""
     options = {"learning_rate": 0.5, "batch_size": 4, "local_steps": 1, "optimiser": "sgd", "weight_decay": 0.0}
-    watcher = Watcher(
+    return Watcher(
         model,
         image_shape=(3, 32, 32),
         mean=[0.5] * 3,
         std=[0.5] * 3,
-        attacks=["fishing"],
-        threat_model=threat,
-        out=tmp_path / "leaks",
+        attacks=attacks,
+        threat_model=ThreatModel.parse(GRANTS),
+        out=out,
         **options,
     )
+
+
+def test_an_active_server_in_a_flower_app_of_ones_own(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = timm_vit().eval()
+    watcher = watcher_of(model, tmp_path / "leaks", "fishing")
     grid = TapGrid(LocalGrid(batch_app(4), 2), ActiveServer(watcher))
     strategy = FedAvg(fraction_evaluate=0.0)
     result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=2)
@@ -250,6 +275,26 @@ def test_other_models_reach_the_attacked_client_alone(tmp_path, name: str, defen
     rows = rows_of(tmp_path / "run", name)
     assert max(row["psnr"] or 0 for row in rows) > 60
     assert all(row["threat_model"] == granted for row in rows)
+
+
+def test_a_node_is_singled_out_of_a_sum_in_a_flower_app(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = timm_vit().eval()
+    watcher = watcher_of(model, tmp_path / "leaks", ATTACKS.get("fishing")(single_out=True))
+    grid = TapGrid(LocalGrid(batch_app(4), 3), ActiveServer(watcher, sum_of=3))
+    result = FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord(model.state_dict()), num_rounds=1)
+    assert watcher.problems == []
+    ((_, _, found),) = watcher.found  # one answer of three replies
+    assert found.diagnosis == ""
+    assert found.details["senders"] == 1  # of the three nodes' images of the class
+    assert float(psnr(found.images, photographs(32, 4)[:1])[0]) > 40
+    torch.testing.assert_close(result.arrays.to_torch_state_dict()["head.weight"], model.state_dict()["head.weight"])
+
+
+def test_a_sum_of_one_singles_nobody_out(tmp_path) -> None:
+    watcher = watcher_of(timm_vit(), tmp_path, ATTACKS.get("fishing")(single_out=True))
+    with pytest.raises(UsageError, match="pass sum_of=NUMBER of at least 2"):
+        ActiveServer(watcher)
 
 
 def test_a_watcher_without_an_active_attack_is_refused(tmp_path) -> None:

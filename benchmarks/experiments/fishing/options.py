@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from attacks import ATTACKS, Attack, ThreatModel
 from attacks.registry import UsageError
@@ -24,7 +24,14 @@ class Options(DefendedOptions):
         python benchmarks/fishing.py --defense mjp --cases fishing=distinct --batch-sizes 8
         python benchmarks/fishing.py --model deit_s --weights random --rounds 4 --cases fishing=distinct --images DIR
 
-    Each client trains one step a round on all of its images, a batch of 8 to 64, and sends the gradient in float32. In
+        python benchmarks/fishing.py --cases fishing=distinct --batch-sizes 8 --epochs 2 --optimizer adamw \\
+            --learning-rate 0.001 --minibatch 4 --attack-options fishing.steps=adamw
+        python benchmarks/fishing.py --cases fishing=distinct --batch-sizes 8 --sum-of 8 \\
+            --attack-options fishing.single_out=true
+
+    Each client trains one step a round on all of its images, a batch of 8 to 256, and sends the gradient in float32;
+    with --epochs it trains that many local epochs and returns its weights. With --sum-of the server sees the sum over
+    several clients alone: of all their images as of one batch, or, where the attack singles one out, of its images. In
     every round the server sends it a model whose classifier the attack has set, and reads the update; what it needs to
     know it takes from earlier rounds: it has neither labels nor other images. The weights below the classifier stay the
     same. Labels are the images' own, chosen to be distinct, equal, or as they come.
@@ -56,7 +63,17 @@ class Options(DefendedOptions):
     batch_sizes: tuple[int, ...] = (8, 32, 64)
     """Images of a client."""
     clients: int = 2
-    """Clients for each case and batch size, with different images."""
+    """Clients (or sums) for each case and batch size, with different images."""
+    sum_of: int = 1
+    """Clients of whose updates the server sees the sum alone (1: it sees each one)."""
+    epochs: int = 0
+    """Local epochs of a round (0: one step, whose gradient is sent)."""
+    minibatch: int = 0
+    """Images of a local step, with --epochs (0: all of the client's)."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Of the local epochs; torch's defaults but for the rate."""
+    learning_rate: float = 0.01
+    """Of the local epochs."""
     rounds: int = 0
     """Rounds that the server takes at most (0: one more than the client has images)."""
     seed: int = 0
@@ -88,9 +105,11 @@ class Options(DefendedOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        check_positive(self, "batch_sizes", "clients", "image_size")
-        if self.rounds < 0:
-            raise UsageError("--rounds must not be negative")
+        check_positive(self, "batch_sizes", "clients", "image_size", "sum_of")
+        if min(self.rounds, self.epochs, self.minibatch) < 0 or not self.learning_rate > 0:
+            raise UsageError("--rounds, --epochs and --minibatch must not be negative, and --learning-rate be above 0")
+        if self.epochs and self.defense != "none":
+            raise UsageError("--epochs trains clients without a defence here; run python -m fedmjp.simulate for others")
         check_names(ATTACKS, [attack for attack, _ in self.pairs()])
         self.chosen_defense()
         super().validate()
@@ -99,3 +118,13 @@ class Options(DefendedOptions):
             attack.require(self.threat_model(attack), name)
             if not hasattr(attack, "send"):
                 raise UsageError(f"--cases {name}: the attack does not choose what is sent")
+            if attack.single_out and self.sum_of == 1:
+                raise UsageError(f"{name}.single_out takes a client out of a sum: pass --sum-of NUMBER as well")
+
+    def circumstances(self, single_out: bool) -> str:
+        """What a round is beside one client's gradient of one step, in words that begin with a comma; "" for that."""
+        optimizer = {"sgd": "SGD", "adamw": "AdamW"}[self.optimizer]
+        epochs = f", {self.epochs} local epochs of {optimizer} at {self.learning_rate:g}" if self.epochs else ""
+        epochs += f" in steps of {self.minibatch} images" if self.epochs and self.minibatch else ""
+        group = f", sum of {self.sum_of} clients" if self.sum_of > 1 else ""
+        return epochs + group + ", one singled out" * single_out

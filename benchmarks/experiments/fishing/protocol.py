@@ -18,13 +18,14 @@ from experiments.fishing.batches import Labels, draw_batches
 from experiments.fishing.options import Options
 from experiments.fishing.pictures import batch_figure
 from experiments.fishing.render import FISHING, PASSIVE
+from experiments.local_steps import returned
 from experiments.rendering import Rendering, read_run
 from experiments.session import AttackSession
 from fedmjp.audit.harness import Scored, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims
 from fedmjp.budgets import build_attack
 from fedmjp.data import load_gallery
-from fedmjp.models import build_model, resize_model
+from fedmjp.models import BuiltModel, build_model, resize_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
 
@@ -49,6 +50,23 @@ class Answer:
     norm: float = float("nan")
     rounds: int = 0
     sure: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """The clients of whose updates the server sees the sum alone; one client where it sees every update.
+
+    Attributes:
+        numbers: of the clients among the victims, the one that is singled out first.
+        images: of each client, (size, C, H, W) in [0, 1].
+        scored: the images that answers are compared with, (B, C, H, W): of all, or of the one that is singled out.
+        ids: theirs.
+    """
+
+    numbers: list[int]
+    images: tuple[Tensor, ...]
+    scored: Tensor
+    ids: list[str]
 
 
 class Run:
@@ -99,55 +117,67 @@ class Run:
             NaN where an image did not come back.
         """
         own = (self.gallery.images.labels % self.built.module.num_classes).tolist()
-        drawn = draw_batches(own, size, labels, self.options.clients, self.options.seed)
+        o = self.options
+        drawn = draw_batches(own, size, labels, o.clients * o.sum_of, o.seed)
         images = self.gallery.images.subset([index for batch in drawn for index in batch])
-        victims = self.session.victims(replace(self.gallery, images=images), self.defense, self.options.seed, size)
+        victims = self.session.victims(replace(self.gallery, images=images), self.defense, o.seed, size)
         pictures: dict[str, Tensor] = {}
         with self.session.bar() as bar:
-            task = bar.add_task(f"{name}, {size} {labels} labels", total=len(drawn) * self.rounds(size))
-            for client in range(len(drawn)):
-                cases = {n: self.case(victims, labels, n, attack) for n in (*BASELINES, PASSIVE, name)}
-                if all(rows.done(case, victims.ids(client)) for case in cases.values()):
+            task = bar.add_task(f"{name}, {size} {labels} labels", total=o.clients * self.rounds(size))
+            for first in range(0, len(drawn), o.sum_of):
+                group = self.group(victims, first, attack.single_out)
+                cases = {
+                    n: self.case(victims, labels, n, attack, len(group.scored)) for n in (*BASELINES, PASSIVE, name)
+                }
+                if all(rows.done(case, group.ids) for case in cases.values()):
                     bar.advance(task, self.rounds(size))
                     continue
-                _, originals = victims.decode([client])
-                found = self.passive(victims, client, originals)
-                found[name] = self.fished(victims, client, originals, name, attack, lambda: bar.advance(task))
-                self.write(victims, client, cases, found, rows)
-                pictures = {"original": originals} | {n: _pictures(found[n], originals) for n in (PASSIVE, name)}
+                found = self.passive(victims, group)
+                found[name] = self.fished(victims, group, name, attack, lambda: bar.advance(task))
+                self.write(group, cases, found, rows)
+                pictures = {"original": group.scored}
+                pictures |= {n: _pictures(found[n], group.scored) for n in (PASSIVE, name)}
         return pictures
+
+    def group(self, victims: Victims, first: int, single_out: bool) -> Group:
+        """The clients from `first` on whose updates are summed."""
+        numbers = list(range(first, first + self.options.sum_of))
+        images = victims.decode(numbers)[1].split(victims.group)
+        scored = numbers[:1] if single_out else numbers
+        ids = [name for number in scored for name in victims.ids(number)]
+        return Group(numbers, images, torch.cat(images[: len(scored)]), ids)
 
     def rounds(self, size: int) -> int:
         """Rounds with a client of so many images, at most."""
         return self.options.rounds or size + 1
 
-    def passive(self, victims: Victims, client: int, originals: Tensor) -> dict[str, list[Answer]]:
+    def passive(self, victims: Victims, group: Group) -> dict[str, list[Answer]]:
         """The guesses without a gradient, and the closed form on an update of the model as it is, by name and image."""
-        view = self.update(victims, client, originals, Sending({}), 0)
+        view, originals = self.update(victims, group, Sending({}), 0), group.scored
         reader = ATTACKS.get(PASSIVE)()
         one = score_found(reader, PASSIVE, [reader([view])], [originals], self.score)[0]
-        guesses = (victims.mean_image(1).expand_as(originals), victims.others([client], originals))
+        own = group.numbers[: len(originals) // victims.group]
+        guesses = (victims.mean_image(1).expand_as(originals), victims.others(own, originals))
         found = {PASSIVE: Answer(one, view.gradient_norm())}
         for guess, images in zip(BASELINES, guesses, strict=True):
             found[guess] = Answer(Scored(guess, {}, images, self.score(images, originals), 0.0, ""))
         return {guess: [answer] * len(originals) for guess, answer in found.items()}
 
     def fished(
-        self,
-        victims: Victims,
-        client: int,
-        originals: Tensor,
-        name: str,
-        attack: ActiveAttack,
-        advance: Callable[[], None],
+        self, victims: Victims, group: Group, name: str, attack: ActiveAttack, advance: Callable[[], None]
     ) -> list[Answer]:
         """What the attack has of each image after all rounds: the first answer that it vouches for, else the first."""
         module, history = self.built.module, list[Observation]()
         normalisation = {"mean": self.built.mean, "std": self.built.std}
         best: dict[int, Answer] = {}
+        originals = group.scored
         for number in range(1, self.rounds(len(originals)) + 1):
             sending = attack.send(module, self.shape, history, **normalisation)
-            view = self.update(victims, client, originals, sending, number)
+            silence = None
+            if attack.single_out:
+                sent = module.state_dict() | dict(sending.parameters)
+                silence = Sending(attack.silence(sent, self.shape, module), sending.layers)
+            view = self.update(victims, group, sending, number, silence)
             one = score_found(attack, name, [attack([*history, view])], [originals], self.score)[0]
             for image, record in enumerate(one.records):
                 answer = Answer(one, view.gradient_norm(), number, sure=not one.diagnosis or vouched(one, image))
@@ -160,34 +190,67 @@ class Run:
                 break
         return [best.get(image, _absent(answer, originals)) for image in range(len(originals))]
 
-    def update(self, victims: Victims, client: int, originals: Tensor, sending: Sending, number: int) -> Observation:
-        """The client's update of a round, of the model that it is sent."""
-        built = replace(self.built, module=sending.model(self.built.module, self.shape))
-        seen = victims.seen(built, self.setting, [client], originals, number)
+    def update(
+        self,
+        victims: Victims,
+        group: Group,
+        sending: Sending,
+        number: int,
+        silence: Sending | None = None,
+    ) -> Observation:
+        """What the server sees of the group in a round.
+
+        Args:
+            sending: what clients are sent instead of the model.
+            silence: what all but the first are sent, whose update the sum then is; else it is the mean over all.
+        """
+        built = self.built
+        models = [replace(built, module=own.model(built.module, self.shape)) for own in (sending, silence or sending)]
+        pairs = enumerate(zip(group.numbers, group.images, strict=True))
+        views = [self.single(models[min(place, 1)], victims, *own, number) for place, own in pairs]
+        share = 1.0 if silence else 1.0 / len(views)
+        if len(views) == 1:
+            return views[0]
+        total = {name: sum(view.gradients[name] for view in views) * share for name in views[0].gradients}
+        images = views[0].num_examples * (1 if silence else len(views))
+        return replace(views[0], gradients=total, num_examples=images)
+
+    def single(self, built: BuiltModel, victims: Victims, client: int, images: Tensor, number: int) -> Observation:
+        """One client's update of a round."""
+        o = self.options
+        if o.epochs:
+            size, labels = o.minibatch or len(images), victims.labels(built, [client])
+            batches = list(zip(images.split(size), labels.split(size), strict=True)) * o.epochs
+            make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[o.optimizer]
+            return returned(built, batches, make, o.learning_rate)
+        seen = victims.seen(built, self.setting, [client], images, number)
         if not self.setting.defended:
             return victims.observe(built, seen, [client], ())[0]
         return victims.observe(built, seen, [client], (), self.defense.loss_weights(), number)[0]
 
-    def case(self, victims: Victims, labels: Labels, name: str, attack: ActiveAttack) -> dict[str, Any]:
-        """The values that identify a row (`records.rows.CASE`)."""
-        passive = name in (*BASELINES, PASSIVE)
+    def case(self, victims: Victims, labels: Labels, name: str, attack: ActiveAttack, images: int) -> dict[str, Any]:
+        """The values that identify a row (`records.rows.CASE`), where answers are compared with so many images."""
+        o, passive = self.options, name in (*BASELINES, PASSIVE)
         parameters = {} if passive else attack.parameters()
-        subject = Subject(self.built, self.options.threat_model(None if passive else attack))
-        setting = f"{labels} labels"
-        return victims.case(subject, self.options.defense, setting, name, parameters, round=self.rounds(victims.group))
+        subject = Subject(self.built, o.threat_model(None if passive else attack))
+        setting = f"{labels} labels{o.circumstances(attack.single_out)}"
+        case = victims.case(subject, o.defense, setting, name, parameters, round=self.rounds(images))
+        steps = o.epochs * -(-victims.group // (o.minibatch or victims.group))
+        trained = {"update": "weights", "local_steps": steps} if o.epochs else {}
+        grants = sorted({*case["threat_model"], *(["aggregate_only"] if o.sum_of > 1 else [])})
+        return case | trained | {"batch_size": images, "threat_model": grants}
 
     def write(
         self,
-        victims: Victims,
-        client: int,
+        group: Group,
         cases: Mapping[str, Mapping[str, Any]],
         found: Mapping[str, list[Answer]],
         rows: RowLog,
     ) -> None:
-        """Write the rows of one client; `details` holds the rounds until the image came back, and whether the attack
+        """Write the rows of one group; `details` holds the rounds until the image came back, and whether the attack
         vouches for all of it."""
         for name, answers in found.items():
-            for place, (image_id, answer) in enumerate(zip(victims.ids(client), answers, strict=True)):
+            for place, (image_id, answer) in enumerate(zip(group.ids, answers, strict=True)):
                 if not rows.done(cases[name], [image_id]):
                     row = answer.scored.row(cases[name], image_id, answer.norm, place)
                     row["details"] = {

@@ -13,10 +13,11 @@ from attacks.active.classifier_attack import AUTO
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.records.rows import BASELINES
-from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
+from fedmjp.report.styles import NORMAL, SMALL, WIDTH, dress, save, style
 from fedmjp.report.words import defence_words
 
 PASSIVE = "patch_embedding"
+MOST = 0.8  # share of the images that came back, of lines that are drawn
 LINE = ["model", "weights", "defense", "setting", "batch_size"]
 
 
@@ -24,13 +25,15 @@ def fishing_files(folder: Path) -> dict[str, str]:
     """table.csv: PSNR and images by case and attack; rounds.csv: images that came back by round."""
     rows = read_rows(folder)
     rows = rows.assign(attack=[_named(*both) for both in zip(rows["attack"], rows["attack_parameters"], strict=True)])
+    rows = rows.drop_duplicates([*LINE, "attack", "image_id"], keep="last")  # attacked again, with more rounds
     return {"table.csv": csv(_table(rows), 4), "rounds.csv": csv(_by_round(rows), 4)}
 
 
 def fishing_block(folder: Path) -> str:
     """The table as Markdown, a line for each case; the other attacks' medians in columns of their own."""
     table = pd.read_csv(folder / "table.csv")
-    heads = ["model", "labels", "images", "defence", "attack", "came back", "PSNR, median (dB)", "least", "rounds"]
+    heads = ["model", "labels", "update", "images", "defence", "attack", "came back"]
+    heads += ["PSNR, median (dB)", "least", "rounds"]
     lines = []
     for key, own in table.groupby(LINE, sort=False):
         model, weights, defense, setting, size = key
@@ -38,9 +41,12 @@ def fishing_block(folder: Path) -> str:
         active = [name for name in of.index if name not in (*BASELINES, PASSIVE)]
         for name in active:
             row = of.loc[name]
-            cells = [f"{model}, {'random' if 'NOT TRAINED' in weights else 'trained'}", setting.split()[0], str(size)]
+            labels, _, update = setting.partition(" labels")
+            cells = [f"{model}, {'random' if 'NOT TRAINED' in weights else 'trained'}", labels]
+            cells += [update.removeprefix(", ") or "one step", str(size)]
             came = f"{row['recovered']} of {row['count']}"
-            figures = [f"{row['psnr_median']:.1f}", f"{row['psnr_min']:.1f}", f"{row['rounds']}"]
+            figures = [f"{row[name]:.1f}" if row[name] == row[name] else "–" for name in ("psnr_median", "psnr_min")]
+            figures.append(f"{row['rounds']}")
             lines.append([*cells, defence_words(defense), f"`{name}`", came, *figures])
     return markdown_table(heads, lines)
 
@@ -59,31 +65,42 @@ def passive_block(folder: Path) -> str:
 
 
 def rounds_figure(folder: Path) -> None:
-    """Draw the share of a client's images that came back against the rounds, where the clients have no defence and the
-    server had rounds enough for every image."""
+    """Draw the share of a client's images that came back against the rounds, and the rounds until the last one did
+    against their number, where the server sees the gradient of one client without defence, and had rounds for all."""
     table = pd.read_csv(folder / "rounds.csv")
-    complete = table.groupby([*LINE, "attack"])["recovered"].transform("max") == table["count"]
-    table = table[complete & (table["defense"] == "none")]
-    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-    axes = figure.add_subplot()
-    for index, (key, own) in enumerate(table.groupby([*LINE, "attack"], sort=False)):
-        model, _, _, setting, size, attack = key
-        label = f"{attack}, {model}, {size} {setting}"
-        look = style(index) | {"marker": ""}
-        axes.plot(
-            [0, *own["round"]], [0, *own["recovered"] / own["count"]], drawstyle="steps-post", label=label, **look
-        )
-    axes.set_xlabel("prepared rounds", fontsize=NORMAL)
-    axes.set_ylabel(f"share of images above {RECOGNISABLE:.0f} dB", fontsize=NORMAL)
-    axes.legend(fontsize=SMALL, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    dress(axes, "y")
+    reached = table.groupby([*LINE, "attack"])["recovered"].transform("max") / table["count"]
+    plain = (table["defense"] == "none") & ~table["setting"].str.contains(",")
+    table = table[(reached > MOST) & plain]
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    shares, needed = figure.subplots(1, 2)
+    cases = [(*key[:1], key[3], key[5]) for key, _ in table.groupby([*LINE, "attack"], sort=False)]
+    looks = {case: style(index) for index, case in enumerate(dict.fromkeys(cases))}
+    ends: dict[tuple[str, ...], list[tuple[int, int]]] = {case: [] for case in looks}
+    for (model, _, _, setting, size, attack), own in table.groupby([*LINE, "attack"], sort=False):
+        case = model, setting, attack
+        share = own["recovered"] / own["count"]
+        shares.plot([0, *own["round"]], [0, *share], drawstyle="steps-post", **looks[case] | {"marker": ""})
+        ends[case].append((int(size), int(own[share == share.max()]["round"].min())))
+    for case, points in ends.items():
+        model, setting, attack = case
+        needed.plot(*zip(*sorted(points), strict=True), label=f"{attack}, {model}, {setting}", **looks[case])
+    shares.set_xscale("symlog", linthresh=8)
+    needed.set_xscale("log", base=2)
+    needed.set_yscale("log", base=2)
+    shares.set_xlabel("prepared rounds", fontsize=NORMAL)
+    shares.set_ylabel(f"share of images above {RECOGNISABLE:.0f} dB", fontsize=NORMAL)
+    needed.set_xlabel("images of the client", fontsize=NORMAL)
+    needed.set_ylabel("rounds until the last came back", fontsize=NORMAL)
+    for axes in (shares, needed):
+        dress(axes, "y")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
     save(figure, folder / "rounds.png")
 
 
 def _named(attack: str, parameters: Mapping[str, Any]) -> str:
-    """The attack, with the one that reads its images where that is not its own choice."""
-    reader = parameters.get("reader", AUTO)
-    return attack if reader == AUTO else f"{attack} with {reader}"
+    """The attack, with the one that reads its images where that is not its own choice, and for other local steps."""
+    reader, steps = parameters.get("reader", AUTO), parameters.get("steps", "one")
+    return attack + f" with {reader}" * (reader != AUTO) + f", steps={steps}" * (steps != "one")
 
 
 def _table(rows: pd.DataFrame) -> pd.DataFrame:

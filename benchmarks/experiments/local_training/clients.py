@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from attacks import Observation
 from attacks.adaptive_steps import undo_first_step
 from experiments.batches.protocol import affine_plane
+from experiments.local_steps import one_by_one, returned
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import drifted
 from fedmjp.defenses import DEFENSES, ClientInput
@@ -64,48 +63,10 @@ class Situation:
     masked: bool = False
 
 
-def returned(
-    built: BuiltModel,
-    images: Tensor,
-    labels: Tensor,
-    make: Callable[..., torch.optim.Optimizer],
-    rate: float,
-    summed: int,
-) -> Observation:
-    """The update of a client that takes a step on each image in turn and sends its weights after the last `summed`.
-
-    Args:
-        images: (T, C, H, W) in [0, 1], one a step.
-        labels: (T,) int64.
-        make: the optimiser of some parameters.
-        rate: learning rate, with which the server turns weights into a gradient.
-    """
-    module = copy.deepcopy(built.module).train()
-    optimiser = make(module.parameters(), lr=rate)
-    for step, (image, label) in enumerate(zip(images, labels, strict=True)):
-        if step == len(images) - summed:
-            sent = copy.deepcopy(module).eval()
-        optimiser.zero_grad()
-        cross_entropy(module(built.normalise(image[None])), label[None]).backward()
-        optimiser.step()
-    after = dict(module.named_parameters())
-    return Observation(
-        {n: ((p - after[n]) / rate).detach() for n, p in sent.named_parameters()},
-        sent,
-        num_examples=1,
-        image_shape=tuple(images.shape[1:]),
-        mean=tuple(built.mean),
-        std=tuple(built.std),
-        kind="weights",
-        local_steps=summed,
-        learning_rate=rate,
-    )
-
-
 def on_one_image(client: Client, *, steps: int, rate: float, withheld: bool = False) -> list[Observation]:
     """SGD on the attacked image alone."""
-    images, labels = client.images[:1].expand(steps, -1, -1, -1), client.labels[:1].expand(steps)
-    sent = returned(client.plain, images, labels, torch.optim.SGD, rate, steps)
+    batches = one_by_one(client.images[:1].expand(steps, -1, -1, -1), client.labels[:1].expand(steps))
+    sent = returned(client.plain, batches, torch.optim.SGD, rate)
     if withheld:
         sent = replace(sent, gradients={n: g for n, g in sent.gradients.items() if n != POSITIONS})
     return [sent]
@@ -116,7 +77,7 @@ def on_two_images(client: Client, *, rate: float, alone: bool) -> list[Observati
     found = []
     for number, pair in client.updates():
         built = drifted(client.plain, client.drift, client.seed, number) if number else client.plain
-        sent = returned(built, client.images[pair], client.labels[pair], torch.optim.SGD, rate, len(pair))
+        sent = returned(built, one_by_one(client.images[pair], client.labels[pair]), torch.optim.SGD, rate)
         found.append(replace(sent, round=number))
     return found[-1:] if alone else found
 
@@ -125,7 +86,7 @@ def by_adam(client: Client, *, epsilon: float, rate: float, undone: bool = False
     """The last step of AdamW without weight decay, on another image each, the attacked one last."""
     make = partial(torch.optim.AdamW, eps=epsilon, weight_decay=0.0)
     order = [*range(1, steps), 0]
-    sent = returned(client.plain, client.images[order], client.labels[order], make, rate, 1)
+    sent = returned(client.plain, one_by_one(client.images[order], client.labels[order]), make, rate, summed=1)
     return [undo_first_step(sent, epsilon) if undone else sent]
 
 

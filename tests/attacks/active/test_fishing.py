@@ -270,3 +270,7 @@ def test_thresholds_lie_below_and_above_all_features_and_then_between() -> None:
     assert next_threshold([low, high]) == pytest.approx(7 / 4)
     middle = Probe(1.75, 1.0, 4.5, None)  # two images on each side; those below are halved first
     assert next_threshold([low, middle, high]) == pytest.approx(0.75)
+    # Where a threshold fell onto an image, the others come first, and then it goes to both sides of the mean.
+    assert next_threshold([low, middle, high], [0.75]) == pytest.approx(2.75)
+    assert next_threshold([low, middle, high], [0.75, 2.75]) == pytest.approx(0.75 - 2e-4)
+    assert next_threshold([low, middle, high], [0.75, 2.75, 2.7, 0.7498]) == pytest.approx(0.75 + 2e-4)
