@@ -21,7 +21,8 @@ from fedmjp.errors import ClientFailure
 from fedmjp.federation.tap import WrappedGrid
 from fedmjp.federation.wire import Layout, count_of, flat
 
-REFUSED = 1000  # error code of a reply that did not pass
+REFUSED = 1000  # error code of a reply that did not pass, and of an order that a node refuses
+NODE_FAILED = 1001  # error code of a node that gives no reason
 MOST_WORDS = 200  # characters of a client's reason that are passed on
 
 

@@ -1,6 +1,10 @@
 """Flower's ClientApp: receives weights, replies with an update. Every engine and `flwr run` use the same app.
 
 Each message contains the run's configuration, because Flower's simulation starts clients with an empty run_config.
+
+On a SuperNode the client draws its random numbers from a key of its own (`fedmjp.entropy`), which stays in Flower's
+state of the node, takes from an order what its operator allows (`fedmjp.federation.node`), and says nothing of its
+files when it fails. A simulation passes its clients' key instead, trusts itself, and shows what went wrong.
 """
 
 from __future__ import annotations
@@ -9,26 +13,65 @@ import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedmjp.client import ClientTask, shared_task
+from fedmjp.entropy import ClientEntropy
+from fedmjp.federation.boundary import NODE_FAILED, REFUSED
+from fedmjp.federation.node import FAILED, LOG, OrderRefused, order_on_node
 from fedmjp.federation.wire import KEPT, LAYERS, flat, layout_of, pack, unpack
 
-app = ClientApp()
+DRAWN_FROM = "entropy"  # of a node's state: the key that it draws from, which no message holds
 
 
-@app.query()
-def identify(message: Message, context: Context) -> Message:
-    """Reply with the id of the data partition that this node holds."""
-    return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
+def build_client_app(simulated: ClientEntropy | None = None) -> ClientApp:
+    """The app of every client.
+
+    Args:
+        simulated: what the clients of a simulation draw from; None on SuperNodes, which draw from their own entropy.
+    """
+    built = ClientApp()
+
+    @built.query()
+    def identify(message: Message, context: Context) -> Message:
+        """Reply with the id of the data partition that this node holds."""
+        return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
+
+    @built.train()
+    def train(message: Message, context: Context) -> Message:
+        """Train on this node's partition and reply with the update."""
+        if simulated is not None:
+            return _train(message, context, str(message.content["instructions"]["config"]), simulated)
+        try:
+            instructions = message.content["instructions"]
+            order = order_on_node(str(instructions["config"]), str(instructions["defense"]), context.node_config)
+            return _train(message, context, order, _own_entropy(context))
+        except OrderRefused as refusal:
+            LOG.error("%s", refusal)
+            return Message(Error(REFUSED, str(refusal)), reply_to=message)
+        except Exception:  # whatever its words are, they may tell the server of the node's files
+            LOG.exception("the order failed")
+            return Message(Error(NODE_FAILED, FAILED), reply_to=message)
+
+    return built
 
 
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """Train on this node's partition and reply with the update."""
+app = build_client_app()
+
+
+def _own_entropy(context: Context) -> ClientEntropy:
+    """The node's key, drawn when it is first needed in a run and kept in the node's state."""
+    if DRAWN_FROM not in context.state:
+        context.state[DRAWN_FROM] = ConfigRecord({"key": ClientEntropy.fresh().key})
+    return ClientEntropy(bytes(context.state[DRAWN_FROM]["key"]))
+
+
+def _train(message: Message, context: Context, order: str, entropy: ClientEntropy) -> Message:
+    """Carry out an order."""
     instructions = message.content["instructions"]
-    task = shared_task(str(instructions["config"]), str(instructions["defense"]), str(instructions.get(LAYERS, "")))
+    layers = str(instructions.get(LAYERS, ""))
+    task = shared_task(order, str(instructions["defense"]), entropy, layers)
     state = message.content["state"]
     weights = read_state(task, state)
     kept = read_kept(task, state)

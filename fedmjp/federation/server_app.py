@@ -80,7 +80,7 @@ def run_rounds(
 
     server = ServerOptimizer(f.chosen_strategy(), dict(optimizer or {}))
     strategy = FederatedMean(
-        instructions={"config": task.config.to_json(), "defense": defense},
+        instructions={"config": task.config.order(), "defense": defense},
         update=f.update,
         learning_rate=f.learning_rate,
         per_round=task.config.sampled(),
