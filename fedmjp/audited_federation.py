@@ -94,6 +94,8 @@ def run_on_grid(
         for defense in config.defense:
             task = shared_task(config.order(), defense, config.client_entropy())
             folder.note_task(task)
+            if simulated:
+                folder.check_images(task)
             FederationAudit(task, defense, folder, rows, progress, tracker, lpips, simulated).run(grid)
 
 
@@ -127,6 +129,7 @@ class FederationAudit:
         self.memory, self.models = self._memory(), SentModels(task.model.module)
         self.aggregation = Aggregation(self.config.audit.secure_aggregation)
         self.round_started = time.perf_counter()
+        self.expected = 0  # rows up to the present round
 
     def _memory(self) -> Memory | None:
         """Where earlier updates are kept, if an attack asks for them and the model has tokens to attack."""
@@ -149,7 +152,7 @@ class FederationAudit:
         Raises:
             UsageError: the clients of an unfinished run kept what they need, which ended with their processes.
         """
-        finished, state = self.folder.load_state(self.defense)
+        finished, state, self.expected = self.folder.load_state(self.defense)
         rounds = self.config.federation.rounds
         if 0 < finished < rounds and self.task.clients_keep:
             remembers = self.task.defense.remembers
@@ -174,6 +177,7 @@ class FederationAudit:
                     first_round=finished + 1,
                     optimizer=state.optimizer if state else None,
                 )
+        self.folder.note_expected(self.defense, self.expected)
 
     def on_send(self, round: int, client: int, state: Mapping[str, Tensor]) -> Sending | None:
         """What an active server sends the clients (or groups) that it attacks; None for the others."""
@@ -224,7 +228,8 @@ class FederationAudit:
             self._track({"loss": loss, "accuracy": accuracy}, number)
         self._track({f"psnr/{name}": sum(own) / len(own) for name, own in self.psnr.items() if own}, number)
         self.psnr.clear()
-        self.folder.save_state(self.defense, number, state)
+        self.rows.sync()
+        self.folder.save_state(self.defense, number, state, self.expected)
         self.round_started = time.perf_counter()
 
     def _track(self, values: Mapping[str, float], number: int) -> None:
@@ -236,6 +241,7 @@ class FederationAudit:
         ids = self._ids(view)
         parameters = dict.fromkeys(self.guesses, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
         due = {name: own for name, own in parameters.items() if place in self.attacked[name]}
+        self.expected += len(due) * len(ids)
         return [n for n, own in due.items() if not self.rows.done(self._case(n, own, *place), ids)]
 
     def _ids(self, view: SeenUpdate) -> list[str]:
