@@ -90,13 +90,16 @@ def run_on_grid(
             they draw from entropy of their own (SuperNodes), and answers are not scored.
     """
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
-    with folder.open_rows() as rows, closing(open_tracker(config.log, config.out)) as tracker:
-        for defense in config.defense:
-            task = shared_task(config.order(), defense, config.client_entropy())
-            folder.note_task(task)
-            if simulated:
-                folder.check_images(task)
-            FederationAudit(task, defense, folder, rows, progress, tracker, lpips, simulated).run(grid)
+    try:
+        with folder.open_rows() as rows, closing(open_tracker(config.log, config.out)) as tracker:
+            for defense in config.defense:
+                task = shared_task(config.order(), defense, config.client_entropy())
+                folder.note_task(task)
+                if simulated:
+                    folder.check_images(task)
+                FederationAudit(task, defense, folder, rows, progress, tracker, lpips, simulated).run(grid)
+    finally:
+        shared_task.cache_clear()  # another run of this process starts from weights that nobody has trained
 
 
 class FederationAudit:

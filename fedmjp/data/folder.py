@@ -8,6 +8,7 @@ has them); pixels are decoded only on demand. With a limit, files are opened onl
 
 from __future__ import annotations
 
+import os
 import stat
 from collections import defaultdict
 from dataclasses import dataclass
@@ -176,10 +177,15 @@ def openable(root: Path, files: list[str], limit: int | None, seed: int, skipped
         if reason is None:
             good.append(files[index])
         else:
-            skipped.append(f"{files[index]}: {reason}")
+            skipped.append(f"{printable(files[index])}: {reason}")
     if not good:
         raise UsageError(f"none of the {len(files)} image files in {root} can be opened; replace them")
     return sorted(good)
+
+
+def printable(name: str) -> str:
+    """A file's name for tables and messages: bytes that are no UTF-8 as backslash and number."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _damage(file: Path) -> str | None:
@@ -200,4 +206,6 @@ def _class_of(file: str) -> str:
 
 def _image_set(root: Path, files: list[str], classes: list[str], size: int) -> ImageSet:
     number = {name: label for label, name in enumerate(classes)}
-    return ImageSet(FileImages(root, files), [number[_class_of(f)] for f in files], files, classes, size)
+    return ImageSet(
+        FileImages(root, files), [number[_class_of(f)] for f in files], list(map(printable, files)), classes, size
+    )
