@@ -100,7 +100,7 @@ COMMANDS = {
     "train": Command(
         _train,
         (*MODEL, "--weights", "random", "--data", "photos", "--train-limit", "8", "--test-limit", "2")
-        + ("--batch-size", "8", "--epochs", "2"),
+        + ("--batch-size", "8", "--epochs", "2", "--warmup-epochs", "0"),
         _of_train,
     ),
     "april_attack": Command(

@@ -57,8 +57,7 @@ def write_sealed(path: Path, content: bytes, about: Mapping[str, Any] | None = N
     Args:
         about: small values kept in that line, as JSON has them.
     """
-    line = {MARK: 1, "sha256": _digest(content, about or {}), "about": dict(about or {})}
-    write_whole(path, json.dumps(line).encode() + b"\n" + content)
+    write_whole(path, _head(content, about or {}) + b"\n" + content)
 
 
 def read_sealed(path: Path, advice: str) -> tuple[bytes, dict[str, Any]]:
@@ -72,13 +71,12 @@ def read_sealed(path: Path, advice: str) -> tuple[bytes, dict[str, Any]]:
     """
     try:
         head, newline, content = path.read_bytes().partition(b"\n")
-        line = json.loads(head) if newline else {}
-        about, wanted = line["about"], line["sha256"]
+        about = json.loads(head)["about"] if newline else None
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); {advice}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is damaged: its first line is none of FedMJP's; {advice}") from error
-    if _digest(content, about) != wanted:
+    if about is None or _head(content, about) != head:
         raise UsageError(f"{path} is damaged: it is not as it was written (digest); {advice}")
     return content, about
 
@@ -108,8 +106,10 @@ def read_record(path: Path, advice: str = "restore it, or pass another --out") -
     return record
 
 
-def _digest(content: bytes, about: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode() + b"\n" + content).hexdigest()
+def _head(content: bytes, about: Mapping[str, Any]) -> bytes:
+    """The first line of a sealed file, without its end."""
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode() + b"\n" + content).hexdigest()
+    return json.dumps({MARK: 1, "sha256": digest, "about": dict(about)}).encode()
 
 
 def _digest_of(record: Mapping[str, Any]) -> str:
