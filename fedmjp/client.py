@@ -120,9 +120,7 @@ class ClientTask:
         UsageError: data, weights or device are not available, or a client has fewer images than a batch holds.
     """
 
-    def __init__(
-        self, config: RunConfig, defense: str, layers: str = "", entropy: ClientEntropy | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, defense: str, layers: str = "", entropy: ClientEntropy | None = None) -> None:
         self.config = config
         self.entropy = config.client_entropy() if entropy is None else entropy
         self.defense = config.defence(defense)

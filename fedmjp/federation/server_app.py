@@ -123,7 +123,7 @@ class _ServerSide:
     def task_of(self, node: int) -> ClientTask:
         """The task of a node: another one than the federation's where it was sent another architecture."""
         layers = self.layers.get(node, "")
-        return shared_task(self.task.config.to_json(), self.defense, layers) if layers else self.task
+        return shared_task(self.task.config.order(), self.defense, self.task.entropy, layers) if layers else self.task
 
     def expected(self) -> Expected:
         """What a client's reply must hold."""
