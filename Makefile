@@ -2,13 +2,14 @@
 #   make simulate   create the environment, run the main job on the embedded photographs, print the path of the report
 #   make test       create the environment, run the tests (make test-fast: without the slow ones)
 # make notebook runs examples/audit.ipynb from top to bottom, make docs builds the documentation into site/,
-# make lint checks style and format, make fuzz sends the server 100,000 malformed replies.
+# make lint checks style and format, make fuzz sends the server 100,000 malformed replies,
+# make crash kills commands at each of their file operations and resumes them.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: simulate test test-fast fuzz notebook tables lint docs clean
+.PHONY: simulate test test-fast fuzz crash notebook tables lint docs clean
 
 simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense none mjp:gamma=0.1 mjp:gamma=0.9 --budget 3s $(ARGS)
@@ -25,6 +26,10 @@ test-fast: $(STAMP)
 # Malformed replies of clients, many more of them than the tests send.
 fuzz: $(STAMP)
 	FEDMJP_FUZZ=100000 $(TEST) tests/federation/test_boundary.py -k fuzz $(ARGS)
+
+# One command after the other, or some: make crash ARGS="--command train".
+crash: $(STAMP)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m tests.crash $(ARGS)
 
 # Runs it in a kernel of its own; the file keeps no outputs.
 notebook: $(STAMP)

@@ -40,6 +40,7 @@ class Capability(StrEnum):
     ACTIVE_ARCHITECTURE = (
         "active_architecture"  # the server chooses the layers of the model that it sends, and their values
     )
+    CLIENT_SEED = "client_seed"  # what the client drew is known: its random numbers follow from a seed in the order
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,19 @@ class ThreatModel:
 
 
 @dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a client drew for one update, only where the threat model grants it (`Capability.CLIENT_SEED`).
+
+    Attributes:
+        noise: added to the gradients, by parameter name, in their units; empty where none was added.
+        order: (B, N) int64, for each place of an image the patch that was moved there, or None.
+    """
+
+    noise: Mapping[str, Tensor] = field(default_factory=dict)
+    order: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Observation:
     """One client's update as the server sees it; two of them are equal only if they are the same object.
 
@@ -88,6 +102,7 @@ class Observation:
         bounds: largest error of each entry, by parameter name, where it is not read from the entries themselves.
         drops_patches: the model did not see every patch of an image (DropPos), so that places without a position
             gradient of their own may be in no equation at all.
+        drawn: what the client drew, only where the threat model grants it.
     """
 
     gradients: Mapping[str, Tensor]
@@ -106,6 +121,7 @@ class Observation:
     weights_granted: bool = True
     bounds: Mapping[str, Tensor] = field(default_factory=dict)
     drops_patches: bool = False
+    drawn: Drawn | None = None
     _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:

@@ -7,6 +7,7 @@ is rendered from the rows alone.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import defaultdict
@@ -24,7 +25,8 @@ from attacks.active.base import Sending
 from attacks.findings import Finding
 from attacks.fingerprints import repair, repaired
 from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
-from fedmjp.audit.harness import Scored, audit_update, scorer
+from fedmjp.audit.drawn import drawn_by
+from fedmjp.audit.harness import Scored, answer, audit_update, scorer, unscored
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import SentModels, observe_update, undo_adam
 from fedmjp.audit.suite import Suite, active_attack, select_attacks
@@ -51,7 +53,7 @@ def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) 
         ClientFailure: a client failed.
     """
     ENGINES.get(config.federation.engine)(
-        lambda grid: run_on_grid(grid, config, folder, progress), config.federation.clients
+        lambda grid: run_on_grid(grid, config, folder, progress), config.federation.clients, config.client_entropy()
     )
 
 
@@ -78,18 +80,30 @@ def run_or_resume(
     folder.finish()
 
 
-def run_on_grid(grid: Any, config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
-    """Run every federation of `config` on a given Flower Grid; see `run_experiment`."""
+def run_on_grid(
+    grid: Any, config: RunConfig, folder: RunFolder, progress: RunProgress, *, simulated: bool = True
+) -> None:
+    """Run every federation of `config` on a given Flower Grid; see `run_experiment`.
+
+    Args:
+        simulated: the clients draw from `config.client_entropy`, so that the originals of an update are known. If not,
+            they draw from entropy of their own (SuperNodes), and answers are not scored.
+    """
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
-    with folder.open_rows() as rows, closing(open_tracker(config.log, config.out)) as tracker:
-        for defense in config.defense:
-            task = shared_task(config.to_json(), defense)
-            folder.note_task(task)
-            FederationAudit(task, defense, folder, rows, progress, tracker, lpips).run(grid)
+    try:
+        with folder.open_rows() as rows, closing(open_tracker(config.log, config.out)) as tracker:
+            for defense in config.defense:
+                task = shared_task(config.order(), defense, config.client_entropy())
+                folder.note_task(task)
+                if simulated:
+                    folder.check_images(task)
+                FederationAudit(task, defense, folder, rows, progress, tracker, lpips, simulated).run(grid)
+    finally:
+        shared_task.cache_clear()  # another run of this process starts from weights that nobody has trained
 
 
 class FederationAudit:
-    """One federation under one defence, with its auditor."""
+    """One federation under one defence, with its auditor; `simulated` as for `run_on_grid`."""
 
     def __init__(
         self,
@@ -100,7 +114,9 @@ class FederationAudit:
         progress: RunProgress,
         tracker: Tracker,
         lpips: Callable | None,
+        simulated: bool = True,
     ) -> None:
+        self.simulated, self.guesses = simulated, BASELINES if simulated else ()
         self.task, self.defense, self.folder, self.rows, self.progress = task, defense, folder, rows, progress
         self.tracker, self.psnr = tracker, defaultdict(list)  # PSNR of the present round's images by attack
         self.config = task.config
@@ -117,6 +133,7 @@ class FederationAudit:
         self.alone = self.active is not None and self.active[1].single_out
         self.aggregation = Aggregation(self.config.audit.secure_aggregation, self.alone)
         self.round_started = time.perf_counter()
+        self.expected = 0  # rows up to the present round
 
     def _memory(self) -> Memory | None:
         """Where earlier updates are kept, if an attack asks for them and the model has tokens to attack."""
@@ -139,7 +156,7 @@ class FederationAudit:
         Raises:
             UsageError: the clients of an unfinished run kept what they need, which ended with their processes.
         """
-        finished, state = self.folder.load_state(self.defense)
+        finished, state, self.expected = self.folder.load_state(self.defense)
         rounds = self.config.federation.rounds
         if 0 < finished < rounds and self.task.clients_keep:
             remembers = self.task.defense.remembers
@@ -164,6 +181,7 @@ class FederationAudit:
                     first_round=finished + 1,
                     optimizer=state.optimizer if state else None,
                 )
+        self.folder.note_expected(self.defense, self.expected)
 
     def on_send(self, round: int, client: int, state: Mapping[str, Tensor]) -> Sending | None:
         """What an active server sends the clients (or groups) that it attacks; None for the others."""
@@ -217,7 +235,8 @@ class FederationAudit:
             self._track({"loss": loss, "accuracy": accuracy}, number)
         self._track({f"psnr/{name}": sum(own) / len(own) for name, own in self.psnr.items() if own}, number)
         self.psnr.clear()
-        self.folder.save_state(self.defense, number, state)
+        self.rows.sync()
+        self.folder.save_state(self.defense, number, state, self.expected)
         self.round_started = time.perf_counter()
 
     def _track(self, values: Mapping[str, float], number: int) -> None:
@@ -226,11 +245,18 @@ class FederationAudit:
     def _wanted(self, view: SeenUpdate, suite: Suite) -> list[str]:
         """The guesses and attacks of the suite that are due on this update and have no rows yet."""
         place = view.round, view.client
-        ids = [i for member in view.members for i in self.task.batch_ids(member, view.round, 0)]
-        ids *= self.task.learner.objective.whole_views
-        parameters = dict.fromkeys(BASELINES, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
+        ids = self._ids(view)
+        parameters = dict.fromkeys(self.guesses, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
         due = {name: own for name, own in parameters.items() if place in self.attacked[name]}
+        self.expected += len(due) * len(ids)
         return [n for n, own in due.items() if not self.rows.done(self._case(n, own, *place), ids)]
+
+    def _ids(self, view: SeenUpdate) -> list[str]:
+        """Names of the images of an update, view by view; numbers where only the clients know which ones they drew."""
+        views, size = self.task.learner.objective.whole_views, self.config.federation.batch_size
+        if not self.simulated:
+            return [f"image {index}" for index in range(len(view.members) * size * views)]
+        return [i for member in view.members for i in self.task.batch_ids(member, view.round, 0)] * views
 
     def _batch(self, view: SeenUpdate) -> tuple[Batch, Tensor]:
         """The first local step's batch of all members together, and their images as the models saw them."""
@@ -244,7 +270,7 @@ class FederationAudit:
         return Batch(images, labels, tuple(i for batch in own for i in batch.ids), targets), seen
 
     def _audit(self, view: SeenUpdate, audited: bool) -> None:
-        batch, seen = self._batch(view)
+        batch, seen = self._batch(view) if self.simulated else (None, None)
         observation = observe_update(
             self.task,
             self.threat_model,
@@ -253,14 +279,17 @@ class FederationAudit:
             client=view.client,
             sent=view.sent,
             received=view.received,
-            labels=batch.labels,
+            labels=batch.labels if batch else None,
             clients=len(view.members),
         )
         first_step = self.config.local.optimizer == "adamw" and observation.local_steps == 1
+        raw = observation
         if first_step:
-            observation, findings = undo_adam(observation)
+            observation, findings = undo_adam(raw)
         else:
-            observation, findings = repair(observation) if audited else (repaired(observation), [])
+            observation, findings = repair(raw) if audited else (repaired(raw), [])
+        if Capability.CLIENT_SEED in self.threat_model.grants:
+            observation = dataclasses.replace(observation, drawn=drawn_by(self.task, raw, observation, batch))
         observations = [*(self.memory.before(observation) if self.memory else []), observation]
         if audited:
             audit = self.config.audit
@@ -273,7 +302,11 @@ class FederationAudit:
             )
             self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
             self.folder.note_findings(self.defense, findings)
-            self._attack(observations, suite, self._wanted(view, suite), batch, seen, view, findings)
+            wanted = self._wanted(view, suite)
+            if batch is None:
+                self._attack_unscored(observations, suite, wanted, view, findings)
+            else:
+                self._attack(observations, suite, wanted, batch, seen, view, findings)
         if self.memory:
             self.memory.add(observation)
 
@@ -305,7 +338,24 @@ class FederationAudit:
             weights_granted=Capability.MODEL_WEIGHTS in self.threat_model.grants,
             findings=findings,
         ):
-            self._write(scored, observation, batch, norm)
+            self._write(scored, observation, self._ids(view), norm)
+
+    def _attack_unscored(
+        self,
+        observations: list[Observation],
+        suite: Suite,
+        wanted: list[str],
+        view: SeenUpdate,
+        findings: Sequence[Finding],
+    ) -> None:
+        """Write rows and pictures of the attacks that are wanted, where the originals are not known."""
+        granted, ids = Capability.MODEL_WEIGHTS in self.threat_model.grants, self._ids(view)
+        norm = observations[-1].gradient_norm()
+        for name in wanted:
+            attack = suite.chosen[name]
+            with torch.no_grad():
+                found = answer(attack, observations, weights_granted=granted)
+            self._write(unscored(attack, name, found, len(ids), findings), observations[-1], ids, norm)
 
     def _baselines(self, view: SeenUpdate, size: int) -> dict[str, Tensor]:
         """The two guesses that need no gradient, (B, C, H, W) each."""
@@ -314,7 +364,7 @@ class FederationAudit:
         other = test.images(others).to(self.mean_image)
         return dict(zip(BASELINES, (self.mean_image.expand(size, -1, -1, -1), other), strict=True))
 
-    def _write(self, scored: Scored, observation: Observation, batch: Batch, norm: float) -> None:
+    def _write(self, scored: Scored, observation: Observation, ids: Sequence[str], norm: float) -> None:
         place = self.defense, observation.round, observation.client
         if scored.images is not None:
             self.folder.save_images(*place, scored.attack, scored.images)
@@ -322,7 +372,7 @@ class FederationAudit:
             mask = scored.known.float().expand(-1, 3, -1, -1)
             self.folder.save_images(*place, f"{scored.attack}_known", mask)
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
-        for index, image_id in enumerate(batch.ids * self.task.learner.objective.whole_views):
+        for index, image_id in enumerate(ids):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
         found = [r["psnr"] for r in scored.records]
         self.psnr[scored.attack] += filter(math.isfinite, found)  # of images that came back
@@ -331,6 +381,7 @@ class FederationAudit:
     def _case(self, attack: str, parameters: Mapping[str, Any], round: int, client: int) -> dict[str, Any]:
         """The columns that identify this batch's rows, `records.rows.CASE`."""
         config, group = self.config, self.config.audit.secure_aggregation
+        setting = self.task.setting if self.simulated else f"{self.task.setting.rpartition(', ')[0]}, not scored"
         return {
             "dataset": self.task.data.name,
             "model": self.task.model.name,
@@ -340,7 +391,7 @@ class FederationAudit:
             "defense_parameters": self.task.defense.parameters(),
             "objective": self.task.objective_name,
             "objective_parameters": dict(vars(self.task.learner.objective)),
-            "setting": self.task.setting + self._group_in_words(),
+            "setting": setting + self._group_in_words(),
             "precision": "float32",
             "update": config.federation.update,
             "batch_size": config.federation.batch_size * (1 if self.alone else max(group, 1)),
@@ -378,7 +429,7 @@ def check_before_start(config: RunConfig) -> list[str]:
         )
     guarantees = []
     for defense in config.defense:
-        task = shared_task(config.to_json(), defense)
+        task = shared_task(config.order(), defense, config.client_entropy())
         if len(task.data.test) == 0:
             raise UsageError(f"--data {config.data.data} has no test images")
         guarantees.append(task.guarantee)

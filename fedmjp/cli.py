@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import re
@@ -24,6 +25,13 @@ from fedmjp.errors import ClientFailure
 
 T = TypeVar("T")
 
+# What is wrong with a disk or a folder, and not with this program.
+SURROUNDINGS = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
+        *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ESTALE),
+    }
+)
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -88,7 +96,8 @@ def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:
         resume: where the finished rows are and how to go on, for an interrupt or a failed client.
 
     Returns:
-        0, 1 for a failed client, 2 for a mistake of usage, 130 for an interrupt.
+        0, 1 for a failed client or a disk that is full or cannot be written to, 2 for a mistake of usage, 130 for an
+        interrupt.
     """
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
@@ -96,6 +105,12 @@ def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except OSError as error:
+        if error.errno not in SURROUNDINGS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror}; once that is mended: {resume()}", file=sys.stderr)
+        return EXIT_FAILURE
     except ClientFailure as error:
         print(f"error: {error}\n{resume()}", file=sys.stderr)
         return EXIT_FAILURE
@@ -106,5 +121,7 @@ def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:
 
 
 def terminal() -> Console:
-    """The terminal; a file or a pipe is given room for the table."""
-    return Console() if sys.stdout.isatty() else Console(width=130)
+    """The terminal; a file or a pipe is given room for the table. Brackets in names and paths are no markup."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files that are not UTF-8
+    return Console(markup=False) if sys.stdout.isatty() else Console(width=130, markup=False)

@@ -1,7 +1,8 @@
 """One client's local training in one round: data, model and defence, without Flower.
 
-The auditor uses the same object to look up the original images of an attacked update: batches, augmentation and masks
-depend only on (seed, client, round, step), so the client sends nothing but the update itself.
+The auditor of a simulation uses the same object to look up the original images of an attacked update: batches,
+augmentation and masks depend only on (the clients' key, client, round, step; `fedmjp.entropy`), so the client sends
+nothing but the update itself.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fedmjp.defenses import ClientInput
 from fedmjp.defenses.privacy import Schedule
 from fedmjp.defenses.step import LocalStep
 from fedmjp.devices import usable_device
+from fedmjp.entropy import ClientEntropy
 from fedmjp.models import MODELS, split_name
 from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import Draws, Learner
@@ -90,18 +92,19 @@ def shared_data(data: DataConfig, size: int, seed: int) -> DataBundle:
 
 
 @lru_cache(maxsize=3)
-def shared_task(config_json: str, defense: str, layers: str = "") -> ClientTask:
+def shared_task(order: str, defense: str, entropy: ClientEntropy, layers: str = "") -> ClientTask:
     """The task of a run under one defence, cached per process.
 
     Args:
-        config_json: the configuration, from `RunConfig.to_json`.
+        order: the configuration, from `RunConfig.order`.
         defense: name of the defence.
+        entropy: what the clients draw from.
         layers: see `ClientTask`.
 
     Raises:
         UsageError: see `ClientTask`.
     """
-    return ClientTask(RunConfig.from_json(config_json), defense, layers)
+    return ClientTask(RunConfig.from_json(order), defense, layers, entropy)
 
 
 class ClientTask:
@@ -111,13 +114,15 @@ class ClientTask:
         config: the configuration of the run.
         defense: name of the defence that this federation trains under.
         layers: what an active server has changed of the model's architecture, as `change_layers` reads it.
+        entropy: what the clients draw from; None for that of a simulation of `config`.
 
     Raises:
         UsageError: data, weights or device are not available, or a client has fewer images than a batch holds.
     """
 
-    def __init__(self, config: RunConfig, defense: str, layers: str = "") -> None:
+    def __init__(self, config: RunConfig, defense: str, layers: str = "", entropy: ClientEntropy | None = None) -> None:
         self.config = config
+        self.entropy = config.client_entropy() if entropy is None else entropy
         self.defense = config.defence(defense)
         self.device = usable_device(config.device)
         if config.threads:
@@ -198,12 +203,16 @@ class ClientTask:
         labels, ids = train.labels[indices], tuple(train.ids[i] for i in indices)
         if self.augmented is None:
             return Batch(train.images(indices), labels, ids, labels)
-        images, targets = self.augmented.draw(indices, self._entropy(6, client, round, step))
+        images, targets = self.augmented.draw(indices, self.entropy.seed(6, client, round, step))
         return Batch(images, labels, ids, targets if self.augmented.softens else labels)
 
     def batch_ids(self, client: int, round: int, step: int) -> tuple[str, ...]:
         """The ids of the batch of one step, without decoding its images."""
         return tuple(self.data.train.ids[i] for i in self._indices(client, round, step))
+
+    def message_generator(self, client: int, round: int) -> torch.Generator:
+        """What the defence draws from when it makes the message of a round."""
+        return self.entropy.generator(3, client, round, 0)
 
     def _indices(self, client: int, round: int, step: int) -> list[int]:
         """Indices of one step's images in the training set: epochs over the client's data, each in a new order."""
@@ -213,8 +222,7 @@ class ClientTask:
         places = range(first, first + f.batch_size)
         orders: dict[int, np.ndarray] = {}
         for epoch in {p // len(own) for p in places}:
-            seed = np.random.SeedSequence([self.config.seed, 1, client, epoch])
-            orders[epoch] = np.random.default_rng(seed).permutation(len(own))
+            orders[epoch] = self.entropy.permutation(len(own), 1, client, epoch)
         return [int(own[orders[p // len(own)][p % len(own)]]) for p in places]
 
     def seen(self, batch: Batch, client: int, round: int, step: int) -> ClientInput:
@@ -233,7 +241,7 @@ class ClientTask:
         return self.learner.views(batch.images.to(self.device), draws, round)
 
     def _draws(self, client: int, round: int, step: int) -> Draws:
-        return Draws(self._generator(2, client, round, step), self._generator(5, client, round, step))
+        return Draws(*(self.entropy.generator(purpose, client, round, step) for purpose in (2, 5)))
 
     def _progress(self, round: int, step: int, steps: int) -> float:
         """Share of the run's steps that come before this one of `steps` in its round, in [0, 1)."""
@@ -282,7 +290,7 @@ class ClientTask:
         sent = gradients
         if descends:
             sent = {n: weights[n].to(self.device) - p.detach() for n, p in self.parameters.items()}
-        sent, memory = self.defense.message(sent, self._generator(3, client, round, 0), memory)
+        sent, memory = self.defense.message(sent, self.message_generator(client, round), memory)
         if descends:
             sent = {n: weights[n].to(self.device) - t for n, t in sent.items()}
         examples, mean = self.config.federation.batch_size * steps, sum(losses) / len(losses)
@@ -349,11 +357,11 @@ class ClientTask:
         """
         local = self.local_step(client, round, step)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self._entropy(7, client, round, step))
+            self.entropy.seed_globally(7, client, round, step)
             return self._defended(local, client, round, step)
 
     def _defended(self, local: LocalStep, client: int, round: int, step: int) -> tuple[dict[str, Tensor], float]:
-        gradients = self.defense.gradients(local, self._generator(8, client, round, step))
+        gradients = self.defense.gradients(local, self.entropy.generator(8, client, round, step))
         return gradients, float(local.loss.detach())
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -375,15 +383,6 @@ class ClientTask:
             parameter.grad = gradients[name] + pull
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-    def _entropy(self, purpose: int, client: int, round: int, step: int) -> int:
-        """A seed for one purpose in one step of a client."""
-        entropy = np.random.SeedSequence([self.config.seed, purpose, client, round, step]).generate_state(1, np.uint64)
-        return int(entropy[0] >> np.uint64(1))
-
-    def _generator(self, purpose: int, client: int, round: int, step: int) -> torch.Generator:
-        """A separate CPU generator for every use, so that masks are the same on every device and engine."""
-        return torch.Generator().manual_seed(self._entropy(purpose, client, round, step))
 
 
 def float_buffers(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -36,6 +36,9 @@ from fedmjp.federation_options import FederationConfig, LocalConfig
 from fedmjp.models import MODELS, split_name
 from fedmjp.objectives import Objective, objective_help, read_objective
 from fedmjp.settings import describe, read_value, replace_at
+
+if TYPE_CHECKING:
+    from fedmjp.entropy import ClientEntropy
 
 DEFENSE_HELP = (
     f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}; one of "
@@ -128,8 +131,8 @@ class AuditConfig:
     ATTACK.steps=NUMBER."""
     grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
     """What the adversary sees beyond an update: model_weights, position_gradient, several_rounds, labels,
-    token_gradient, modified_model, auxiliary_data, active_parameters, active_architecture; aggregate_only comes with
-    --secure-aggregation. An attack that needs more is refused."""
+    token_gradient, modified_model, auxiliary_data, active_parameters, active_architecture, client_seed; aggregate_only
+    comes with --secure-aggregation. An attack that needs more is refused."""
     lpips_net: Literal["squeeze", "alex", "vgg"] = "squeeze"
     """Backbone of the LPIPS metric."""
     lpips_weights: Path | None = None
@@ -166,7 +169,10 @@ class RunConfig:
     threads: int = 0
     """Torch threads (0: torch's own choice)."""
     seed: int = 0
-    """Fixes data order, weights, masks and noise."""
+    """Fixes weights and how the images are dealt out; the server knows it."""
+    client_seed: int = 0
+    """Fixes, with --seed, what the clients of a simulation draw: order of images, augmentation, masks, noise. No
+    message and no attack holds it; on SuperNodes clients draw from entropy of their own."""
     out: Path = Path("runs/simulate")
     """Folder of the results (left at its default, a new folder in it is named after the time)."""
     resume: bool = False
@@ -276,6 +282,8 @@ class RunConfig:
             raise UsageError("--secure-aggregation needs every client of a round: leave --least-share at 1")
         if self.chosen_objective().whole_views > 1:
             raise UsageError(f"--secure-aggregation has no sums of several views: --objective {self.objective}")
+        if Capability.CLIENT_SEED.value in self.audit.grants:
+            raise UsageError("--grants client_seed is of one client's draws: leave out --secure-aggregation")
         return sampled // size
 
     def attack_settings(self) -> dict[str, dict[str, Any]]:
@@ -310,6 +318,17 @@ class RunConfig:
         values["options"] = {name: values["options"][name] for name in names if name in values["options"]}
         return json.dumps(values, default=str, sort_keys=True)
 
+    def order(self) -> str:
+        """`to_json` for the clients: without what the server of a federation does not know or need not tell."""
+        values = json.loads(self.to_json())
+        return json.dumps({name: v for name, v in values.items() if name not in NOT_ORDERED}, sort_keys=True)
+
+    def client_entropy(self) -> ClientEntropy:
+        """What the clients of a simulation of this run draw from."""
+        from fedmjp.entropy import ClientEntropy
+
+        return ClientEntropy.simulated(self.seed, self.client_seed)
+
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
         """Inverse of `to_json`; options of defences that do not run have their defaults.
@@ -320,6 +339,8 @@ class RunConfig:
         return _build(cls, json.loads(text))
 
 
+# What the server's orders leave out: the seed of what clients draw, and how the server itself runs.
+NOT_ORDERED = ("client_seed", "out", "resume", "log")
 # A group of options a defence; only now are the names known that a run's other options take.
 DefenseOptions = defense_options(option_names(RunConfig))
 

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from attacks.observation import Capability
 from attacks.registry import UsageError
 from fedmjp.cli import guarded, parse, terminal
 from fedmjp.config import DefenseOptions, ModelConfig, RunConfig, from_flat, option_places
@@ -31,8 +32,8 @@ from fedmjp.settings import split_entries
 SECTION = "[tool.flwr.app.config]"
 # What a run on a SuperLink starts from, where it differs from the command line's defaults.
 BASE = RunConfig(defense=("mjp",), model=ModelConfig("deit_ti"), out=Path("runs/flower"))
-# The nodes are the clients, and the grid is Flower's own.
-FIXED = ("clients", "engine")
+# The nodes are the clients, which draw from entropy of their own, and the grid is Flower's own.
+FIXED = ("clients", "engine", "client_seed")
 PLUGINS = "defense_options"
 
 
@@ -99,11 +100,16 @@ def _run(grid: Any, run_config: Mapping[str, Any]) -> None:
     from fedmjp.simulate import report
 
     config = configuration(run_config, len(list(grid.get_node_ids())))
+    for grant in (Capability.LABELS, Capability.CLIENT_SEED):
+        if grant in config.threat_model().grants:
+            raise UsageError(
+                f"grants={grant.value} has no meaning here: on SuperNodes only the clients know what they drew"
+            )
     console = terminal()
     for guarantee in check_before_start(config):
         console.print(guarantee, highlight=False, soft_wrap=True)
     folder = RunFolder(config)
-    run_on_grid(grid, config, folder, RunProgress(console))
+    run_on_grid(grid, config, folder, RunProgress(console), simulated=False)
     folder.finish()
     console.print(f"report: {report(folder, console)}")
 

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 
 class RunProgress:
@@ -35,7 +36,7 @@ class RunProgress:
         self._defense, self._rounds = defense, rounds
         columns = (
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -61,7 +62,7 @@ class RunProgress:
         attacks = "  ".join(f"{a} {fmean(v):.1f} dB" if v else f"{a} -" for a, v in self._psnr.items())
         self._psnr.clear()
         self.console.print(
-            f"[bold]{self._defense}[/] round {number}/{self._rounds}  loss {loss:.3f}  accuracy {accuracy:.1%}  "
-            f"{seconds:.1f} s  {attacks}",
+            Text(self._defense, "bold"),
+            f"round {number}/{self._rounds}  loss {loss:.3f}  accuracy {accuracy:.1%}  {seconds:.1f} s  {attacks}",
             highlight=False,
         )

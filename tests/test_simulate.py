@@ -287,3 +287,38 @@ def test_configuration_survives_json() -> None:
     config = from_flat({"defense": "none,mjp", "gamma": 0.3, "data_path": "x/y", "audit_rounds": "1,2", "rounds": 4})
     assert RunConfig.from_json(config.to_json()) == config
     assert (config.options.mjp.gamma, config.defense, config.audit.audit_rounds) == (0.3, ("none", "mjp"), (1, 2))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_finished_run_has_all_its_rows_and_a_damaged_one_is_refused(tmp_path, monkeypatch, capsys) -> None:
+    """Rows that are lost before the end are noticed at the end; a flipped byte of the state, when it is read."""
+    out, honest = tmp_path / "run", ClientTask.update
+
+    def update(self, client, number, *state):
+        if number == 2:
+            raise KeyboardInterrupt
+        return honest(self, client, number, *state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ClientTask, "update", update)
+        assert run(out) == 130
+    assert not json.loads((out / "run.json").read_text())["finished"]
+    kept = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for name, place in (("state/none.state", -9), ("rounds.csv", -4), ("run.json", 40), ("rows.jsonl", 60)):
+        content = bytearray(kept[out / name])
+        content[place] ^= 1
+        (out / name).write_bytes(content)
+        capsys.readouterr()
+        assert run(out, "--resume") == 2, name
+        error = capsys.readouterr().err.strip()
+        assert name.rpartition("/")[2] in error
+        assert error.count("\n") == 0
+        (out / name).write_bytes(kept[out / name])
+    rows = kept[out / "rows.jsonl"].splitlines(keepends=True)
+    (out / "rows.jsonl").write_bytes(b"".join(rows[:-1]))
+    (out / "rows.jsonl.sums").unlink()
+    assert run(out, "--resume") == 2
+    assert (
+        f"holds {2 * len(rows) - 1} rows of --defense none, and {2 * len(rows)} were written" in capsys.readouterr().err
+    )
+    assert not json.loads((out / "run.json").read_text())["finished"]

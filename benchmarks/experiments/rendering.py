@@ -6,7 +6,6 @@ a committed table is always what its rows give.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import pandas as pd
 from attacks.registry import UsageError
 from fedmjp.audit.verdict import RECOGNISABLE, judge
 from fedmjp.metrics import bootstrap_mean
+from fedmjp.records.files import read_record, write_whole
 from fedmjp.records.rows import RESULTS, Schema, load_rows
 from fedmjp.report.blocks import markdown_table as markdown_table
 from fedmjp.report.columns import check_columns
@@ -42,7 +42,7 @@ class Rendering:
     def write(self, folder: Path) -> None:
         """Write files and figures of a folder, wherever it is."""
         for name, text in self.files(folder).items():
-            (folder / name).write_text(text, encoding="utf-8")
+            write_whole(folder / name, text.encode())
         self.figures(folder)
 
 
@@ -65,7 +65,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     if not path.is_file():
         raise UsageError(f"no {path}; run the command that writes it first")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_record(path)
 
 
 def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.DataFrame:

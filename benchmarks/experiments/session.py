@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,9 @@ from fedmjp.defenses import Defense
 from fedmjp.devices import usable_device
 from fedmjp.metrics import load_lpips
 from fedmjp.records import provenance
+from fedmjp.records.lock import FolderLock
 from fedmjp.records.rows import RESULTS, RowLog, Schema, pack_rows, unpack_rows
-from fedmjp.records.run_record import note_rows
+from fedmjp.records.run_record import note_rows, note_start
 
 # Options that decide about no number.
 _NEUTRAL = {"out", "resume", "device", "threads", "batch_size", "together"}
@@ -70,21 +72,56 @@ class Session:
         return [line for line in self._said if line.startswith("left out")]
 
     @contextmanager
-    def rows(self) -> Iterator[RowLog]:
-        """The folder's rows, to append to; packed where the block ends without an exception."""
+    def rows(self, defense: Defense | None = None) -> Iterator[RowLog]:
+        """The folder's rows, to append to; packed where the block ends without an exception.
+
+        run.json is there before the first row, and says that they are not finished.
+
+        Args:
+            defense: the one that all rows of the same name must be of, with its options; None where a command runs
+                several.
+
+        Raises:
+            UsageError: rows of the folder are of the same defence with other options; nothing is changed.
+        """
         path = self.out / "rows.jsonl"
-        unpack_rows(path)
-        with RowLog(path, self._schema) as rows:
-            if rows.repaired:
-                self.say("the last row was half-written: it is computed again")
-            yield rows
+        if defense is not None and any(self.out.glob("rows.jsonl*")):
+            self._require_same(defense)
+        self.out.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(self.out)
+        try:
+            note_start(self.out)
+            unpack_rows(path)
+            with RowLog(path, self._schema) as rows:
+                if rows.repaired:
+                    self.say("the last row was half-written: it is computed again")
+                yield rows
+        finally:
+            lock.release()
         if not path.stat().st_size:
             raise UsageError(f"no picture of --images {self.options.images} can be read; nothing was attacked")
         pack_rows(path)
 
+    def _require_same(self, defense: Defense) -> None:
+        rows, asked = read_rows(self.out, self._schema), json.loads(json.dumps(defense.parameters()))
+        own = rows.loc[rows["defense"] == self.options.defense, "defense_parameters"]
+        for found in own:
+            changed = sorted(name for name in {**found, **asked} if found.get(name) != asked.get(name))
+            if changed:
+                option = changed[0]
+                raise UsageError(
+                    f"{self.out} holds rows of {self.options.defense} with {option} {found.get(option)}, not "
+                    f"{asked.get(option)}; resume with the same options or pass another --out"
+                )
+
     def bar(self) -> Progress:
         """A progress display, to be used as a context manager."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         return Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
 
     def finish(self, program: str, rendering: Rendering, **more) -> pd.DataFrame:

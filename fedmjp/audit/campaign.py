@@ -19,6 +19,7 @@ from attacks import Attack, UsageError
 from attacks.base import OUT_OF_MEMORY
 from fedmjp.audit.harness import Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
+from fedmjp.records.image_digests import ImageDigests
 from fedmjp.records.rows import BASELINES, RowLog
 
 Cases = Mapping[tuple[Setting, str], dict[str, Any]]
@@ -96,6 +97,8 @@ class Campaign:
         self.victims, self.defense, self.rows, self.columns = victims, defense, rows, columns
         self.attacks = dict(attacks)
         self.score_images, self.batch_size, self.on_batch = score_images, batch_size, on_batch
+        self._checked: set[int] = set()
+        self._digests = ImageDigests(rows.path.parent, victims.gallery.name)
 
     def attack(self, subject: Subject, settings: Sequence[Setting]) -> None:
         """Write the missing rows of one subject, for every setting and attack.
@@ -111,6 +114,7 @@ class Campaign:
             }
             for clients in self._batches(list(cases.values())):
                 self._attack_or_halve(subject, clients, cases)
+            self._require_complete(list(cases.values()))
 
     def baselines(self, setting: str, mean: Tensor | None = None) -> None:
         """Write the rows of the two guesses that need no gradient, scored against the original images.
@@ -144,10 +148,33 @@ class Campaign:
         while clients:
             batch = clients[: self.batch_size]
             clients = clients[len(batch) :]
+            self._check_images(batch)
             if any(self._lacks(cases, client) for client in batch):
                 yield batch
             else:
                 self.on_batch(len(batch), {})
+
+    def _check_images(self, batch: list[int]) -> None:
+        """Refuse pictures that are not those of the rows; once a batch and image size."""
+        fresh = [client for client in batch if client not in self._checked]
+        clients, images = self.victims.decode(fresh) if fresh else ([], None)
+        self._checked |= set(fresh)
+        if clients:
+            self._digests.check([name for client in clients for name in self.victims.ids(client)], images)
+
+    def _require_complete(self, cases: Sequence[Mapping[str, Any]]) -> None:
+        """Every image that can be decoded has a row in every case.
+
+        Raises:
+            UsageError: one has not.
+        """
+        readable = (client for client in range(len(self.victims)) if client not in self.victims.unreadable)
+        lacking = [client for client in readable if self._lacks(cases, client)]
+        if lacking:
+            raise UsageError(
+                f"{self.rows.path} lacks rows of {len(lacking)} clients, the first of which holds "
+                f"{self.victims.ids(lacking[0])[0]}; go on with --resume"
+            )
 
     def _lacks(self, cases: Sequence[Mapping[str, Any]], client: int) -> bool:
         return not all(self.rows.done(case, self.victims.ids(client)) for case in cases)

@@ -6,7 +6,6 @@ folder of our own federations, which can be resumed; file names and formats are 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ import torch
 from attacks import Observation, ThreatModel, UsageError
 from fedmjp.audit.harness import Scored
 from fedmjp.records import provenance
+from fedmjp.records.files import write_record
 from fedmjp.records.rows import RowLog
-from fedmjp.records.run_folder import write_whole
 
 if TYPE_CHECKING:
     from fedmjp.report import Panel
@@ -138,7 +137,7 @@ class AuditFolder:
             "notes": list(notes),
             "finished": finished,
         }
-        write_whole(self.out / "run.json", json.dumps(description, indent=2, default=str).encode())
+        write_record(self.out / "run.json", description)
         return render(self.out, list(panels))
 
 

@@ -131,6 +131,19 @@ def explained(scored: Scored, findings: Sequence[Finding]) -> Scored:
     return replace(scored, diagnosis=diagnosis, reconstruction=found, known=nothing)
 
 
+def unscored(attack: Attack, name: str, found: Reconstruction, size: int, findings: Sequence[Finding]) -> Scored:
+    """An attack's answer where the originals are not known: without metrics; see `explained`.
+
+    Args:
+        size: images of the batch.
+    """
+    records = [dict.fromkeys(METRIC_DIRECTIONS, float("nan"))] * size
+    images = None if found.images is None else found.images.float()
+    return explained(
+        Scored(name, attack.parameters(), images, records, found.seconds, found.diagnosis, found), findings
+    )
+
+
 def run_attack(
     attack: Attack,
     name: str,

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from attacks import Observation
 from attacks.memory import remember
+from fedmjp.records.files import read_sealed, write_sealed
+
+START_AGAIN = "the run cannot go on; start it again in another --out"
 
 
 class Memory:
@@ -58,7 +61,7 @@ class Memory:
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(sent, path)
-        return load_file(path)
+        return load(read_sealed(path, START_AGAIN)[0])
 
     def _file(self, client: int, number: int) -> Path:
         return self.folder / f"client{client:04d}_round{number:05d}.safetensors"
@@ -68,7 +71,8 @@ class Memory:
         template = remember(present, self.layers)
         for path in sorted(self.folder.glob(f"client{present.client:04d}_round*.safetensors")):
             number = int(path.stem.rpartition("round")[2])
-            tensors = load_file(path, device=str(next(iter(present.gradients.values())).device))
+            device = next(iter(present.gradients.values())).device
+            tensors = {n: t.to(device) for n, t in load(read_sealed(path, START_AGAIN)[0]).items()}
             gradients, bounds, state = (_part(tensors, prefix) for prefix in ("gradient.", "bounds.", "model."))
             model = copy.deepcopy(template.model)
             model.load_state_dict(state)
@@ -78,9 +82,7 @@ class Memory:
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a file whole or not at all."""
-    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
+    write_sealed(path, save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}))
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

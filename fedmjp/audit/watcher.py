@@ -30,13 +30,12 @@ from attacks.fingerprints import minus_weights, repair
 from attacks.memory import remember
 from attacks.momentum import KeptMomentum
 from fedmjp.audit.folder import AuditFolder, Subject, holds_results
-from fedmjp.audit.harness import Scored, answer, explained
+from fedmjp.audit.harness import answer, unscored
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
 from fedmjp.audit.observe import model_as_sent, model_with_sent_layers, undo_adam
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
-from fedmjp.metrics import METRIC_DIRECTIONS
 from fedmjp.records.rows import load_rows
 from fedmjp.records.run_folder import save_image
 
@@ -241,11 +240,9 @@ class Watcher:
         self, observation: Observation, name: str, attack: Attack, found: Reconstruction, findings: Sequence[Finding]
     ) -> None:
         """Write one attack's rows and pictures."""
-        images = None if found.images is None else found.images.float()
         size = observation.num_examples
-        unscored = [dict.fromkeys(METRIC_DIRECTIONS, float("nan"))] * size
-        scored = Scored(name, attack.parameters(), images, unscored, found.seconds, found.diagnosis, found)
-        scored = explained(scored, findings)
+        scored = unscored(attack, name, found, size, findings)
+        images = scored.images
         place = observation.round, observation.client
         self.found.append((observation.client, name, replace(scored.reconstruction, diagnosis=scored.diagnosis)))
         for row in self._subject.rows(observation, scored, [f"image {i}" for i in range(size)]):

@@ -8,6 +8,8 @@ has them); pixels are decoded only on demand. With a limit, files are opened onl
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from fedmjp.data.catalog import DataBundle, Request
 from fedmjp.data.imageset import DECODE_ERRORS, ImageSet, choose
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+# Pillow's names of the formats that it decodes itself; EPS, whatever its file is called, would start Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 TEST_FOLDERS = ("val", "valid", "validation", "test")
 TEST_SHARE = 0.2
 UNLABELLED = "(no label)"
@@ -44,7 +48,7 @@ class FileImages:
             OSError, SyntaxError, ValueError: the file cannot be decoded; see `imageset.DECODE_ERRORS`.
         """
         # Loading inside the block closes the file: a large batch would otherwise exhaust the file handles.
-        with Image.open(self.root / self.files[index]) as picture:
+        with Image.open(self.root / self.files[index], formats=FORMATS) as picture:
             picture.load()
             return picture
 
@@ -173,15 +177,22 @@ def openable(root: Path, files: list[str], limit: int | None, seed: int, skipped
         if reason is None:
             good.append(files[index])
         else:
-            skipped.append(f"{files[index]}: {reason}")
+            skipped.append(f"{printable(files[index])}: {reason}")
     if not good:
         raise UsageError(f"none of the {len(files)} image files in {root} can be opened; replace them")
     return sorted(good)
 
 
+def printable(name: str) -> str:
+    """A file's name for tables and messages: bytes that are no UTF-8 as backslash and number."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def _damage(file: Path) -> str | None:
     try:
-        with Image.open(file) as picture:
+        if not stat.S_ISREG(file.stat().st_mode):  # opening a FIFO would wait for a writer
+            return "no regular file"
+        with Image.open(file, formats=FORMATS) as picture:
             picture.verify()
     except DECODE_ERRORS as error:
         # Pillow's message contains the absolute path, which must not appear in a results file.
@@ -195,4 +206,6 @@ def _class_of(file: str) -> str:
 
 def _image_set(root: Path, files: list[str], classes: list[str], size: int) -> ImageSet:
     number = {name: label for label, name in enumerate(classes)}
-    return ImageSet(FileImages(root, files), [number[_class_of(f)] for f in files], files, classes, size)
+    return ImageSet(
+        FileImages(root, files), [number[_class_of(f)] for f in files], list(map(printable, files)), classes, size
+    )

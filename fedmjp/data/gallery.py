@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attacks.registry import UsageError
 from fedmjp.data.catalog import IMAGES, KINDS, SOURCES, require_kind
-from fedmjp.data.folder import FileImages, find_pictures, openable
+from fedmjp.data.folder import FileImages, find_pictures, openable, printable
 from fedmjp.data.imageset import ImageSet, choose
 from fedmjp.data.sources import load_data
 
@@ -63,6 +63,6 @@ def load_gallery(
     files = openable(root, find_pictures(root), limit, seed, skipped)
     classes = sorted({str(Path(file).parent) for file in files})
     labels = [classes.index(str(Path(file).parent)) for file in files]
-    images = ImageSet(FileImages(root, files), labels, files, classes, size)
+    images = ImageSet(FileImages(root, files), labels, list(map(printable, files)), classes, size)
     name = f"folder:{root.resolve().name}"
     return Gallery(images, name, f"{len(files)} pictures of the folder {root.resolve().name}/", tuple(skipped))

@@ -113,6 +113,15 @@ class Defense:
         """Transform the update (parameter name -> tensor) before it is sent."""
         return update
 
+    def known_noise(self, sent: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """The noise that `on_update` added to what was sent, for a server that can draw it again; empty without any.
+
+        Args:
+            sent: parameter name -> tensor of the parameters that are trained, in the model's order.
+            generator: as `on_update` got it.
+        """
+        return {}
+
     def send(
         self, update: dict[str, Tensor], generator: torch.Generator, memory: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

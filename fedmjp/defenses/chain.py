@@ -168,6 +168,11 @@ class Chain(Defense):
             remembered |= {f"{name}/{key}": t for key, t in own.items()}
         return update, remembered
 
+    def known_noise(self, sent: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """The noise of the last part that acts on the update; empty where another acts on it before that one."""
+        acting = [part for _, part in self.parts if part.acts_on_update]
+        return acting[0].known_noise(sent, generator) if len(acting) == 1 else {}
+
     def bits(self, sent: Mapping[str, Tensor]) -> int:
         """The shortest message that a part knows for the update."""
         return min(part.bits(sent) for _, part in self.parts)

@@ -7,8 +7,9 @@ Abadi et al. take C = 3 to 4, sigma = 2 to 8 and delta = 1e-5, with lots of 600 
 assumes, is in `fedmjp.defenses.privacy`. It is that of an image, not of a client with all its images.
 
 Departs from the paper: batches are those of the federation, of a fixed size and in shuffled epochs, and not Poisson
-samples. The noise comes from the run's seeded generator, so that runs can be repeated; outside of an experiment it must
-come from a secret source. What a client reports beside the update (its mean training loss) is not noised.
+samples. The noise of a simulation comes from the run's seeds, so that runs can be repeated; that of a SuperNode from a
+key of its own, by a generator that is not cryptographic (`fedmjp.entropy`). What a client reports beside the update
+(its mean training loss) is not noised.
 
 The gradients are those of `torch.func.vmap` over the loss of one image, whatever arguments the model takes, and not of
 hooks on layers: opacus' hooks miss arguments given by keyword, such as `position_mask`.

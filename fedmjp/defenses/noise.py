@@ -8,6 +8,7 @@ hence this one.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -30,7 +31,7 @@ class ClippedNoise(Defense):
 
     random: ClassVar[bool] = True
     added: ClassVar[tuple[str, ...]] = ("noise_unit",)
-    known_by: ClassVar[tuple[str, ...]] = KNOWING_NOISE
+    known_by: ClassVar[tuple[str, ...]] = (*KNOWING_NOISE, "known_draws")
 
     clip_norm: float = 1.0
     """Largest Euclidean norm of an update."""
@@ -57,5 +58,21 @@ class ClippedNoise(Defense):
         entries = sum(t.numel() for t in update.values())
         unit = self.clip_norm if self.noise_unit == "clip" else scale * float(norm) / max(entries, 1) ** 0.5
         sigma = self.noise_multiplier * unit
-        noise = {n: torch.randn(t.shape, generator=generator, device=generator.device) for n, t in update.items()}
+        noise = _standard_normal(update, generator)
         return {n: t * scale + sigma * noise[n].to(t.device) for n, t in update.items()}
+
+    def known_noise(self, sent: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """The same noise; of --noise-unit entry with the deviation that fits the message best (least squares)."""
+        noise = {n: z.to(sent[n].device) for n, z in _standard_normal(sent, generator).items()}
+        sigma = self.noise_multiplier * self.clip_norm
+        if self.noise_unit == "entry":
+            common = sum(float((z.double() * sent[n].double()).sum()) for n, z in noise.items())
+            sigma = common / max(sum(float(z.double().square().sum()) for z in noise.values()), 1e-30)
+        return {n: sigma * z for n, z in noise.items()}
+
+
+def _standard_normal(like: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Standard normal numbers of the same shapes, on the generator's device."""
+    import torch
+
+    return {n: torch.randn(t.shape, generator=generator, device=generator.device) for n, t in like.items()}

@@ -11,6 +11,7 @@ with needs_extra("federation", "a federation"):
 
 from fedmjp.federation.active_server import ActiveServer
 from fedmjp.federation.client_app import app as client_app
+from fedmjp.federation.client_app import build_client_app
 from fedmjp.federation.engines import ENGINES
 from fedmjp.federation.received_check import ReceivedCheck, of_model
 from fedmjp.federation.server_app import ServerView, run_rounds, server_app_for
@@ -23,6 +24,7 @@ __all__ = [
     "ReceivedCheck",
     "ServerView",
     "TapGrid",
+    "build_client_app",
     "client_app",
     "of_model",
     "run_rounds",

@@ -21,8 +21,9 @@ from fedmjp.errors import ClientFailure
 from fedmjp.federation.tap import WrappedGrid
 from fedmjp.federation.wire import Layout, count_of, flat
 
-REFUSED = 1000  # error code of a reply that did not pass
+REFUSED = 1000  # error code of a reply that did not pass, and of an order that a node refuses
 DECLINED = 1001  # error code of a client's reply that refuses the model that it was sent
+NODE_FAILED = 1002  # error code of a node that gives no reason
 MOST_WORDS = 200  # characters of a client's reason that are passed on
 
 

@@ -1,67 +1,100 @@
 """Flower's ClientApp: receives weights, replies with an update. Every engine and `flwr run` use the same app.
 
 Each message contains the run's configuration, because Flower's simulation starts clients with an empty run_config.
+
+On a SuperNode the client draws its random numbers from a key of its own (`fedmjp.entropy`), which stays in Flower's
+state of the node, takes from an order what its operator allows (`fedmjp.federation.node`), and says nothing of its
+files when it fails. A simulation passes its clients' key instead, trusts itself, and shows what went wrong.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable
 
 from fedmjp.client import ClientTask, shared_task
 from fedmjp.detect import Received
 from fedmjp.detect.clients import received_in
-from fedmjp.federation.boundary import DECLINED
+from fedmjp.entropy import ClientEntropy
+from fedmjp.federation.boundary import DECLINED, NODE_FAILED, REFUSED
+from fedmjp.federation.node import FAILED, LOG, OrderRefused, order_on_node
 from fedmjp.federation.received_check import ReceivedCheck
 from fedmjp.federation.wire import KEPT, LAYERS, flat, layout_of, pack, unpack
 
-app = ClientApp()
-REFUSES = "refuse-suspicious"  # in a node's configuration
+DRAWN_FROM = "entropy"  # of a node's state: the key that it draws from, which no message holds
 
 
-@app.query()
-def identify(message: Message, context: Context) -> Message:
-    """Reply with the id of the data partition that this node holds."""
-    return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
+def build_client_app(simulated: ClientEntropy | None = None) -> ClientApp:
+    """The app of every client.
 
-
-def refuse_suspicious(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Flower mod: refuse a suspicious model, where the run asks for it or this node was started so.
-
-    The node's own setting (`--node-config "refuse-suspicious=true"`) is what counts against a server: the run's options
-    come from the server, which can ask for the check and not forbid it.
+    Args:
+        simulated: what the clients of a simulation draw from; None on SuperNodes, which draw from their own entropy.
     """
-    asked = _task(message.content).config.federation.refuse_suspicious
-    if not asked and not context.node_config.get(REFUSES):
-        return call_next(message, context)
-    layers = message.content["instructions"].get(LAYERS)
+    built = ClientApp()
+
+    @built.query()
+    def identify(message: Message, context: Context) -> Message:
+        """Reply with the id of the data partition that this node holds."""
+        return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
+
+    @built.train()
+    def train(message: Message, context: Context) -> Message:
+        """Train on this node's partition and reply with the update."""
+        if simulated is not None:
+            return _train(message, context, str(message.content["instructions"]["config"]), simulated)
+        try:
+            instructions = message.content["instructions"]
+            order = order_on_node(str(instructions["config"]), str(instructions["defense"]), context.node_config)
+            return _train(message, context, order, _own_entropy(context))
+        except OrderRefused as refusal:
+            LOG.error("%s", refusal)
+            return Message(Error(REFUSED, str(refusal)), reply_to=message)
+        except Exception:  # whatever its words are, they may tell the server of the node's files
+            LOG.exception("the order failed")
+            return Message(Error(NODE_FAILED, FAILED), reply_to=message)
+
+    return built
+
+
+app = build_client_app()
+
+
+def _own_entropy(context: Context) -> ClientEntropy:
+    """The node's key, drawn when it is first needed in a run and kept in the node's state."""
+    if DRAWN_FROM not in context.state:
+        context.state[DRAWN_FROM] = ConfigRecord({"key": ClientEntropy.fresh().key})
+    return ClientEntropy(bytes(context.state[DRAWN_FROM]["key"]))
+
+
+def _train(message: Message, context: Context, order: str, entropy: ClientEntropy) -> Message:
+    """Carry out an order."""
+    instructions = message.content["instructions"]
+    layers = str(instructions.get(LAYERS, ""))
+    task = shared_task(order, str(instructions["defense"]), entropy, layers)
+    if not task.config.federation.refuse_suspicious:
+        return _update(task, message, context)
     if layers:
         return Message(Error(DECLINED, f"the server changes the model's architecture ({layers})"), reply_to=message)
-    return _CHECK(message, context, call_next)
+    check = ReceivedCheck(partial(_received, task), refuse=True)
+    return check(message, context, partial(_update, task))
 
 
-def _received(content: RecordDict, last: RecordDict | None, context: Context) -> Received:
+def _received(task: ClientTask, content: RecordDict, last: RecordDict | None, context: Context) -> Received:
     """What a client knows of the weights that it was sent, which are then loaded."""
-    task, state = _task(content), content["state"]
+    state = content["state"]
     task.load(read_state(task, state), state["parameters"].data)
     previous = None if last is None else read_state(task, last["state"])
     return received_in(task, _partition(context), int(content["instructions"]["round"]), previous)
 
 
-_CHECK = ReceivedCheck(_received, refuse=True)
-
-
-@app.train(mods=[refuse_suspicious])
-def train(message: Message, context: Context) -> Message:
-    """Train on this node's partition and reply with the update."""
-    instructions = message.content["instructions"]
-    task = _task(message.content)
-    state = message.content["state"]
+def _update(task: ClientTask, message: Message, context: Context) -> Message:
+    """Train, and reply with the update."""
+    instructions, state = message.content["instructions"], message.content["state"]
     weights = read_state(task, state)
     kept = read_kept(task, state)
     # What the objective keeps on the client stays in Flower's state of the node, and is in no message.
@@ -80,12 +113,6 @@ def train(message: Message, context: Context) -> Message:
         ),
         reply_to=message,
     )
-
-
-def _task(content: RecordDict) -> ClientTask:
-    """The task that a message is about."""
-    instructions = content["instructions"]
-    return shared_task(str(instructions["config"]), str(instructions["defense"]), str(instructions.get(LAYERS, "")))
 
 
 def _partition(context: Context) -> int:

@@ -9,26 +9,27 @@ from collections.abc import Callable
 from flwr.serverapp import Grid
 
 from attacks.registry import Registry, UsageError
-from fedmjp.federation.client_app import app as client_app
+from fedmjp.entropy import ClientEntropy
+from fedmjp.federation.client_app import build_client_app
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.federation.server_app import server_app_for
 
 GridFunction = Callable[[Grid], None]
-ENGINES: Registry[Callable[[GridFunction, int], None]] = Registry("engine")
+ENGINES: Registry[Callable[[GridFunction, int, ClientEntropy], None]] = Registry("engine")
 
 # Flower logs every round at INFO, which would duplicate the run's own progress display.
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
 @ENGINES.register("local")
-def run_local(run: GridFunction, clients: int) -> None:
-    """Call `run` with an in-process grid of `clients` nodes."""
-    run(LocalGrid(client_app, clients))
+def run_local(run: GridFunction, clients: int, entropy: ClientEntropy) -> None:
+    """Call `run` with an in-process grid of `clients` nodes that draw from `entropy`."""
+    run(LocalGrid(build_client_app(entropy), clients))
 
 
 @ENGINES.register("ray")
-def run_ray(run: GridFunction, clients: int) -> None:
-    """Call `run` as the ServerApp of Flower's simulation with `clients` nodes, one CPU per client.
+def run_ray(run: GridFunction, clients: int, entropy: ClientEntropy) -> None:
+    """Call `run` as the ServerApp of Flower's simulation with `clients` nodes, one CPU per client; see `run_local`.
 
     Raises:
         UsageError: Ray is not installed.
@@ -46,6 +47,7 @@ def run_ray(run: GridFunction, clients: int) -> None:
             failures.append(error)
 
     backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"logging_level": "ERROR"}}
-    run_simulation(server_app_for(main), client_app, num_supernodes=clients, backend_config=backend)
+    app = build_client_app(entropy)
+    run_simulation(server_app_for(main), app, num_supernodes=clients, backend_config=backend)
     if failures:
         raise failures[0]

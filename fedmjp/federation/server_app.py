@@ -80,7 +80,7 @@ def run_rounds(
 
     server = ServerOptimizer(f.chosen_strategy(), dict(optimizer or {}))
     strategy = FederatedMean(
-        instructions={"config": task.config.to_json(), "defense": defense},
+        instructions={"config": task.config.order(), "defense": defense},
         update=f.update,
         learning_rate=f.learning_rate,
         per_round=task.config.sampled(),
@@ -123,7 +123,7 @@ class _ServerSide:
     def task_of(self, node: int) -> ClientTask:
         """The task of a node: another one than the federation's where it was sent another architecture."""
         layers = self.layers.get(node, "")
-        return shared_task(self.task.config.to_json(), self.defense, layers) if layers else self.task
+        return shared_task(self.task.config.order(), self.defense, self.task.entropy, layers) if layers else self.task
 
     def expected(self) -> Expected:
         """What a client's reply must hold."""

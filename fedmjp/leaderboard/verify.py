@@ -24,8 +24,8 @@ from fedmjp.leaderboard import measure, schema
 from fedmjp.leaderboard.protocol import Part, for_rows, track_of
 from fedmjp.leaderboard.submission import Submission, base_of, results_of
 from fedmjp.records import provenance
+from fedmjp.records.files import write_whole
 from fedmjp.records.rows import BASELINES, load_rows
-from fedmjp.records.run_folder import write_whole
 
 SHARE = 0.1  # of the attacked updates
 BEYOND = 60.0  # dB; a reconstruction above it is exact but for rounding

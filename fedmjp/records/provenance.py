@@ -150,4 +150,4 @@ def command(program: str) -> str:
             argument = f"{option}=***" if secret and value else "***"
         hidden = secret and not equals
         arguments.append(shlex.quote(FOLDERS.sub(r"\1.../", argument)))
-    return " ".join([program, *arguments])
+    return " ".join([program, *arguments]).encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,8 @@
 """The rows of a run: a file with one JSON object per line, and one line per image and attack.
 
 The report is computed from this file alone. A run may be killed at any moment and resumed, so the log repairs the only
-damage that this can cause (an incomplete last line) and refuses any other damage.
+damage that this can cause (an incomplete last line) and refuses any other damage: lines that are no rows, lines that
+were changed (`fedmjp.records.sums`), and rows that are there twice.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,9 @@ from typing import Any
 import pandas as pd
 
 from attacks.registry import UsageError
+from fedmjp.records.files import write_whole
 from fedmjp.records.lock import FolderLock
+from fedmjp.records.sums import Appender, check_lines, sums_path
 
 METRICS = ("mse", "psnr", "ssim", "fft2d", "fft2d_official", "lpips", "patch_recovery")
 
@@ -137,17 +141,19 @@ class RowLog:
         self.path, self.schema = Path(path), schema
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.path.parent)
-        content = self.path.read_bytes() if self.path.exists() else b""
         try:
+            content = self.path.read_bytes() if self.path.exists() else b""
             self._rows, self.repaired = _parse(content, self.path, schema)
-        except UsageError:
+            self._read = set(_distinct(self._rows, self.path, schema))
+            lines = content.split(b"\n")[:-1]
+            if self.repaired:
+                lines += [_line(row) for row in self._rows[len(lines) :]]
+                write_whole(self.path, b"".join(line + b"\n" for line in lines))
+            self._file = Appender(self.path, lines)
+        except (UsageError, OSError):
             self._lock.release()
             raise
-        if self.repaired:
-            _rewrite(self.path, self._rows)
-        self._read = {_key(row, schema.identity) for row in self._rows}
         self._appended: set[str] = set()
-        self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any]) -> bool:
         """Write one row and flush the file; NaN and infinities become null.
@@ -163,6 +169,7 @@ class RowLog:
 
         Raises:
             ValueError: keys are missing or unknown, or the row was already appended through this log.
+            OSError: there is no room for the row; the file is as it was.
         """
         row = {**self.schema.optional, **row}
         missing = [key for key in self.schema.keys if key not in row]
@@ -175,8 +182,7 @@ class RowLog:
             raise ValueError(f"row appended twice: {identity}")
         if identity in self._read:
             return False
-        self._file.write(_line(clean))
-        self._file.flush()
+        self._file.append(_line(clean))
         self._appended.add(identity)
         self._rows.append(clean)
         return True
@@ -199,6 +205,10 @@ class RowLog:
         """All rows in their order; a new list of the log's own dictionaries."""
         return list(self._rows)
 
+    def sync(self) -> None:
+        """Have all rows on the disk."""
+        self._file.sync()
+
     def close(self) -> None:
         """Close the file and let go of its folder; further calls have no effect."""
         self._file.close()
@@ -220,10 +230,9 @@ def pack_rows(path: Path) -> Path:
         Path of the compressed file, PATH.gz.
     """
     packed = path.with_name(path.name + ".gz")
-    draft = packed.with_name(packed.name + ".part")
-    draft.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
-    draft.replace(packed)
+    write_whole(packed, gzip.compress(path.read_bytes(), mtime=0))
     path.unlink()
+    sums_path(path).unlink(missing_ok=True)
     return packed
 
 
@@ -231,9 +240,8 @@ def unpack_rows(path: Path) -> None:
     """Undo `pack_rows` if there is a compressed file and no uncompressed one; `path` is that of the latter."""
     packed = path.with_name(path.name + ".gz")
     if packed.exists() and not path.exists():
-        draft = path.with_name(path.name + ".part")
-        draft.write_bytes(gzip.decompress(packed.read_bytes()))
-        draft.replace(path)
+        write_whole(path, _decompressed(packed))
+        sums_path(path).unlink(missing_ok=True)
 
 
 def load_rows(path: str | os.PathLike[str], schema: Schema = RESULTS) -> pd.DataFrame:
@@ -249,8 +257,9 @@ def load_rows(path: str | os.PathLike[str], schema: Schema = RESULTS) -> pd.Data
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
-    content = path.read_bytes()
-    rows, _ = _parse(gzip.decompress(content) if path.suffix == ".gz" else content, path, schema)
+    rows, _ = _parse(_decompressed(path) if path.suffix == ".gz" else path.read_bytes(), path, schema)
+    for _ in _distinct(rows, path, schema):
+        pass
     frame = pd.DataFrame(rows, columns=list(schema.keys))
     numbers = [name for name in (*METRICS, "seconds", "gradient_norm") if name in schema.keys]
     return frame.astype(dict.fromkeys(numbers, "float64"))
@@ -268,6 +277,7 @@ def _parse(content: bytes, path: Path, schema: Schema) -> tuple[list[dict[str, A
         if row is None:
             raise UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
         rows.append(row)
+    check_lines(path, lines, bool(tail))
     last = _row(tail, schema)
     return rows + ([last] if last is not None else []), bool(tail)
 
@@ -281,15 +291,34 @@ def _row(line: bytes, schema: Schema) -> dict[str, Any] | None:
     return {key: row[key] for key in schema.keys} if set(row) == set(schema.keys) else None
 
 
-def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    # Written to a second file first, so that no complete row is lost if the process is killed during the repair.
-    draft = path.with_name(path.name + ".part")
-    draft.write_text("".join(map(_line, rows)), encoding="utf-8")
-    draft.replace(path)
+def _distinct(rows: Sequence[Mapping[str, Any]], path: Path, schema: Schema) -> Iterator[str]:
+    """The key of each row.
+
+    Raises:
+        UsageError: two rows have the same, so that results would count twice.
+    """
+    lines: dict[str, int] = {}
+    for number, row in enumerate(rows, start=1):
+        key = _key(row, schema.identity)
+        if key in lines:
+            raise UsageError(
+                f"{path}, line {number}: the same row as line {lines[key]}, as where two runs wrote to one file; run "
+                "again with another --out"
+            )
+        lines[key] = number
+        yield key
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+def _decompressed(packed: Path) -> bytes:
+    try:
+        return gzip.decompress(packed.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:  # gzip has a checksum of its own
+        raise UsageError(f"{packed} is damaged ({type(error).__name__}); restore it, or pass another --out") from error
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    # A file name that is not UTF-8 holds surrogates, which become their JSON escapes.
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
 def _jsonable(value: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import io
 import json
 import os
 import shutil
@@ -11,8 +13,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from attacks.findings import Finding
@@ -22,8 +23,10 @@ from fedmjp.config import RunConfig
 from fedmjp.data.partitioning import statistics
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
+from fedmjp.records.files import read_record, read_sealed, write_record, write_sealed, write_whole
+from fedmjp.records.image_digests import ImageDigests
 from fedmjp.records.lock import FolderLock
-from fedmjp.records.rows import RowLog
+from fedmjp.records.rows import BASELINES, RowLog, load_rows
 from fedmjp.records.server_state import ServerState
 
 # What begins the names of tensors in a saved state, but for the model's own.
@@ -48,6 +51,7 @@ class RunFolder:
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
         self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}, "failures": []}
+        self.description |= {"rows_expected": {}, "digests": {}}
         self._open(identity)
 
     def _open(self, identity: dict) -> None:
@@ -75,16 +79,13 @@ class RunFolder:
             "seed": self.config.seed,
             "finished": False,
         }
+        if not self.is_finished():
+            self._write_description()  # before the first row, so that none is there without it
 
     def _check_same(self, found: Path, identity: dict) -> None:
-        try:
-            before = json.loads(found.read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise UsageError(
-                f"{found} cannot be read ({type(error).__name__}); start again in another --out"
-            ) from error
+        before = read_record(found, "start again in another --out")
         provenance.require_same(self.out, "run", before, identity)
-        for entry in ("weights", "ran", "not_run", "findings"):
+        for entry in ("weights", "ran", "not_run", "findings", "rows_expected", "digests"):
             self.description[entry] = before.get(entry, {})
         self.description["failures"] = before.get("failures", [])
 
@@ -142,8 +143,38 @@ class RunFolder:
             self.description["failures"].append(failure)
             self._write_description()
 
+    def check_images(self, task: ClientTask) -> None:
+        """Refuse to go on with other pictures than those that were attacked (images.sha256)."""
+        train, digests = task.data.train, ImageDigests(self.out, task.data.name)
+        places = task.config.attacked(BASELINES[0])
+        group = max(task.config.audit.secure_aggregation, 1)
+        clients = range(task.config.federation.clients) if group > 1 else None
+        names = {i for r, c in places for member in (clients or (c,)) for i in task.batch_ids(member, r, 0)}
+        where = {name: index for index, name in enumerate(train.ids)}
+        indices = sorted(where[name] for name in names)
+        for start in range(0, len(indices), 64):
+            some = indices[start : start + 64]
+            digests.check([train.ids[i] for i in some], train.images(some))
+
+    def note_expected(self, defense: str, rows: int) -> None:
+        """Record how many rows a finished federation has."""
+        self.description["rows_expected"][defense] = rows
+        self._write_description()
+
     def finish(self) -> None:
-        """Mark the run as finished and drop the states kept for resuming."""
+        """Mark the run as finished, once every row is there, and drop the states kept for resuming.
+
+        Raises:
+            UsageError: rows are missing.
+        """
+        rows = load_rows(self.out / "rows.jsonl") if (self.out / "rows.jsonl").exists() else None
+        for defense, expected in self.description["rows_expected"].items():
+            found = 0 if rows is None else int((rows["defense"] == defense).sum())
+            if found != expected:
+                raise UsageError(
+                    f"{self.out / 'rows.jsonl'} holds {found} rows of --defense {defense}, and {expected} were "
+                    "written: restore the file, or start again in another --out"
+                )
         self.description["finished"] = True
         self._write_description()
         if (self.out / "state").exists():
@@ -152,10 +183,10 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Whether the folder holds this very run, finished."""
         path = self.out / "run.json"
-        return path.exists() and bool(json.loads(path.read_text()).get("finished"))
+        return path.exists() and bool(read_record(path).get("finished"))
 
     def _write_description(self) -> None:
-        write_whole(self.out / "run.json", json.dumps(self.description, indent=2).encode())
+        write_record(self.out / "run.json", self.description)
 
     def open_rows(self) -> RowLog:
         """The log of rows, to append to."""
@@ -163,50 +194,75 @@ class RunFolder:
 
     def has_round(self, defense: str, number: int) -> bool:
         """Whether the round's evaluation is on disk."""
+        lines = csv.DictReader(io.StringIO(self._rounds()))
+        return any(r["defense"] == defense and r["round"] == str(number) for r in lines)
+
+    def _rounds(self) -> str:
+        """Content of rounds.csv, "" where there is none.
+
+        Raises:
+            UsageError: it is not as it was written.
+        """
         path = self.out / "rounds.csv"
-        if not path.exists():
-            return False
-        with path.open(newline="") as file:
-            return any(r["defense"] == defense and r["round"] == str(number) for r in csv.DictReader(file))
+        content = path.read_bytes() if path.exists() else b""
+        wanted = self.description["digests"].get("rounds.csv", [])
+        if wanted and hashlib.sha256(content).hexdigest() not in wanted:
+            raise UsageError(f"{path} is not as it was written (digest); restore it, or start again in another --out")
+        return content.decode()
 
     def append_round(self, defense: str, number: int, loss: float, accuracy: float, seconds: float) -> None:
         """Add a line to rounds.csv."""
-        path = self.out / "rounds.csv"
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if new:
-                writer.writerow(ROUND_COLUMNS)
-            writer.writerow([defense, number, f"{loss:.6f}", f"{accuracy:.6f}", f"{seconds:.3f}"])
+        before = self._rounds()
+        text = io.StringIO(before, newline="")
+        text.seek(0, io.SEEK_END)
+        writer = csv.writer(text)
+        if not before:
+            writer.writerow(ROUND_COLUMNS)
+        writer.writerow([defense, number, f"{loss:.6f}", f"{accuracy:.6f}", f"{seconds:.3f}"])
+        after = text.getvalue()
+        # Both digests hold until the file is replaced, so that a crash between the two writes does no harm.
+        digests = [hashlib.sha256(content.encode()).hexdigest() for content in (before, after)]
+        self.description["digests"]["rounds.csv"] = digests
+        self._write_description()
+        write_whole(self.out / "rounds.csv", after.encode())
 
-    def save_state(self, defense: str, number: int, state: ServerState) -> None:
-        """Keep what the server holds after round `number`, in place of what it held before."""
+    def save_state(self, defense: str, number: int, state: ServerState, expected: int) -> None:
+        """Keep what the server holds after round `number`, in place of what it held before.
+
+        Args:
+            expected: rows that the federation has up to this round.
+        """
         folder = self.out / "state"
         folder.mkdir(exist_ok=True)
-        temporary = folder / f"{defense}.tmp"
         whole = dict(state.weights)
         for part, prefix in PARTS.items():
             whole |= {prefix + name: tensor for name, tensor in getattr(state, part).items()}
-        save_file({n: t.contiguous().clone() for n, t in whole.items()}, temporary, metadata={"round": str(number)})
-        temporary.replace(folder / f"{defense}.safetensors")
+        content = save({n: t.contiguous().clone() for n, t in whole.items()})
+        write_sealed(self._state_file(defense), content, {"round": number, "expected": expected})
+
+    def _state_file(self, defense: str) -> Path:
+        return self.out / "state" / f"{defense}.state"
 
     def memory_folder(self, defense: str) -> Path:
         """Where the server's memory of old updates is kept while the run goes on."""
         return self.out / "state" / f"{defense}_updates"
 
-    def load_state(self, defense: str) -> tuple[int, ServerState | None]:
-        """(last finished round, what the server held after it), or (0, None) where nothing was saved."""
-        path = self.out / "state" / f"{defense}.safetensors"
+    def load_state(self, defense: str) -> tuple[int, ServerState | None, int]:
+        """(last finished round, what the server held after it, rows up to it), or (0, None, 0) where nothing was saved.
+
+        Raises:
+            UsageError: the file is damaged.
+        """
+        path = self._state_file(defense)
         if not path.exists():
-            return 0, None
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            number = int(file.metadata()["round"])
+            return 0, None, 0
+        content, about = read_sealed(path, "the run cannot go on; start it again in another --out")
+        found = load(content)
         parts = {
             part: {name.removeprefix(prefix): found.pop(name) for name in list(found) if name.startswith(prefix)}
             for part, prefix in PARTS.items()
         }
-        return number, ServerState(found, **parts)
+        return int(about["round"]), ServerState(found, **parts), int(about["expected"])
 
     def save_images(self, defense: str, round: int, client: int, what: str, images: Tensor) -> None:
         """Write (B, C, H, W) images in [0, 1] as PNG files; none for an image that is NaN."""
@@ -223,16 +279,13 @@ def holds_finished(config: RunConfig) -> bool:
         UsageError: run.json cannot be read.
     """
     path = config.out / "run.json"
-    try:
-        found = json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, json.JSONDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({type(error).__name__}); pass another --out") from error
+    found = read_record(path, "pass another --out") if path.exists() else {}
     return bool(found.get("finished")) and found.get("run_id") == provenance.run_id(_identity(config))
 
 
 def test_images_of(config: RunConfig) -> int:
     """Test images behind each accuracy in the run's rounds.csv."""
-    return int(json.loads((config.out / "run.json").read_text())["data"]["test_images"])
+    return int(read_record(config.out / "run.json")["data"]["test_images"])
 
 
 def _identity(config: RunConfig) -> dict:
@@ -258,10 +311,3 @@ def save_image(image: Tensor, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = (image.clamp(0, 1) * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
     Image.fromarray(pixels).save(path, compress_level=QUICK)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from fedmjp.records import provenance
+from fedmjp.records.files import read_record, write_record
 
 
 def note_run(
@@ -33,7 +33,7 @@ def note_run(
         more: further entries, which replace those of earlier calls.
     """
     file = out / "run.json"
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() and not overwritten else {}
+    before = read_record(file) if file.exists() and not overwritten else {}
     commits = [provenance.commit()] if commits is None else commits
     lists = {**(joined or {}), "commits": commits, "devices": devices}
     record = {
@@ -44,7 +44,15 @@ def note_run(
         **{name: sorted({*before.get(name, []), *values}) for name, values in lists.items()},
     }
     out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_record(file, record)
+
+
+def note_start(out: Path) -> None:
+    """Write `out`/run.json before the first row, or mark it as unfinished: no row is there without it."""
+    file = out / "run.json"
+    before = read_record(file) if file.exists() else {}
+    out.mkdir(parents=True, exist_ok=True)
+    write_record(file, before | {"finished": False})
 
 
 def note_rows(out: Path, program: str, rows: pd.DataFrame, **more: Any) -> None:
@@ -54,5 +62,11 @@ def note_rows(out: Path, program: str, rows: pd.DataFrame, **more: Any) -> None:
         rows: all rows of the folder, with the columns commit, device, model and weights.
     """
     weights = sorted(set(zip(rows["model"], rows["weights"], strict=True)))
-    own = {"commits": rows["commit"], "devices": rows["device"], "weights": weights, "rows": len(rows)}
+    own = {
+        "commits": rows["commit"],
+        "devices": rows["device"],
+        "weights": weights,
+        "rows": len(rows),
+        "finished": True,
+    }
     note_run(out, program, **more, **own)

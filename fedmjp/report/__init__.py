@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from attacks.registry import UsageError
+from fedmjp.records.files import write_whole
 from fedmjp.records.rows import load_rows
 from fedmjp.report.figures import leakage_by_round_figure, training_figure
 from fedmjp.report.page import write_page
@@ -62,7 +63,7 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     rows, run, rounds = load_rows(out / "rows.jsonl"), _load_run(out / "run.json"), _load_rounds(out / "rounds.csv")
     summary = summarise(rows)
     for name, text in summary_files(rows).items():
-        (out / name).write_text(text, encoding="utf-8")
+        write_whole(out / name, text.encode("utf-8", "backslashreplace"))
     figures: dict[str, Path] = {}
     for name, draw, content in (
         ("reconstructions", reconstructions_figure, panels),

@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from PIL import Image
 
 from fedmjp.audit.verdict import Verdict
+from fedmjp.records.files import write_whole
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.page_template import PAGE
 from fedmjp.report.remarks import Place, diagnoses, not_run, picture_words, titles, verdicts
@@ -98,7 +99,7 @@ def write_page(
         captions=CAPTIONS,
         notes=[note for note in notes if note not in headlines],
     )
-    Path(path).write_text(page, encoding="utf-8")
+    write_whole(Path(path), page.encode("utf-8", "backslashreplace"))
 
 
 def _verdicts(found: Mapping[Place, Verdict]) -> list[dict[str, Any]]:

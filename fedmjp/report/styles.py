@@ -52,6 +52,7 @@ ATTACKS = {
     "unmix_rounds": (BLACK, "X"),
     "noisy_rounds": ("#00593F", "h"),
     "sparse_rounds": ("#00593F", "d"),
+    "known_draws": ("#00593F", "8"),
     "lora_span": ("#1B7F8C", "p"),
     "fishing": ("#7A2F5C", ">"),
     "feature_fishing": ("#7A2F5C", "<"),

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from fedmjp.defenses.chain import chain_name
 from fedmjp.models.low_rank import merged_state
 from fedmjp.models.weights import ORIGIN
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
+from fedmjp.records.files import write_whole
 from fedmjp.settings import split_entry
 from fedmjp.training.config import PAPER_IMAGES, TrainConfig
 from fedmjp.training.trainer import Trainer, build_learner
@@ -59,9 +60,9 @@ def export(trainer: Trainer, history: list[dict[str, float]], path: Path) -> flo
     halves = {n: t.detach().cpu().half() if t.is_floating_point() else t.cpu() for n, t in state.items()}
     # One entry, because safetensors writes several in an order that changes from run to run.
     origin = json.dumps({"objective": trainer.config.objective, "model": trainer.model.name})
-    save_file({n: t.contiguous() for n, t in halves.items()}, path, metadata={ORIGIN: origin})
+    write_whole(path, save({n: t.contiguous() for n, t in halves.items()}, metadata={ORIGIN: origin}))
     accuracy = _accuracy_of_file(trainer, path)
-    path.with_suffix(".md").write_text(CARD.format(**_facts(trainer, history, accuracy)), encoding="utf-8")
+    write_whole(path.with_suffix(".md"), CARD.format(**_facts(trainer, history, accuracy)).encode())
     return accuracy
 
 

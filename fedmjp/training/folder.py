@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from attacks import UsageError
 from fedmjp.metrics.intervals import wilson
 from fedmjp.records import provenance
+from fedmjp.records.files import read_record, read_sealed, write_record, write_sealed, write_whole
 from fedmjp.records.lock import FolderLock
 from fedmjp.report.styles import NORMAL, SMALL, error_bars, save, style
 from fedmjp.training.config import TrainConfig
@@ -40,21 +41,17 @@ class TrainingFolder:
         if described.exists():
             if not config.resume:
                 raise UsageError(f"{self.out} holds a training already; pass --resume to finish it, or another --out")
-            provenance.require_same(self.out, "training", json.loads(described.read_text()), self._identity)
+            provenance.require_same(self.out, "training", read_record(described), self._identity)
         self.out.mkdir(parents=True, exist_ok=True)
         FolderLock(self.out)  # until the process ends
-        described.write_text(
-            json.dumps(
-                {
-                    "config": self._identity,
-                    **({"guarantee": guarantee} if guarantee else {}),
-                    "commit": provenance.commit(),
-                    "versions": provenance.versions(),
-                    "device": provenance.device_name(torch.device(config.device)),
-                },
-                indent=2,
-            )
-        )
+        record = {
+            "config": self._identity,
+            **({"guarantee": guarantee} if guarantee else {}),
+            "commit": provenance.commit(),
+            "versions": provenance.versions(),
+            "device": provenance.device_name(torch.device(config.device)),
+        }
+        write_record(described, record)
 
     @property
     def weights(self) -> Path:
@@ -62,17 +59,17 @@ class TrainingFolder:
         return self.out / "model.safetensors"
 
     def save(self, state: dict[str, Any], history: list[dict[str, float]]) -> None:
-        """Write checkpoint, history.csv and history.png; the checkpoint is replaced atomically.
+        """Write checkpoint (behind a line with its digest), history.csv and history.png; whole or not at all.
 
         Args:
             state: from `Trainer.state`.
             history: one record per epoch, from `Trainer.epoch`.
         """
-        temporary = self.out / "state.pt.tmp"
-        torch.save({"state": state, "history": history}, temporary)
-        temporary.replace(self.out / "state.pt")
+        content = io.BytesIO()
+        torch.save({"state": state, "history": history}, content)
+        write_sealed(self.out / "state.pt", content.getvalue())
         frame = pd.DataFrame(history)
-        frame.to_csv(self.out / "history.csv", index=False, float_format="%.6g")
+        write_whole(self.out / "history.csv", frame.to_csv(index=False, float_format="%.6g").encode())
         history_figure({"": frame}, self.out / "history.png")
 
     def load(self) -> tuple[dict[str, Any] | None, list[dict[str, float]]]:
@@ -84,10 +81,8 @@ class TrainingFolder:
         path = self.out / "state.pt"
         if not path.exists():
             return None, []
-        try:
-            kept = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # the reader raises many kinds of errors for a damaged file
-            raise UsageError(f"{path} is not a readable checkpoint ({type(error).__name__}); start again") from error
+        content, _ = read_sealed(path, "start again in another --out")
+        kept = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         return kept["state"], kept["history"]
 
 

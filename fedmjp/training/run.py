@@ -45,7 +45,7 @@ def train(config: TrainConfig, console: Console) -> Path:
 
 def _epoch(trainer: Trainer, number: int, console: Console) -> dict[str, float]:
     """Train one epoch with a progress bar and print its results."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     title = f"epoch {number}/{trainer.recipe.epochs}"
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task(title, total=len(trainer.batches))

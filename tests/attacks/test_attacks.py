@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError, find_tokenizer
+from attacks.closed_form.patch_embedding import PatchEmbedding
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.known_attention import SweepSearch
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import Placement
+from attacks.mjp.subspace import MJPSubspace
 from attacks.registry import Registry
 from fedmjp.metrics import score
 from fedmjp.models import build_model
@@ -30,8 +32,10 @@ STANDARD, APRIL = ("standard", torch.float32, 60.0), ("april", torch.float64, 10
 # The first attention's span is badly conditioned with random weights, and the refinement, which helps, takes seconds.
 SPAN = ("standard", torch.float32, 20.0)
 BRIEF = TokenSearch(rounds=1, steps=8)
+BRIEF_PRIOR = VectorialVariation(strength=40.0, smoothing=(None, 0.01), iterations=20)
 QUICK = {
-    "noisy_rounds": {"prior": VectorialVariation(strength=40.0, smoothing=(None, 0.01), iterations=20)},
+    "noisy_rounds": {"prior": BRIEF_PRIOR},
+    "known_draws": {"plain": PatchEmbedding(prior=BRIEF_PRIOR), "masked": MJPSubspace(prior=BRIEF_PRIOR)},
     "token_span": {"steps": 0},
     "position_head": {"steps": 40},
     "pixel_head": {"steps": 1},
@@ -48,6 +52,7 @@ ACTIVE = {
 }
 TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
+    "known_draws": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "sparse_rounds": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "noisy_rounds": Traits(exact_on=(STANDARD,)),
     "april": Traits(exact_on=(APRIL,)),

@@ -234,3 +234,36 @@ def test_another_defence_acts_on_the_update_in_the_settings_that_are_defended(tm
     assert by.min()["a"] > 60
     assert by.max()["b"] < 30
     assert by.max()["d"] < 30
+
+
+@pytest.fixture
+def one_model(tmp_path) -> Path:
+    """Rows of three pictures of a folder under one defence, on the smallest model."""
+    root = tmp_path / "pictures"
+    root.mkdir()
+    for index in range(3):
+        pixels = np.random.default_rng(index).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / f"{index}.png")
+    assert april_attack.main(list(tiny(root, tmp_path / "out"))) == 0
+    return tmp_path
+
+
+def tiny(root: Path, out: Path, *options: str) -> tuple[str, ...]:
+    given = ("--model", "vit_micro_32", "--weights", "random", "--block", "standard", "--attacks", "patch_embedding")
+    return (*given, "--defense", "noise", "--images", str(root), "--out", str(out), *options)
+
+
+def test_resumption_refuses_other_options_and_other_pictures_and_changes_nothing(one_model, capsys) -> None:
+    root, out = one_model / "pictures", one_model / "out"
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert json.loads(before["run.json"])["finished"] is True
+    assert april_attack.main(list(tiny(root, out, "--resume", "--noise-multiplier", "0.5"))) == 2
+    error = capsys.readouterr().err.strip()
+    assert "holds rows of noise with noise_multiplier 0.001, not 0.5; resume with the same options" in error
+    assert error.count("\n") == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    Image.new("RGB", (32, 32)).save(root / "1.png")
+    assert april_attack.main(list(tiny(root, out, "--resume"))) == 2
+    error = capsys.readouterr().err.strip()
+    assert "image '1.png' of folder:pictures is not the one that" in error
+    assert (out / "rows.jsonl.gz").read_bytes() == before["rows.jsonl.gz"]

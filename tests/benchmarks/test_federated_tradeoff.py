@@ -229,7 +229,7 @@ def test_all_is_every_attack_that_is_granted_and_auto_is_left_to_the_updates() -
     auto = Options(attacks=("auto", "dlg"), budget="3s")
     assert auto.runnable() == ("auto", "dlg")
     active = {name for name in ATTACKS if issubclass(ATTACKS.get(name), ActiveAttack)}
-    assert set(auto.not_run()) == {"mjp_mixture", *active}  # need what no passive server has
+    assert set(auto.not_run()) == {"mjp_mixture", "known_draws", *active}  # need what no passive server has
     assert "auxiliary_data" in auto.not_run()["mjp_mixture"]
     assert Options(attacks=("dlg",)).not_run()["april"] == "not run: not among --attacks"
 

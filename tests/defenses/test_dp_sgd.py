@@ -199,9 +199,10 @@ def test_a_run_records_what_it_guarantees(tmp_path) -> None:
     assert "epsilon 8 at delta 1e-05" in sentence
     folder = RunFolder(config)
     for defense in config.defense:
-        folder.note_task(shared_task(config.to_json(), defense))
+        folder.note_task(shared_task(config.order(), defense, config.client_entropy()))
     assert json.loads((config.out / "run.json").read_text())["notes"] == [sentence]
-    assert shared_task(config.to_json(), config.defense[1]).defense.parameters()["dp_noise_multiplier"] > 0.5
+    task = shared_task(config.order(), config.defense[1], config.client_entropy())
+    assert task.defense.parameters()["dp_noise_multiplier"] > 0.5
 
 
 def test_a_photograph_comes_back_where_the_noise_is_weak_and_not_at_the_default() -> None:

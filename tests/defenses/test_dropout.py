@@ -26,7 +26,8 @@ def test_the_closed_form_is_unchanged(recipe: dict) -> None:
 def test_spans_hold_what_the_attention_read() -> None:
     """Dropped entries of tokens are not in the model that was sent: the answer is wrong, and not vouched for."""
     found = update_under("none", dropout=0.1).attacked("token_span")
-    assert "dropout" in found.diagnosis
+    # Which entries were dropped decides whether the misfit of the equations or that of the span shows first.
+    assert "(dropout)" in found.diagnosis or "outside the span" in found.diagnosis
     assert not bool(found.known.any())
     skipped = update_under("none", drop_path=0.3)
     found = skipped.attacked("token_span")

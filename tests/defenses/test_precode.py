@@ -49,7 +49,7 @@ def test_a_client_sends_the_gradient_of_the_papers_loss() -> None:
     tokens = module.forward_features(task.model.normalise(batch.images))
     mean, deviation = module.bottleneck.encode(tokens[:, 0]).chunk(2, dim=1)
     deviation = F.softplus(deviation)
-    torch.manual_seed(task._entropy(7, 0, 1, 0))
+    task.entropy.seed_globally(7, 0, 1, 0)
     logits = F.linear(module.bottleneck.decode(mean + deviation * torch.randn(1, 16)), *module.head.parameters())
     divergence = kl_divergence(Normal(mean, deviation), Normal(0.0, 1.0)).sum() / torch.log(torch.tensor(2.0))
     loss = F.cross_entropy(logits, batch.labels) + 1e-3 * divergence

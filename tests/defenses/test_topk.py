@@ -142,7 +142,7 @@ def test_the_rounds_of_a_client_add_up_to_what_it_computed(kind: str, monkeypatc
     def run(grid) -> None:
         run_rounds(grid, task, entry, on_update=lambda view: None, on_round=lambda number, state: None)
 
-    ENGINES.get("local")(run, 2)
+    ENGINES.get("local")(run, 2, config.client_entropy())
     assert len(sums) == 2 * len(task.parameters)
     for sent, computed, memory in sums.values():
         torch.testing.assert_close(sent + memory, computed, rtol=1e-3, atol=1e-6)

@@ -47,7 +47,7 @@ def train(config: RunConfig, prepared: set[int]) -> tuple[dict[int, ServerView],
             on_send=on_send,
         )
 
-    ENGINES.get("local")(run, config.federation.clients)
+    ENGINES.get("local")(run, config.federation.clients, config.client_entropy())
     return views, states
 
 

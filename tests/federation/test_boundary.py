@@ -16,13 +16,14 @@ from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.federation import ClientFailure, run_rounds
 from fedmjp.federation.boundary import CheckedGrid, Expected, partitions_by_node
-from fedmjp.federation.client_app import app
+from fedmjp.federation.client_app import build_client_app
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.federation.wire import layout_of, pack
 from fedmjp.federation_options import FederationConfig
 from tests.federation.malformed import MALFORMED, flipped, with_bytes, with_values
 from tests.federation.test_rounds import changed
 
+APP = build_client_app(RunConfig().client_entropy())
 CASES = int(os.environ.get("FEDMJP_FUZZ", "2000"))  # `make fuzz` runs more
 
 
@@ -77,7 +78,7 @@ class Tampering(LocalGrid):
     """A grid whose node 2, which holds partition 1, sends something else than its client."""
 
     def __init__(self, clients: int, change) -> None:
-        super().__init__(app, clients)
+        super().__init__(APP, clients)
         self.change = change
 
     def send_and_receive(self, messages, *, timeout=None):
@@ -160,7 +161,7 @@ def test_replies_twice_and_of_strangers_are_dropped(small) -> None:
         yield stranger
 
     config = changed(small, rounds=1)
-    honest, _ = mean_of(config, LocalGrid(app, small.federation.clients))
+    honest, _ = mean_of(config, LocalGrid(APP, small.federation.clients))
     after, failures = mean_of(config, Tampering(small.federation.clients, twice))
     assert not failures
     assert all(torch.equal(after[n], honest[n]) for n in honest)
@@ -178,7 +179,7 @@ def test_a_mean_that_overflows_stops_the_run(small) -> None:
                 yield reply
 
     with pytest.raises(ClientFailure, match="the mean of .* finite updates is not finite"):
-        mean_of(changed(small, rounds=1), Loud(app, small.federation.clients))
+        mean_of(changed(small, rounds=1), Loud(APP, small.federation.clients))
 
 
 class Nodes:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from attacks import UsageError
 from fedmjp.federation.client_app import app as client_app
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.flower_app import _run
+from fedmjp.records.rows import BASELINES, load_rows
 
 
 def test_the_server_app_runs_with_flat_options_and_writes_the_report(tmp_path) -> None:
@@ -18,3 +22,16 @@ def test_the_server_app_runs_with_flat_options_and_writes_the_report(tmp_path) -
     assert described["finished"]
     assert described["config"]["federation"]["clients"] == 2
     assert set(described["ran"]) == {"none", "mjp:gamma=0.3"}
+    rows = load_rows(out / "rows.jsonl")  # nodes draw for themselves: nobody knows the originals
+    assert rows["psnr"].isna().all()
+    assert set(rows["image_id"]) == {"image 0"}
+    assert not set(rows["attack"]) & set(BASELINES)
+    assert rows.loc[rows["defense"] == "none", "certified"].any()
+    assert "the originals are not known" in (out / "report.html").read_text()
+
+
+def test_what_only_clients_know_cannot_be_granted(tmp_path) -> None:
+    for grant in ("labels", "client_seed"):
+        with pytest.raises(UsageError, match=f"grants={grant} has no meaning here"):
+            _run(LocalGrid(client_app, 2), {"grants": f"model_weights,{grant}", "out": str(tmp_path / "run")})
+    assert not (tmp_path / "run").exists()

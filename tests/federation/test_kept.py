@@ -33,7 +33,7 @@ def follow(config: RunConfig, engine: str = "local"):
     def run(grid) -> None:
         run_rounds(grid, ClientTask(config, "none"), "none", on_update=lambda view: None, on_round=note)
 
-    ENGINES.get(engine)(run, config.federation.clients)
+    ENGINES.get(engine)(run, config.federation.clients, config.client_entropy())
     return states, kept
 
 

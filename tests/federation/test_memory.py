@@ -18,7 +18,8 @@ from fedmjp.federation import ENGINES, run_rounds
 options = {"model": "vit_mini_64", "clients": 100, "rounds": 1, "threads": 1, "data": "folder:" + sys.argv[2]}
 config = from_flat(options | {"clients_per_round": int(sys.argv[1])})
 ENGINES.get("local")(lambda grid: run_rounds(grid, ClientTask(config, "none"), "none", on_update=lambda v: None,
-                                             on_round=lambda n, state: None), 100)
+                                             on_round=lambda n, state: None), 100,
+                     config.client_entropy())
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 """
 

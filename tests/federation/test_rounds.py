@@ -27,7 +27,7 @@ def train(config: RunConfig, defense: str = "none", engine: str = "local"):
             on_round=lambda number, state: states.__setitem__(number, {n: t.clone() for n, t in state.weights.items()}),
         )
 
-    ENGINES.get(engine)(run, config.federation.clients)
+    ENGINES.get(engine)(run, config.federation.clients, config.client_entropy())
     return updates, states
 
 
@@ -148,4 +148,4 @@ def test_ray_gives_identical_updates(small) -> None:
 def test_ray_without_ray(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install"):
-        ENGINES.get("ray")(lambda grid: None, 2)
+        ENGINES.get("ray")(lambda grid: None, 2, RunConfig().client_entropy())

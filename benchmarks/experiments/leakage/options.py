@@ -87,8 +87,8 @@ class Options(DefendedOptions, SuiteOptions):
         from fedmjp.models import split_name
         from fedmjp.models.weights import shipped_names
 
-        named = dict(entry.split("=", 1) for entry in self.weights if "=" in entry)
-        general = next((entry for entry in self.weights if "=" not in entry), "auto")
+        named = dict(entry.split("=", 1) for entry in self.weights if _names_a_model(entry))
+        general = next((entry for entry in self.weights if not _names_a_model(entry)), "auto")
         models = self.model or tuple(dict.fromkeys((*PAPER_MODELS, *shipped_names(), *named)))
         for model in (*models, *named):
             split_name(model)
@@ -104,6 +104,12 @@ class Options(DefendedOptions, SuiteOptions):
         self.sources()
         for name in self.named():
             ATTACKS.get(name)().require(ThreatModel.parse(self.grants), name)
+
+
+def _names_a_model(entry: str) -> bool:
+    """Whether an entry of --weights is MODEL=SOURCE; a path may hold "=" as well."""
+    name, equals, _ = entry.partition("=")
+    return bool(equals) and "/" not in name
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from fedmjp.budgets import ALL, AUTO, build_attack
 from fedmjp.data import load_gallery
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
+from fedmjp.records.files import write_whole
 from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.report import Panel, Reconstructed, reconstructions_figure
 
@@ -94,7 +95,7 @@ class Run:
 
     def __call__(self) -> None:
         """Attack, measure accuracies, write tables and figures."""
-        with self.session.rows() as rows:
+        with self.session.rows(self.defense) as rows:
             subjects = self.attack(rows)
         self.note_accuracies(subjects)
         self.session.finish("april_attack", LEAKAGE)
@@ -164,7 +165,7 @@ class Run:
                 found[key] = 100 * victims.accuracy(subject, setting, o.batch_size)
         if found:
             lines = pd.DataFrame([(*key, value) for key, value in found.items()], columns=ACCURACY)
-            lines.to_csv(o.out / "accuracy.csv", index=False)
+            write_whole(o.out / "accuracy.csv", lines.to_csv(index=False).encode())
 
     def picture(self, subjects: list[Subject]) -> None:
         """Draw reconstructions of the embedded photographs on one block, in the manner of the paper's Figure 5.

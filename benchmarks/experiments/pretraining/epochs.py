@@ -14,7 +14,10 @@ History = list[dict[str, float]]
 
 def run_epochs(trainer: Trainer, title: str, console: Console) -> History:
     """Train all epochs; returns the record of each."""
-    epochs, columns = trainer.recipe.epochs, (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    epochs, columns = (
+        trainer.recipe.epochs,
+        (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=epochs * len(trainer.batches))
         return [trainer.epoch(number, lambda loss: bar.advance(task)) for number in range(1, epochs + 1)]

@@ -32,7 +32,7 @@ def federated_round(config: RunConfig, task: ClientTask) -> float:
             on_round=lambda n, state: marks.append(time.perf_counter()),
         )
 
-    ENGINES.get("local")(conduct, config.federation.clients)
+    ENGINES.get("local")(conduct, config.federation.clients, config.client_entropy())
     return marks[2] - marks[1]
 
 

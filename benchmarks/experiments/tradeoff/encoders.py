@@ -30,7 +30,7 @@ def measure_encoder(config: RunConfig, folder: RunFolder) -> None:
         UsageError: data or weights that are not there.
     """
     (name,), device = config.defense, torch.device(config.device)
-    number, state = folder.load_state(name)
+    number, state, _ = folder.load_state(name)
     task = ClientTask(config, name)
     data = task.data.train
     some = data.subset(range(0, len(data), -(-len(data) // IMAGES)))

@@ -134,7 +134,7 @@ def _train_missing(log: RowLog, variants: Sequence[Variant], options: TrainingOp
             name = training_id(config)
             if not all(log.has({"training": name, "gamma": gamma}) for gamma in options.gammas):
                 missing.setdefault(name, (variant, config))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     data: tuple[Any, DataBundle | None] = (None, None)
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("trainings", total=len(missing))

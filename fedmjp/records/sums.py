@@ -1,0 +1,109 @@
+"""A checksum for each line of an append-only file, in a file beside it: a changed line is refused by its number.
+
+PATH.sums holds the CRC-32 of each line of PATH, eight hexadecimal digits a line. A line is written before its checksum,
+so that a process that is killed between the two leaves one line without one, which is then given one.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from attacks.registry import UsageError
+
+WIDTH = 9  # bytes of an entry
+
+
+def sums_path(path: Path) -> Path:
+    """The file of the checksums of `path`."""
+    return path.with_name(path.name + ".sums")
+
+
+def checksum(line: bytes) -> bytes:
+    """The entry of a line, given without its end."""
+    return b"%08x\n" % zlib.crc32(line)
+
+
+def check_lines(path: Path, lines: Sequence[bytes], torn: bool) -> None:
+    """Compare the whole lines of a file with their checksums, where there are any.
+
+    Args:
+        lines: without their ends.
+        torn: an incomplete last line was left out.
+
+    Raises:
+        UsageError: a line was changed, or lines are missing.
+    """
+    sums = sums_path(path)
+    if not sums.exists():
+        return
+    content = sums.read_bytes()
+    found = [content[i : i + WIDTH] for i in range(0, len(content) - WIDTH + 1, WIDTH)]
+    if len(found) > len(lines) + torn:
+        raise UsageError(
+            f"{path} holds {len(lines)} lines, and {len(found)} were written: restore the file, or pass another --out"
+        )
+    for number, (line, own) in enumerate(zip(lines, found, strict=False), start=1):
+        if checksum(line) != own:
+            raise UsageError(
+                f"{path}, line {number}: not as it was written (checksum); restore the file, or pass another --out"
+            )
+
+
+class Appender:
+    """Appends lines to a file, and their checksums to the file beside it; a line is written whole or not at all.
+
+    Args:
+        path: of the file; its lines so far have passed `check_lines`.
+        lines: those lines, without their ends.
+    """
+
+    def __init__(self, path: Path, lines: Sequence[bytes]) -> None:
+        self._lines, self._sums = (self._open(p) for p in (path, sums_path(path)))
+        whole = b"".join(map(checksum, lines))
+        if sums_path(path).read_bytes() != whole:
+            os.ftruncate(self._sums, 0)
+            _write(self._sums, whole)
+
+    @staticmethod
+    def _open(path: Path) -> int:
+        return os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+
+    def append(self, line: bytes) -> None:
+        """Append a line, given without its end.
+
+        Raises:
+            OSError: there is no room for it; the file is as it was.
+        """
+        _write(self._lines, line + b"\n")
+        _write(self._sums, checksum(line))
+
+    def sync(self) -> None:
+        """Have all that was appended on the disk."""
+        for descriptor in (self._lines, self._sums):
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close both files after `sync`; further calls have no effect."""
+        if self._lines < 0:
+            return
+        try:
+            self.sync()
+        finally:
+            for descriptor in (self._lines, self._sums):
+                os.close(descriptor)
+            self._lines = self._sums = -1
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    """Write all of `content` at the end of a file, or nothing."""
+    size = os.fstat(descriptor).st_size
+    left = memoryview(content)
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
