@@ -53,6 +53,7 @@ ATTACKS = {
     "noisy_rounds": ("#00593F", "h"),
     "sparse_rounds": ("#00593F", "d"),
     "lora_span": ("#1B7F8C", "p"),
+    "undo_policy": ("#1B7F8C", "P"),
     "fishing": ("#7A2F5C", ">"),
     "feature_fishing": ("#7A2F5C", "<"),
     "imprint": ("#1F4E79", "s"),
