@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from attacks import ATTACKS, Observation, UsageError
 from attacks.inverse_transformations import undo_policies
 from attacks.policies import PUBLISHED, read_policies
 from attacks.transformations import OPERATIONS, transform_images
+from fedmjp import simulate
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel
@@ -114,3 +117,13 @@ def test_images_that_no_policy_made(model: BuiltModel, image: Tensor) -> None:
 
 def test_the_defence_names_it() -> None:
     assert "undo_policy" in DEFENSES.get("ats")().known_by
+
+
+def test_a_federation_keeps_earlier_updates_for_it(tmp_path) -> None:
+    """It works on one update, too, and is given several where they are granted."""
+    shared = ("--model", "vit_mini_32", "--clients", "2", "--train-limit", "2", "--test-limit", "2", "--rounds", "3")
+    run = ("--defense", "ats", "--attacks", "undo_policy", "--audit-rounds", "3", "--audit-clients", "0")
+    assert simulate.main([*shared, *run, "--out", str(tmp_path / "run")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    (own,) = (row for row in rows if row["attack"] == "undo_policy")
+    assert own["details"]["joined"] > 1
