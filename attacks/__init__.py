@@ -68,6 +68,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "pixel_head": "attacks.heads.pixel_head:PixelHead",
         "position_head": "attacks.heads.position_head:PositionHead",
         "sparse_rounds": "attacks.closed_form.sparse_rounds:SparseRounds",
+        "undo_policy": "attacks.closed_form.undo_policy:UndoPolicy",
         "token_span": "attacks.closed_form.token_span:TokenSpan",
         "batch_tokens": "attacks.mjp.batch_tokens:BatchTokens",
         "mjp_subspace": "attacks.mjp.subspace:MJPSubspace",

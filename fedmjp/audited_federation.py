@@ -30,6 +30,7 @@ from fedmjp.audit.harness import Scored, answer, audit_update, scorer, unscored
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import SentModels, observe_update, undo_adam
 from fedmjp.audit.suite import Suite, active_attack, select_attacks
+from fedmjp.budgets import build_attack
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
 from fedmjp.federation import ENGINES, run_rounds
@@ -138,7 +139,8 @@ class FederationAudit:
     def _memory(self) -> Memory | None:
         """Where earlier updates are kept, if an attack asks for them and the model has tokens to attack."""
         audit, built = self.config.audit, self.task.model
-        named = any(Capability.SEVERAL_ROUNDS in ATTACKS.get(name).needs for name in audit.named())
+        attacks = (build_attack(n, self.settings.get(n)).granted(self.threat_model) for n in audit.named())
+        named = any(Capability.SEVERAL_ROUNDS in attack.used() for attack in attacks)
         several = (
             named or len(audit.named()) < len(audit.attacks) and Capability.SEVERAL_ROUNDS in self.threat_model.grants
         )

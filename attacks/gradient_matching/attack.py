@@ -20,7 +20,7 @@ from attacks.base import Attack, Interrupted
 from attacks.gradient_matching.distances import Distance
 from attacks.gradient_matching.engine import Candidates, LoopSettings, OnStep, Outcome, minimise
 from attacks.gradient_matching.gradients import Target
-from attacks.gradient_matching.labels import head_bias, infer_labels
+from attacks.gradient_matching.labels import head_bias, infer_labels, infer_sparse_label
 from attacks.gradient_matching.matched_update import MatchedUpdate, extract_matched_update
 from attacks.gradient_matching.optimisers import Optimiser
 from attacks.gradient_matching.priors import Prior
@@ -33,6 +33,8 @@ from attacks.tokenizer import find_tokenizer
 RANDOM, GREY = "randn", "zeros"
 # Of one step on one CPU core, by tokens and parameters (0.1 s on vit_mini_32: 65 tokens, 2.7 million parameters).
 SECONDS_OF_A_STEP, CONVOLUTIONAL_TOKENS = 0.1 / (65 * 2.7e6), 100
+EXACT_COST = 2  # of exact derivatives, which random masks need, in units of those by finite differences
+ADDED = ("leave_out", "sent_only", "mask_draws")  # settings that came after rows were written
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class _MatchingLoss:
         else:
             given = self.labels[:, None].expand(-1, restarts, -1).flatten(0, 1)  # (L, B)
         with math_attention():
-            found = self.simulation.gradients(candidates.images.flatten(0, 1), given)
+            found = self.target.matched(self.simulation.gradients(candidates.images.flatten(0, 1), given))
             losses = self.recipe.distance(found, self.target).unflatten(0, (victims, restarts))
             return losses + sum(prior(candidates.images) for prior in self.recipe.priors if share >= prior.active_from)
 
@@ -90,6 +92,9 @@ class GradientMatching(Attack):
         gain: relative decrease of the loss that counts as an improvement.
         leave_out: beginnings of names of parameters whose gradients are not matched, joined by "+" (head.+bottleneck.),
             because a defence changes them; labels are still inferred from them.
+        sent_only: match the entries that are not exactly zero, those that a client under top-k or a random mask sent.
+        mask_draws: average the simulated gradient over so many random masks of the model's dropout and stochastic
+            depth, drawn anew at each step; 0 simulates a client that drops nothing.
         on_step: called after each step with the steps done, the total steps, and the best loss (victims, restarts).
     """
 
@@ -100,6 +105,8 @@ class GradientMatching(Attack):
     patience: int = 0
     gain: float = 1e-3
     leave_out: str = ""
+    sent_only: bool = False
+    mask_draws: int = 0
     on_step: OnStep | None = field(default=None, repr=False, compare=False)
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
@@ -114,17 +121,20 @@ class GradientMatching(Attack):
         """
 
     def parameters(self) -> dict[str, Any]:
-        """See `Attack.parameters`; without `on_step`, which does not affect the result, and an empty `leave_out`, so
-        that rows from before it stay rows of the same case."""
-        without = {"on_step"} if self.leave_out else {"on_step", "leave_out"}
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
+        """See `Attack.parameters`; without `on_step`, which does not affect the result, and without `ADDED` settings at
+        their default, so that rows from before them stay rows of the same case."""
+        usual = {f.name for f in fields(self) if f.name in ADDED and getattr(self, f.name) == f.default}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in usual | {"on_step"}}
 
     def validate(self) -> None:
         """Check the configuration.
 
         Raises:
-            UsageError: fewer than one step or restart, an unknown `init`, or several restarts from the same start.
+            UsageError: fewer than one step or restart, a negative number of masks, an unknown `init`, or several
+                restarts from the same start.
         """
+        if self.mask_draws < 0:
+            raise UsageError(f"mask_draws must not be negative, but is {self.mask_draws}")
         for name in ("steps", "restarts"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -154,7 +164,8 @@ class GradientMatching(Attack):
         except UsageError:  # a convolutional network uses each weight at many places
             tokens = CONVOLUTIONAL_TOKENS
         images = target.num_examples * target.local_steps
-        return SECONDS_OF_A_STEP * self.steps * self.restarts * images * tokens * parameters
+        masks = EXACT_COST * self.mask_draws or 1
+        return SECONDS_OF_A_STEP * self.steps * self.restarts * images * tokens * parameters * masks
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds the losses (least, first, last) and the number of steps."""
@@ -185,8 +196,9 @@ class GradientMatching(Attack):
         for index, case in enumerate(cases):
             o = case[-1]
             # A victim is attacked alone if it has several restarts (memory), if the initial attack may fail for some
-            # victims, or if the optimiser would mix the searches.
-            alone = index if self.restarts > 1 or self.init not in (RANDOM, GREY) or not self._separable(o) else -1
+            # victims, or if the optimiser or the random masks would mix the searches.
+            mixes = self.mask_draws or not self._separable(o)
+            alone = index if self.restarts > 1 or self.init not in (RANDOM, GREY) or mixes else -1
             content = tuple(sorted(o.gradients)), o.labels is None
             key = id(o.model), o.image_shape, o.num_examples, o.kind, o.local_steps, o.learning_rate, content, alone
             groups[key].append(index)
@@ -206,7 +218,9 @@ class GradientMatching(Attack):
         # Restarts that cannot share an optimiser run one after the other.
         parallel = self.restarts if recipe.optimiser.separable else 1
         exact = recipe.optimises_labels or recipe.optimiser.exact
-        simulation, target = build_simulation(observations[0], updates, parallel, exact=exact)
+        masks = {"mask_draws": self.mask_draws, "seed": self.seed}
+        simulation, target = build_simulation(observations[0], updates, parallel, exact=exact, **masks)
+        target = target.of_sent() if self.sent_only else target
         labels = None if recipe.optimises_labels else self._labels(observations, simulation)
         loss = _MatchingLoss(recipe, simulation, target, labels)
         changes = tuple({prior.active_from for prior in recipe.priors})
@@ -231,8 +245,11 @@ class GradientMatching(Attack):
             if o.labels is not None:
                 rows.append(o.labels.to(grey.device).repeat(o.local_steps))
                 continue
-            bias = head_bias(o.gradients, simulation.head)
-            rows.append(infer_labels(bias, expected.to(bias), simulation.images, o.local_steps))
+            bias, weight = head_bias(o.gradients, simulation.head), o.gradients.get(f"{simulation.head}.weight")
+            if self.sent_only and simulation.images == 1 and weight is not None:
+                rows.append(infer_sparse_label(weight, bias))
+            else:
+                rows.append(infer_labels(bias, expected.to(bias), simulation.images, o.local_steps))
         return torch.stack(rows)
 
     def _initial(
@@ -270,7 +287,7 @@ class GradientMatching(Attack):
         if not last <= limit:
             flags.append("loss_above_start")
             reasons.append(f"the last loss {last:.3g} is above the initial loss {limit:.3g}: the search diverged")
-        if "zero_rows_ignored" in flags:
+        if "zero_rows_ignored" in flags and not self.sent_only:
             reasons.append("masked positions cannot be simulated: the model takes no mask")
         if outcome.interrupted:
             reasons.append(f"interrupted after {len(outcome.trace)} of {self.steps} steps")

@@ -9,7 +9,7 @@ two numbers it would be lost in round-off near the solution.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,15 +68,25 @@ class Target:
     Attributes:
         values: parameter name -> (L, *shape).
         squares: parameter name -> |T|^2, (L,).
+        sent: parameter name -> (L, *shape) bool, the entries that are matched; None for all.
     """
 
     values: Gradients
     squares: Mapping[str, Tensor]
+    sent: Mapping[str, Tensor] | None = None
 
     @classmethod
     def of(cls, values: Gradients) -> Target:
         """The target of received gradients `values`, name -> (L, *shape)."""
         return cls(values, {name: squared_norm(t) for name, t in values.items()})
+
+    def of_sent(self) -> Target:
+        """The same target for a sparse message: entries that are exactly zero were not sent, and are not matched."""
+        return replace(self, sent={name: t != 0 for name, t in self.values.items()})
+
+    def matched(self, found: Gradients) -> Gradients:
+        """Simulated gradients, name -> (L, *shape), with zeros at the entries that are not matched."""
+        return found if self.sent is None else {name: r * self.sent[name] for name, r in found.items()}
 
     def total(self) -> Tensor:
         """|T|^2 over all parameters, (L,)."""

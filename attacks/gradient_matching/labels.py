@@ -8,6 +8,11 @@ not yet reached (as Wainakh et al. 2022, "User-Level Label Leakage from Gradient
 approximated by the model's prediction for a grey image, which is inaccurate for trained models.
 
 For the sum over k local steps the same holds with k B images, provided that the weights change little.
+
+Where a client sent some entries only, the label's own may be missing from the bias. Of one image, row k of the weight's
+gradient is (p_k - y_k) f with the feature f: the label's row is the one whose entries have the other sign than those of
+all other rows, as far as they were sent in the same columns. No row is larger, because 1 - p_y is the sum of the other
+probabilities.
 """
 
 from __future__ import annotations
@@ -36,6 +41,23 @@ def infer_labels(bias: Tensor, expected: Tensor, count: int, steps: int = 1) -> 
     for _ in range(count - int(counts.sum())):
         counts[(due - counts).argmax()] += 1
     return torch.repeat_interleave(torch.arange(len(counts), device=bias.device), counts)
+
+
+def infer_sparse_label(weight: Tensor, bias: Tensor) -> Tensor:
+    """Label of the one image of a sparse update, (1,) int64.
+
+    Args:
+        weight: (K, D) gradient of the classifier's weight, zero where an entry was not sent.
+        bias: (K,) of its bias, likewise.
+    """
+    if (bias < 0).any():
+        return bias.argmin()[None]
+    rows = weight.double()
+    lengths = rows.norm(dim=1).clamp(min=torch.finfo(rows.dtype).tiny)
+    cosines = (rows @ rows.mT / lengths / lengths[:, None]).fill_diagonal_(0)
+    sizes = lengths / rows.count_nonzero(dim=1).clamp(min=1).sqrt()
+    scores = -cosines.sum(dim=1) + 1e-3 * sizes / sizes.max()  # sizes decide where no two rows share a column
+    return torch.where(bias > 0, -torch.inf, scores).argmax()[None]
 
 
 def head_bias(gradients: Mapping[str, Tensor], head: str) -> Tensor:

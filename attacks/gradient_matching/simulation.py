@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attacks.gradient_matching.differences import FiniteDifferences
 from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.matched_update import MatchedUpdate
+from attacks.gradient_matching.random_masks import MaskedClients
 from attacks.gradient_matching.unrolled import Simulation, Unrolled, math_attention
 from attacks.observation import Observation
 
@@ -18,7 +19,13 @@ MAX_DISAGREEMENT = 0.02
 
 
 def build_simulation(
-    observation: Observation, updates: Sequence[MatchedUpdate], restarts: int, *, exact: bool = False
+    observation: Observation,
+    updates: Sequence[MatchedUpdate],
+    restarts: int,
+    *,
+    exact: bool = False,
+    mask_draws: int = 0,
+    seed: int = 0,
 ) -> tuple[Simulation, Target]:
     """Simulated clients for the victims of one model, and the gradients they are matched to.
 
@@ -28,9 +35,15 @@ def build_simulation(
         restarts: searches per victim that run in parallel.
         exact: derivatives exact to round-off, with respect to labels too. Otherwise `FiniteDifferences`, about twice
             as fast, is used where the clients take one step and the model allows it.
+        mask_draws: masks of dropout and stochastic depth over which every gradient is averaged (`MaskedClients`); 0 for
+            clients in evaluation mode.
+        seed: of these masks.
 
     Returns:
         The simulation of L = victims x restarts clients, and their target.
+
+    Raises:
+        UsageError: masks are asked for, and the model drops nothing.
     """
     masks = _masks(updates)
     masks = None if masks is None else masks.repeat_interleave(restarts, dim=0)
@@ -43,6 +56,8 @@ def build_simulation(
         unrolled.head = _head(unrolled, images[0].detach())
         values = {n: torch.stack([u.gradients[n] for u in updates]).repeat_interleave(restarts, dim=0) for n in names}
         target = Target.of(values)
+        if mask_draws:
+            return MaskedClients(unrolled, mask_draws, seed), target
         if exact or observation.local_steps > 1:
             return unrolled, target
         quick = FiniteDifferences(unrolled)

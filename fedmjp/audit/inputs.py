@@ -20,6 +20,7 @@ from attacks import Observation, UsageError
 from attacks.certificate import reproduce
 from attacks.findings import Finding
 from attacks.fingerprints import scaled_loss
+from attacks.gradient_matching.random_masks import drop_rate
 from fedmjp.models.weights import bare_name
 
 # Normalisations in common use, tried where the one passed does not reproduce the gradient: mean, standard deviation.
@@ -268,8 +269,7 @@ def check_reproduced(observation: Observation, images: Tensor, found: Sequence[F
 
 def _is_random(module: nn.Module) -> bool:
     """Whether it drops units (dropout) or branches (stochastic depth) at random."""
-    rate = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "drop_prob", 0.0)
-    return module.training and isinstance(rate, float) and rate > 0
+    return module.training and drop_rate(module) > 0
 
 
 def _scaled(factor: float, found: Sequence[Finding]) -> list[Finding]:

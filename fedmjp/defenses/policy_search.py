@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmjp.data.transformations import transform_images
-from fedmjp.defenses.ats import LIBRARY, read_policies
+from attacks.policies import LIBRARY, read_policies
+from attacks.transformations import transform_images
 from fedmjp.models import BuiltModel
 
 INTERVALS = 20  # of the path from noise to the image

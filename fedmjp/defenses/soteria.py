@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fedmjp.data.augmentations import Augmentation
     from fedmjp.defenses.step import LocalStep
+    from fedmjp.objectives import Objective
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,21 @@ class Soteria(Defense):
     known_by: ClassVar[tuple[str, ...]] = FIRST_LAYERS
 
     pruned_features: float = 0.8
-    """Share of the representation's entries that are set to zero, in [0, 1] (0.8 in comparisons of defences)."""
+    """Share of the representation's entries that are set to zero, in [0, 1] (0.01 and 0.6 in the released
+    code's README, 0.7 and 0.8 in the attack code of arXiv:2111.04706)."""
 
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
         if not 0 <= self.pruned_features <= 1:
             raise UsageError(f"--pruned-features must lie in [0, 1], not {self.pruned_features}")
+
+    def check(self, objective: Objective, augmentation: Augmentation | None) -> None:
+        """Refuse objectives that train no classifier of whole images."""
+        if not objective.needs_labels or objective.per_pixel:
+            raise UsageError(
+                "--defense soteria acts on the classifier's gradient, and this --objective trains no classifier of "
+                "images; pass --objective supervised"
+            )
 
     def gradients(self, step: LocalStep, generator: torch.Generator) -> dict[str, Tensor]:
         """The step's gradients, with the classifier's weight gradient from perturbed representations.

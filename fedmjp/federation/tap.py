@@ -6,7 +6,7 @@ active server too: it is asked before a training message is sent, and may send a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, MessageType, RecordDict
@@ -80,16 +80,25 @@ class TapGrid(WrappedGrid):
         super().__init__(grid)
         self._observer = observer
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        """Replies of the wrapped grid, each passed to the observer first."""
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Replies of the wrapped grid, each passed to the observer first; a list where that grid gives a list."""
         outgoing = list(messages)  # Flower's network grid iterates over them twice
         turns = self._prepare(outgoing)
+        replies = self._grid.send_and_receive(outgoing, timeout=timeout)
+        tapped = self._observed(outgoing, replies, turns)
+        # Flower's strategies for differential privacy iterate over the replies twice.
+        return list(tapped) if isinstance(replies, list) else tapped
+
+    def _observed(
+        self, outgoing: Sequence[Message], replies: Iterable[Message], turns: Mapping[int, Turn]
+    ) -> Iterator[Message]:
+        """Each reply after the observer has seen it."""
         sent: dict[int, RecordDict] = {
             message.metadata.dst_node_id: message.content
             for message in outgoing
             if message.metadata.message_type.startswith(MessageType.TRAIN)
         }
-        for reply in self._grid.send_and_receive(outgoing, timeout=timeout):
+        for reply in replies:
             node = reply.metadata.src_node_id
             if node in sent and reply.has_content():
                 self._observer(sent.pop(node), reply.content, node)

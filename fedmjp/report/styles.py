@@ -54,6 +54,7 @@ ATTACKS = {
     "sparse_rounds": ("#00593F", "d"),
     "known_draws": ("#00593F", "8"),
     "lora_span": ("#1B7F8C", "p"),
+    "undo_policy": ("#1B7F8C", "P"),
     "fishing": ("#7A2F5C", ">"),
     "feature_fishing": ("#7A2F5C", "<"),
     "imprint": ("#1F4E79", "s"),

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from attacks import ATTACKS, Attack, Observation, Reconstruction
+from attacks.policies import PUBLISHED, read_policies
+from attacks.transformations import transform_images
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import score
 from fedmjp.models import BuiltModel, build_model
@@ -93,6 +95,12 @@ def low_rank() -> Observation:
 def pixels_restored() -> Observation:
     """MST: two views of a photograph without uniform patches are restored."""
     return observe_under("mst:local_crops=0,outputs=16,hidden=16,bottleneck=8", "vit_micro8_32", photographs(32, 8)[7:])
+
+
+def transformed() -> Observation:
+    """A photograph after the published pair of policies."""
+    images = transform_images(photographs(64, 1), read_policies(PUBLISHED), torch.Generator().manual_seed(0))
+    return observe(small(), images)
 
 
 def prepared_by(name: str, defense: str = "none", **settings) -> Observation:

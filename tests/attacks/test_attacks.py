@@ -55,6 +55,8 @@ TRAITS = {
     "known_draws": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "sparse_rounds": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "noisy_rounds": Traits(exact_on=(STANDARD,)),
+    # Of an image that the policy has made: others are no case for it.
+    "undo_policy": Traits(single_step=False, own=contract.transformed),
     "april": Traits(exact_on=(APRIL,)),
     "batch_rounds": Traits(exact_on=(STANDARD,), needs_positions=False),
     # Batches of two alone: what stands in the way of those has tests of its own.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attacks import UsageError
-from fedmjp.data.transformations import OPERATIONS, transform_images
+from attacks.policies import LIBRARY, read_policies
+from attacks.transformations import OPERATIONS, transform_images
 from fedmjp.defenses import DEFENSES
-from fedmjp.defenses.ats import LIBRARY, read_policies
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from tests.conftest import photographs

@@ -17,7 +17,7 @@ from fedmjp.defenses.step import LocalStep, local_step
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.classifier import recorded_calls
-from fedmjp.objectives import client_loss
+from fedmjp.objectives import OBJECTIVES, client_loss
 from tests.conftest import photographs
 from tests.defenses.clients import task_under, update_under, weights_of
 
@@ -174,3 +174,12 @@ def test_what_it_cannot_act_on() -> None:
     model.module.reset_classifier(0)
     with pytest.raises(UsageError, match="soteria acts in front of a linear classifier, and this model has none"):
         DEFENSES.get("soteria")().gradients(step_of(model, photographs(32, 2)), torch.Generator())
+
+
+@pytest.mark.parametrize("objective", ["mp3", "segmentation"])
+def test_objectives_without_a_classifier_are_refused_before_the_start(objective: str) -> None:
+    """Alone and in a chain, from the options alone; the supervised one is not refused."""
+    for entry in ("soteria", "noise+soteria"):
+        with pytest.raises(UsageError, match="this --objective trains no classifier of images; pass --objective sup"):
+            read_defense(entry).check(OBJECTIVES.get(objective)(), None)
+        read_defense(entry).check(OBJECTIVES.get("supervised")(), None)
