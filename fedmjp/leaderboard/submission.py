@@ -120,7 +120,8 @@ def add(submission: Submission, console: Console) -> Path:
 
 def _require_images(config: RunConfig, submission: Submission) -> None:
     """Refuse a folder with fewer training images than a federation under attack uses."""
-    held, needed = len(shared_task(config.to_json(), submission.entry).data.train), config.data.train_limit or 0
+    task = shared_task(config.order(), submission.entry, config.client_entropy())
+    held, needed = len(task.data.train), config.data.train_limit or 0
     if held < needed:
         track = submission.track.name
         raise UsageError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attacks import ATTACKS
 from fedmjp import simulate
-from fedmjp.federation import ReceivedCheck, of_model
+from fedmjp.federation import ReceivedCheck, build_client_app, of_model
 from fedmjp.federation.boundary import DECLINED
 from fedmjp.federation.local_grid import LocalGrid
 from tests.attacks.models import timm_vit
@@ -129,5 +129,6 @@ def test_a_node_that_was_started_so_checks_whatever_the_server_asks(tmp_path, mo
         self._contexts[1].node_config["refuse-suspicious"] = True
 
     monkeypatch.setattr(LocalGrid, "__init__", start)
+    monkeypatch.setattr("fedmjp.federation.engines.build_client_app", lambda entropy: build_client_app())
     assert run(tmp_path / "run") == 1
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["failures"]) == 1

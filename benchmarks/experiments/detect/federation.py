@@ -15,7 +15,7 @@ from fedmjp.client import ClientTask, shared_task
 from fedmjp.config import RunConfig
 from fedmjp.detect import STATISTICS, Measurement
 from fedmjp.detect.clients import received_in
-from fedmjp.federation import client_app, run_rounds
+from fedmjp.federation import build_client_app, run_rounds
 from fedmjp.federation.local_grid import LocalGrid
 
 GRANTS = ThreatModel.parse(("active_parameters", "model_weights", "position_gradient", "several_rounds"))
@@ -126,7 +126,7 @@ def train(config: RunConfig, on_turn: Callable[[Turn], None], on_round: Callable
         on_turn: called before each client's training.
         on_round: called after each round.
     """
-    task = shared_task(config.to_json(), DEFENSE)
+    task = shared_task(config.order(), DEFENSE, config.client_entropy())
     last: dict[int, State] = {}
 
     def on_send(round: int, client: int, state: State) -> None:
@@ -135,7 +135,7 @@ def train(config: RunConfig, on_turn: Callable[[Turn], None], on_round: Callable
         last[client] = state
 
     run_rounds(
-        LocalGrid(client_app, config.federation.clients),
+        LocalGrid(build_client_app(config.client_entropy()), config.federation.clients),
         task,
         DEFENSE,
         on_update=lambda view: None,

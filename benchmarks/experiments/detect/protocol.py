@@ -41,7 +41,7 @@ class Checked:
     def __init__(self, options: Options, session: Session, federation: Federation, rows: RowLog) -> None:
         self.options, self.session, self.federation, self.rows = options, session, federation, rows
         self.config = plain(federation.config)
-        task = shared_task(self.config.to_json(), DEFENSE)
+        task = shared_task(self.config.order(), DEFENSE, self.config.client_entropy())
         self.score, self.active = scorer(task.model.patch_size, None), active_attacks(task, session.say)
 
     def __call__(self) -> None:
@@ -58,7 +58,7 @@ class Checked:
 
     def cases(self) -> list[dict[str, Any]]:
         """What identifies the rows of this federation, as far as it is known before it is trained."""
-        task, f = shared_task(self.config.to_json(), DEFENSE), self.config.federation
+        task, f = shared_task(self.config.order(), DEFENSE, self.config.client_entropy()), self.config.federation
         turns = [Turn(task, r, c, {}, None) for r in range(1, f.rounds + 1) for c in range(f.clients)]
         found = [self.case(turn, HONEST, {}, 0) for turn in turns]
         for turn in filter(self.attacked, turns):
