@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from attacks.arithmetic import is_exact
 from attacks.registry import UsageError
 from fedmjp import __version__
 
@@ -73,10 +74,12 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The device in words, for example "cpu (x86_64, 2 threads)" or a GPU's name."""
+    """The device in words, for example "cpu (x86_64, 2 threads)"; float32 products in fewer digits are named."""
+    name, machine = device.type, f"{platform.machine()}, "
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+        name, machine = torch.cuda.get_device_name(device), ""
+    coarse = "" if is_exact() else ", float32 products in fewer digits"
+    return f"{name} ({machine}{torch.get_num_threads()} threads{coarse})"
 
 
 def columns(device: torch.device) -> dict[str, str]:

@@ -280,7 +280,7 @@ class Run:
         for number, client, _, one, _, _ in self.follow(case, plan, victims, range(len(victims)), lambda: None):
             name = gallery.images.ids[client].split("/")[0]
             found.setdefault(name, (gallery.images.images([client])[0], {}))[1][number] = (
-                None if one.images is None else one.images[0]
+                None if one.images is None else one.images[0].cpu()
             )
         return found
 
