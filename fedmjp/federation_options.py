@@ -137,6 +137,9 @@ class FederationConfig:
     least_share: float = 1.0
     """Share of a round's clients whose updates must arrive whole; with fewer the run stops (1: any client that fails or
     sends something unusable stops it). Those left out are named in the report."""
+    round_timeout: float = 3600.0
+    """Seconds that a server on a SuperLink waits for a round's clients. One that has not answered by then has failed:
+    it stops the run by its name, or is left out under --least-share."""
     engine: Literal["local", "ray"] = "local"
     """local: Flower's apps in this process. ray: Flower's simulation (pip install 'fedmjp[ray]')."""
 
@@ -172,6 +175,8 @@ class FederationConfig:
             )
         if not 0 < self.least_share <= 1:
             raise UsageError(f"--least-share must lie in (0, 1], not {self.least_share}")
+        if not 0 < self.round_timeout < math.inf:
+            raise UsageError(f"--round-timeout must be positive, not {self.round_timeout}")
         read_alpha(self.partition)
         if not 0 < self.learning_rate < math.inf:
             raise UsageError(f"--learning-rate must be positive, not {self.learning_rate}")

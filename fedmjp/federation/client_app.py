@@ -9,19 +9,21 @@ import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedmjp.client import ClientTask, shared_task
 from fedmjp.federation.wire import KEPT, LAYERS, flat, layout_of, pack, unpack
+from fedmjp.records.provenance import source
 
 app = ClientApp()
 
 
 @app.query()
 def identify(message: Message, context: Context) -> Message:
-    """Reply with the id of the data partition that this node holds."""
-    return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
+    """Reply with the id of the data partition that this node holds, and which code it runs."""
+    node = MetricRecord({"partition-id": _partition(context)})
+    return Message(RecordDict({"node": node, "code": ConfigRecord({"source": source()})}), reply_to=message)
 
 
 @app.train()

@@ -45,7 +45,7 @@ SECRETS = re.compile(r"token|password|passwd|secret|credential|api[-_]?key|priva
 
 @lru_cache
 def commit() -> str:
-    """Short git commit of the source tree, with "-dirty" for uncommitted changes; "unknown" outside a checkout."""
+    """Short git commit of the source tree, with "-dirty" for uncommitted changes; outside a checkout `source()`."""
     root = Path(__file__).resolve().parent.parent.parent
 
     def git(*arguments: str) -> str:
@@ -55,11 +55,23 @@ def commit() -> str:
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != root:
-            return "unknown"
+            return source()
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return source()
+
+
+@lru_cache
+def source() -> str:
+    """A digest of the code and the weights that this process runs: equal copies of the project have equal ones."""
+    root, digest = Path(__file__).resolve().parent.parent.parent, hashlib.sha256()
+    for folder in ("attacks", "fedmjp"):
+        for file in sorted((root / folder).rglob("*")):
+            if file.suffix in (".py", ".safetensors"):
+                digest.update(f"{file.relative_to(root).as_posix()}:{file.stat().st_size}\n".encode())
+                digest.update(file.read_bytes())
+    return f"source-{digest.hexdigest()[:10]}"
 
 
 def versions() -> dict[str, str]:
