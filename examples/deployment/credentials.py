@@ -2,9 +2,9 @@
 
     python examples/deployment/credentials.py FOLDER --nodes 2 --host superlink.example.org --host 10.0.0.5
 
-FOLDER then holds ca.crt (for nodes and users), server.crt and server.key (for the SuperLink), node0 and node0.pub and so
-on (a node's private key, for that node alone, and its public key, which is registered), and flwr/config.toml for `flwr`.
-Files with a private key can be read by their owner only; the authority's own key is used once and not kept.
+FOLDER then holds ca.crt (for nodes and users), server.crt and server.key (for the SuperLink), node0 and node0.pub and
+so on (a node's private key, for that node alone, and its public key, which is registered), and flwr/config.toml for
+`flwr`. Files with a private key can be read by their owner only; the authority's own key is used once and not kept.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def _shipped(name: str) -> Path | None:
         return path
     if path.with_suffix(".md").exists():
         raise UsageError(
-            f"this copy of FedMJP lacks the weights of {name} that it should hold ({path.name}); install FedMJP from its "
-            "repository, or pass --weights random"
+            f"this copy of FedMJP lacks the weights of {name} that it should hold ({path.name}); install FedMJP from "
+            "its repository, or pass --weights random"
         )
     return None
 
