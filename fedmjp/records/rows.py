@@ -114,6 +114,7 @@ class Schema:
     optional: Mapping[str, Any] = field(default_factory=dict)
 
 
+MOST_SHARED = 1000  # different values of a column that are looked for among those read before
 RESULTS = Schema(ROW_KEYS, IDENTITY, OPTIONAL)
 
 
@@ -249,9 +250,16 @@ def load_rows(path: str | os.PathLike[str], schema: Schema = RESULTS) -> pd.Data
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
-    content = path.read_bytes()
-    rows, _ = _parse(gzip.decompress(content) if path.suffix == ".gz" else content, path, schema)
-    frame = pd.DataFrame(rows, columns=list(schema.keys))
+    columns: dict[str, list[Any]] = {name: [] for name in schema.keys}
+    known: dict[str, dict[str, Any]] = {name: {} for name in schema.keys}
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = _row(line, schema)
+            if row is None and line.endswith(b"\n"):
+                raise _damaged(path, number)
+            for name, value in (row or {}).items():
+                columns[name].append(_shared(value, known[name]))
+    frame = pd.DataFrame(columns, columns=list(schema.keys))
     numbers = [name for name in (*METRICS, "seconds", "gradient_norm") if name in schema.keys]
     return frame.astype(dict.fromkeys(numbers, "float64"))
 
@@ -266,10 +274,27 @@ def _parse(content: bytes, path: Path, schema: Schema) -> tuple[list[dict[str, A
     for number, line in enumerate(lines, start=1):
         row = _row(line, schema)
         if row is None:
-            raise UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
+            raise _damaged(path, number)
         rows.append(row)
     last = _row(tail, schema)
     return rows + ([last] if last is not None else []), bool(tail)
+
+
+def _damaged(path: Path, number: int) -> UsageError:
+    return UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
+
+
+def _shared(value: Any, known: dict[str, Any]) -> Any:
+    """An equal value of the column that was read before, so that a million rows hold one copy of their parameters.
+
+    Args:
+        known: the column's values so far, of which no more than `MOST_SHARED` are kept: a column of values that are all
+            different gains nothing.
+    """
+    if not isinstance(value, (str, dict, list)):
+        return value
+    key = value if isinstance(value, str) else json.dumps(value)
+    return known.setdefault(key, value) if key in known or len(known) < MOST_SHARED else value
 
 
 def _row(line: bytes, schema: Schema) -> dict[str, Any] | None:
