@@ -84,7 +84,6 @@ CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("noisy_rounds", plain, {}),
     ("batch_rounds", plain, {}),
     ("token_span", without_positions, {"steps": 0}),
-    ("lora_span", lambda: [contract.low_rank()], {}),
     ("position_head", lambda: [contract.places_predicted()], {"steps": 1}),
     ("mjp_subspace", masked, {}),
     ("mjp_mixture", masked, {}),
@@ -160,7 +159,7 @@ def test_the_watcher_takes_messages_from_the_cpu(device, tmp_path) -> None:
     assert watcher.save().exists()
 
 
-@pytest.mark.parametrize("defense", ["mjp:gamma=0.3+noise", "dp_sgd", "soteria+topk+quantise"])
+@pytest.mark.parametrize("defense", ["mjp:gamma=0.3+noise", "dp_sgd"])
 def test_clients_send_what_they_send_on_the_cpu(device, defense: str) -> None:
     options = {"model": "vit_micro8_32", "weights": "random", "clients": 1, "test_limit": 4, "batch_size": 2}
     sent = []
