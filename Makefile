@@ -2,14 +2,17 @@
 #   make simulate   create the environment, run the main job on the embedded photographs, print the path of the report
 #   make test       create the environment, run the tests (make test-fast: without the slow ones)
 # make notebook runs examples/audit.ipynb from top to bottom, make docs builds the documentation into site/,
-# make lint checks style and format, make fuzz sends the server 100,000 malformed replies,
-# make crash kills commands at each of their file operations and resumes them.
+# make lint checks style and format, make fuzz sends the server 100,000 malformed replies, make crash kills commands at
+# each of their file operations and resumes them, make deployment-test runs a deployment on loopback. constraints.txt holds
+# the versions that are installed.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# The tested versions; `make CONSTRAINTS= ...` installs the newest that setup.cfg allows (another Python may need it).
+CONSTRAINTS := constraints.txt
 
-.PHONY: simulate test test-fast fuzz crash notebook tables lint docs clean
+.PHONY: simulate test test-fast fuzz crash deployment-test constraints notebook tables lint docs clean
 
 simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense none mjp:gamma=0.1 mjp:gamma=0.9 --budget 3s $(ARGS)
@@ -31,6 +34,16 @@ fuzz: $(STAMP)
 crash: $(STAMP)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m tests.crash $(ARGS)
 
+# A SuperLink and SuperNodes on loopback, with TLS and keys: refused nodes, killed nodes, a killed SuperLink (minutes).
+deployment-test: $(STAMP)
+	FEDMJP_DEPLOYMENT=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest tests/examples/test_deployment.py $(ARGS)
+
+# After new versions have passed the tests.
+constraints:
+	@grep '^#' constraints.txt > constraints.new
+	@$(RUN) -m pip freeze --exclude-editable | grep -vE '^(nvidia-|cuda-|triton)|@' >> constraints.new
+	mv constraints.new constraints.txt
+
 # Runs it in a kernel of its own; the file keeps no outputs.
 notebook: $(STAMP)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest --nbmake examples/audit.ipynb
@@ -47,10 +60,10 @@ lint: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-$(STAMP): setup.cfg pyproject.toml
+$(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable ".[federation,test]"
+	$(RUN) -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[federation,test]"
 	touch $(STAMP)
 
 clean:

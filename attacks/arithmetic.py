@@ -26,6 +26,13 @@ def _settings() -> list[tuple[Any, str, Any]]:
     ]
 
 
+def is_exact() -> bool:
+    """Whether float32 matrices are multiplied and convolved with all of their digits."""
+    import torch
+
+    return torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+
+
 def use_exact_arithmetic() -> None:
     """Switch to full float32 for the rest of the process."""
     import torch

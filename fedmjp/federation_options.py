@@ -140,6 +140,9 @@ class FederationConfig:
     refuse_suspicious: bool = False
     """Each client checks the model that it is sent before it trains (docs/detection.md) and sends no update where it
     looks prepared; --least-share says how many may do so before the run stops."""
+    round_timeout: float = 3600.0
+    """Seconds that a server on a SuperLink waits for a round's clients. One that has not answered by then has failed:
+    it stops the run by its name, or is left out under --least-share."""
     engine: Literal["local", "ray"] = "local"
     """local: Flower's apps in this process. ray: Flower's simulation (pip install 'fedmjp[ray]')."""
 
@@ -175,6 +178,8 @@ class FederationConfig:
             )
         if not 0 < self.least_share <= 1:
             raise UsageError(f"--least-share must lie in (0, 1], not {self.least_share}")
+        if not 0 < self.round_timeout < math.inf:
+            raise UsageError(f"--round-timeout must be positive, not {self.round_timeout}")
         read_alpha(self.partition)
         if not 0 < self.learning_rate < math.inf:
             raise UsageError(f"--learning-rate must be positive, not {self.learning_rate}")

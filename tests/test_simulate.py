@@ -185,6 +185,7 @@ MISTAKES = [
     (["--grants", "model_weights"], "position_gradient"),
     (["--grants", "omniscience"], "unknown capability"),
     (["--device", "cuda:99"], "--device cuda:99 cannot be used here"),
+    (["--device", "meta"], "--device meta cannot be used here"),
     (["--block", "april", "--model", "resnet50"], "plain ViT"),
     (["--lpips-weights", "nowhere.pt"], "no LPIPS weights"),
 ]

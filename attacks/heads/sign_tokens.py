@@ -126,9 +126,9 @@ def _choose(found: Tensor, span: Tensor, sent: Tensor) -> Tensor:
             "signs combine, leave open which of them are tokens"
         )
     vectors, targets = span.T @ found.T, span.T @ sent / _scale(sent[:, -1])  # (T, m), (T, D + 1)
-    best, least = torch.arange(tokens), float("inf")
+    best, least = torch.arange(tokens, device=found.device), float("inf")
     for start in range(SEARCHES):
-        chosen, left = _independent(vectors, start), torch.zeros(count, dtype=torch.int64)
+        chosen, left = _independent(vectors, start), torch.zeros(count, dtype=torch.int64, device=found.device)
         for move in range(MOVES):
             solved = torch.linalg.solve(vectors[:, chosen], torch.cat([vectors, targets], dim=1))
             shares, coefficients = solved[:, :count], solved[:, count:]  # (T, m), (T, D + 1)

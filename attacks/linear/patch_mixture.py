@@ -75,6 +75,10 @@ class PatchMixture:
             raise UsageError(f"{path} is of other patches than {SIDE} x {SIDE} pixels of {CHANNELS} channels")
         return mixture
 
+    def to(self, device: torch.device) -> PatchMixture:
+        """The same mixture on a device."""
+        return PatchMixture(self.weights.to(device), self.factors.to(device))
+
     def norms(self, patches: Tensor) -> Tensor:
         """|u|_k^2 of patches (D, L), as (K, L)."""
         return torch.stack([(factor @ patches).square().mean(dim=0) for factor in self.factors])
@@ -176,7 +180,7 @@ class MixturePrior(VectorialVariation):
             return first
         if tokenizer.channels != CHANNELS:
             raise UsageError(f"the mixture is of {CHANNELS} channels, the images have {tokenizer.channels}")
-        mixture = read_mixture(self.mixture)
+        mixture = read_mixture(self.mixture).to(estimate.rows.device)
         scene = _Scene(mixture, estimate, tokenizer, std)
         shift = ((first.patches - estimate.patches()) @ estimate.open.T).float()  # (N, k)
         for rounding in self.rounding:

@@ -97,7 +97,7 @@ class BatchTokens(Attack):
             raise UsageError("positions are hidden: which image of the batch hides which cannot be read")
         block, rows = read_first_block(observation, tokenizer, IMAGES), step.rows.repeat(IMAGES, 1)
         nothing = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        scales = pixel_scales(tokenizer, observation.std).to(rows)
+        scales = pixel_scales(tokenizer, observation.std, rows.device).to(rows.dtype)
         known = KnownPatches(rows, step.basis, nothing, nothing)
         tokens = self.search(block, block.prefix[:0])
         if not len(tokens):

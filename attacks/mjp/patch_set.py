@@ -80,7 +80,7 @@ class PatchSet(PlacingAttack):
         observation = observations[-1]
         tokenizer = _tokenizer_without_positions(observation)
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
-        scales = pixel_scales(tokenizer, observation.std)
+        scales = pixel_scales(tokenizer, observation.std, known.rows.device)
         placed, numbers = unmixed(self.search, self.sweep, block, known, known.rows[:0], scales)
         details = {"order_unknown": 1.0} | numbers
         obstacle = ORDER + self.placement.words

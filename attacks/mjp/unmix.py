@@ -88,7 +88,7 @@ class Unmix(PlacingAttack):
             return render(observation, tokenizer, guess, torch.ones_like(known.unseen), "", details)
         block = read_first_block(observation, tokenizer)
         placed, numbers = unmixed(
-            self.search, self.sweep, block, known, guess, pixel_scales(tokenizer, observation.std)
+            self.search, self.sweep, block, known, guess, pixel_scales(tokenizer, observation.std, guess.device)
         )
         words = mask_in_words(joined)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
@@ -215,7 +215,7 @@ def finished(
     """
     missing = placed.patches.isnan().any(dim=1)
     patches = torch.where(missing[:, None], guess, placed.patches)
-    scale, shift = (pixel_scales(tokenizer, channel) for channel in (observation.std, observation.mean))
+    scale, shift = (pixel_scales(tokenizer, channel, patches.device) for channel in (observation.std, observation.mean))
     patches = patches[placement(tokenizer, patches * scale + shift, known.unseen)]
     sure = placed.found & (placed.deviation < VOUCHED_DEVIATION) & ~known.unseen
     found = int(placed.found.sum())
@@ -234,6 +234,7 @@ def mask_in_words(joined: JoinedUpdates) -> str:
     return f"{int(masked.sum())} of {len(masked)} position rows are exactly zero"
 
 
-def pixel_scales(tokenizer: Tokenizer, values: tuple[float, ...]) -> Tensor:
+def pixel_scales(tokenizer: Tokenizer, values: tuple[float, ...], device: torch.device) -> Tensor:
     """(P,) float64: a number of each channel, such as its standard deviation, for all pixels of a patch."""
-    return torch.tensor(values, dtype=torch.float64).repeat_interleave(tokenizer.patch_dim // len(values))
+    each = torch.tensor(values, dtype=torch.float64, device=device)
+    return each.repeat_interleave(tokenizer.patch_dim // len(values))

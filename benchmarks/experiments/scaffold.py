@@ -72,6 +72,24 @@ class RowOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
+class WorkerOptions(RowOptions):
+    """Commands whose batches of images may be attacked in several processes."""
+
+    workers: int = 1
+    """Processes on this machine, each with one thread, that attack batches of images side by side. Rows are those of
+    one process with --threads 1, in the same order."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options that cannot be met, before anything is computed."""
+        check_positive(self, "workers")
+        if self.workers > 1 and self.device != "cpu":
+            raise UsageError(f"--workers shares out the cores of a CPU; leave it out with --device {self.device}")
+        if self.workers > 1 and self.threads > 1:
+            raise UsageError("--workers gives each process one thread; leave out --threads")
+        super().validate()
+
+
+@dataclass(frozen=True)
 class AttackOptions(RowOptions):
     """What commands that score reconstructions have in common."""
 

@@ -31,7 +31,7 @@ from fedmjp.records.rows import RESULTS, RowLog, Schema, pack_rows, unpack_rows
 from fedmjp.records.run_record import note_rows, note_start
 
 # Options that decide about no number.
-_NEUTRAL = {"out", "resume", "device", "threads", "batch_size", "together"}
+_NEUTRAL = {"out", "resume", "device", "threads", "workers", "batch_size", "together"}
 
 
 def prepare_torch(options: DeviceOptions) -> torch.device:
@@ -40,8 +40,9 @@ def prepare_torch(options: DeviceOptions) -> torch.device:
     Raises:
         UsageError: no such device here.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    threads = 1 if getattr(options, "workers", 1) > 1 else options.threads
+    if threads:
+        torch.set_num_threads(threads)
     return usable_device(options.device)
 
 

@@ -83,6 +83,7 @@ class Audit:
             options=self.options,
             ran=list(self.images),
             not_run=self.not_run,
+            device=self.rows["device"].iloc[0],
             notes=[self.verdict.headline(), *(finding.sentence for finding in self.findings)],
         )
 

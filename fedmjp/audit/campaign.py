@@ -7,9 +7,10 @@ that cannot be decoded is left out with a warning. A batch that does not fit int
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fedmjp.audit.harness import Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.records.image_digests import ImageDigests
 from fedmjp.records.rows import BASELINES, RowLog
+from fedmjp.workers import Lost, in_order
 
 Cases = Mapping[tuple[Setting, str], dict[str, Any]]
 
@@ -68,6 +70,15 @@ def run_attacks(
     return found
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a batch of clients gave: rows, each attack's PSNR in them (dB), and lines for the user."""
+
+    rows: list[dict[str, Any]]
+    psnr: dict[str, list[float]]
+    warnings: list[str]
+
+
 class Campaign:
     """Runs all attacks on all victims of a gallery, for one model after the other.
 
@@ -80,6 +91,8 @@ class Campaign:
         score_images: see `harness.scorer`.
         batch_size: clients per pass; halved permanently whenever memory runs out.
         on_batch: called after each batch with the number of clients processed, and each attack's PSNR on them (dB).
+        workers: processes that compute batches; rows are the same, and in the same order, for any number. A batch whose
+            processes die is left out with a warning that names its images.
     """
 
     def __init__(
@@ -93,11 +106,14 @@ class Campaign:
         score_images: ScoreImages,
         batch_size: int,
         on_batch: Callable[[int, Mapping[str, list[float]]], None],
+        workers: int = 1,
     ) -> None:
         self.victims, self.defense, self.rows, self.columns = victims, defense, rows, columns
         self.attacks = dict(attacks)
         self.score_images, self.batch_size, self.on_batch = score_images, batch_size, on_batch
+        self.workers = workers
         self._checked: set[int] = set()
+        self._lost: set[int] = set()
         self._digests = ImageDigests(rows.path.parent, victims.gallery.name)
 
     def attack(self, subject: Subject, settings: Sequence[Setting]) -> None:
@@ -112,9 +128,32 @@ class Campaign:
                 for setting in alike
                 for name, attack in self.attacks.items()
             }
-            for clients in self._batches(list(cases.values())):
-                self._attack_or_halve(subject, clients, cases)
+            batches = self._batches(list(cases.values()))
+            for clients, found in in_order(batches, partial(self._found, subject, cases), self.workers):
+                self._write_found(clients, found)
             self._require_complete(list(cases.values()))
+
+    def _found(self, subject: Subject, cases: Cases, clients: list[int]) -> _Found:
+        """What the attacks find of some clients; it is written, and warnings are given, by `_write_found`."""
+        warnings: list[str] = []
+        warn, self.victims.warn = self.victims.warn, warnings.append
+        try:
+            return _Found(*self._attack_or_halve(subject, clients, cases), warnings)
+        finally:
+            self.victims.warn = warn
+
+    def _write_found(self, clients: list[int], found: _Found | Lost) -> None:
+        psnr: Mapping[str, list[float]] = {}
+        if isinstance(found, Lost):
+            self._lost |= set(clients)
+            self.victims.warn(found.left_out(name for client in clients for name in self.victims.ids(client)))
+        else:
+            psnr = found.psnr
+            for line in found.warnings:
+                self.victims.warn(line)
+            for row in found.rows:
+                self.rows.append(row)
+        self.on_batch(len(clients), psnr)
 
     def baselines(self, setting: str, mean: Tensor | None = None) -> None:
         """Write the rows of the two guesses that need no gradient, scored against the original images.
@@ -136,7 +175,8 @@ class Campaign:
                     if not self._lacks([cases[name]], client):
                         continue
                     own = scores[index * self.victims.group : (index + 1) * self.victims.group]
-                    self._write(cases[name], client, Scored(name, {}, None, own, 0.0, ""), float("nan"))
+                    for row in self._rows_of(cases[name], client, Scored(name, {}, None, own, 0.0, ""), float("nan")):
+                        self.rows.append(row)
 
     def _batches(self, cases: list[dict[str, Any]]) -> Iterator[list[int]]:
         """Batches of clients of the current batch size, without those whose rows are complete.
@@ -163,13 +203,14 @@ class Campaign:
             self._digests.check([name for client in clients for name in self.victims.ids(client)], images)
 
     def _require_complete(self, cases: Sequence[Mapping[str, Any]]) -> None:
-        """Every image that can be decoded has a row in every case.
+        """Every image that can be decoded has a row in every case, but for batches that were left out.
 
         Raises:
             UsageError: one has not.
         """
-        readable = (client for client in range(len(self.victims)) if client not in self.victims.unreadable)
-        lacking = [client for client in readable if self._lacks(cases, client)]
+        left_out = self._lost | set(self.victims.unreadable)
+        present = (client for client in range(len(self.victims)) if client not in left_out)
+        lacking = [client for client in present if self._lacks(cases, client)]
         if lacking:
             raise UsageError(
                 f"{self.rows.path} lacks rows of {len(lacking)} clients, the first of which holds "
@@ -179,10 +220,11 @@ class Campaign:
     def _lacks(self, cases: Sequence[Mapping[str, Any]], client: int) -> bool:
         return not all(self.rows.done(case, self.victims.ids(client)) for case in cases)
 
-    def _attack_or_halve(self, subject: Subject, clients: list[int], cases: Cases) -> None:
+    def _attack_or_halve(
+        self, subject: Subject, clients: list[int], cases: Cases
+    ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
         try:
-            self._attack(subject, clients, cases)
-            return
+            return self._attack(subject, clients, cases)
         except OUT_OF_MEMORY as error:
             if len(clients) == 1:
                 raise UsageError(
@@ -193,12 +235,20 @@ class Campaign:
             torch.cuda.empty_cache()
         self.batch_size = len(clients) // 2
         self.victims.warn(f"out of memory with {len(clients)} clients per batch; continuing with {self.batch_size}")
+        rows, psnr = [], defaultdict(list)
         while clients:
             size = self.batch_size  # the next part may halve it again
-            self._attack_or_halve(subject, clients[:size], cases)
+            some, values = self._attack_or_halve(subject, clients[:size], cases)
+            rows += some
+            for name, own in values.items():
+                psnr[name] += own
             clients = clients[size:]
+        return rows, dict(psnr)
 
-    def _attack(self, subject: Subject, batch: list[int], cases: Cases) -> None:
+    def _attack(
+        self, subject: Subject, batch: list[int], cases: Cases
+    ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+        """The missing rows of a batch, and each attack's PSNR in them (dB)."""
         clients, originals = self.victims.decode(batch, subject.dtype)
         settings = list(dict.fromkeys(setting for setting, _ in cases))
         lacking = {name for (_, name), case in cases.items() if any(self._lacks([case], c) for c in clients)}
@@ -208,15 +258,17 @@ class Campaign:
             found = run_attacks(
                 self.victims, subject, settings, clients, originals, self.attacks, self.score_images, skip=done
             )
-        # Rows are written only now, because a batch that runs out of memory half-way is computed again.
+        rows: list[dict[str, Any]] = []
         psnr: dict[str, list[float]] = {name: [] for name in lacking}
         for (setting, name), lines in found.items():
             for client, (norm, one) in zip(clients, lines, strict=True):
                 if not self._lacks([cases[setting, name]], client):
                     continue
-                self._write(cases[setting, name], client, self._with_label_accuracy(subject, client, one), norm)
+                rows += self._rows_of(
+                    cases[setting, name], client, self._with_label_accuracy(subject, client, one), norm
+                )
                 psnr[name] += [record["psnr"] for record in one.records]
-        self.on_batch(len(batch), psnr)
+        return rows, psnr
 
     def _with_label_accuracy(self, subject: Subject, client: int, one: Scored) -> Scored:
         """Add the share of the client's labels that the attack inferred correctly, if it inferred any."""
@@ -228,6 +280,6 @@ class Campaign:
         details = {**one.reconstruction.details, "label_accuracy": share}
         return replace(one, reconstruction=replace(one.reconstruction, details=details))
 
-    def _write(self, case: Mapping[str, Any], client: int, one: Scored, norm: float) -> None:
-        for place, image_id in enumerate(self.victims.ids(client)):
-            self.rows.append({**self.columns, **one.row(case, image_id, norm, place)})
+    def _rows_of(self, case: Mapping[str, Any], client: int, one: Scored, norm: float) -> list[dict[str, Any]]:
+        ids = self.victims.ids(client)
+        return [{**self.columns, **one.row(case, image_id, norm, place)} for place, image_id in enumerate(ids)]

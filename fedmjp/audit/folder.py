@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from attacks import Observation, ThreatModel, UsageError
 from fedmjp.audit.harness import Scored
 from fedmjp.records import provenance
@@ -104,6 +102,7 @@ class AuditFolder:
         options: Mapping[str, Any],
         ran: Sequence[str],
         not_run: Mapping[str, str],
+        device: str,
         notes: Sequence[str],
         finished: bool = True,
     ) -> Path:
@@ -114,6 +113,7 @@ class AuditFolder:
             options: what the audit was called with.
             ran: names of the attacks that ran.
             not_run: every other registered attack -> why it did not.
+        device: where it was computed, in words.
             notes: remarks for the reader, on the page.
             finished: whether no more rows will come.
 
@@ -128,7 +128,7 @@ class AuditFolder:
             "config": dict(options),
             "versions": provenance.versions(),
             "commit": provenance.commit(),
-            "device": provenance.device_name(torch.device("cpu")),
+            "device": device,
             "seed": 0,
             "weights": {self.subject.model: "as given"},
             "data": {"name": self.subject.dataset, "provenance": self.subject.setting, "skipped": []},

@@ -36,6 +36,7 @@ from fedmjp.audit.observe import model_as_sent, model_with_sent_layers, undo_ada
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
+from fedmjp.records import provenance
 from fedmjp.records.rows import load_rows
 from fedmjp.records.run_folder import save_image
 
@@ -294,6 +295,7 @@ class Watcher:
             options=options | {"local_steps": self.local_steps, "mean": self.mean, "std": self.std},
             ran=list(dict.fromkeys(name for _, name, _ in self.found)),
             not_run=verdict.not_run,
+            device=provenance.device_name(next(self.model.parameters()).device),
             notes=[verdict.headline(), *self.assumptions, *self.findings.values(), *self.problems],
         )
 

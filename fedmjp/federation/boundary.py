@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flwr.app import Array, ArrayRecord, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedmjp.errors import ClientFailure
 from fedmjp.federation.tap import WrappedGrid
 from fedmjp.federation.wire import Layout, count_of, flat
+from fedmjp.records.provenance import source
 
 REFUSED = 1000  # error code of a reply that did not pass, and of an order that a node refuses
 DECLINED = 1001  # error code of a client's reply that refuses the model that it was sent
@@ -108,18 +109,20 @@ def failure_of(reply: Message) -> str:
     return named.get(reply.error.code, f"failed: {words}")
 
 
-def partitions_by_node(grid: Grid, clients: int) -> dict[int, int]:
+def partitions_by_node(grid: Grid, clients: int, timeout: float | None = None) -> dict[int, int]:
     """Query every node for its partition id; {node id: partition id} in the order of partitions.
 
     Args:
         clients: partitions of the data; their ids are 0..clients - 1.
+        timeout: seconds to wait for replies.
 
     Raises:
-        ClientFailure: a node replied with an error or with no such id, two have the same, or one is missing.
+        ClientFailure: a node replied with an error or with no such id, two have the same, one is missing, or one runs
+            other code than the server.
     """
     queries = [Message(RecordDict(), node, MessageType.QUERY) for node in grid.get_node_ids()]
     found: dict[int, int] = {}
-    for reply in grid.send_and_receive(queries):
+    for reply in grid.send_and_receive(queries, timeout=timeout):
         node = reply.metadata.src_node_id
         if reply.has_error():
             raise ClientFailure(f"node {node} did not send its partition id: it {failure_of(reply)}")
@@ -135,6 +138,13 @@ def partitions_by_node(grid: Grid, clients: int) -> dict[int, int]:
             raise ClientFailure(
                 f"nodes {twin} and {node} both hold partition {partition}: another one would never be trained; give "
                 "each node a partition-id of its own"
+            )
+        code = reply.content.get("code")
+        own = code.get("source") if isinstance(code, ConfigRecord) else None
+        if own != source():
+            raise ClientFailure(
+                f"node {node} (partition {partition}) runs other code than the server ({_short(own)}, not "
+                f"{source()!r}): install the same copy of FedMJP on both"
             )
         found[node] = partition
     lacking = sorted(set(range(clients)) - set(found.values()))

@@ -25,6 +25,7 @@ from fedmjp.federation.boundary import DECLINED, NODE_FAILED, REFUSED
 from fedmjp.federation.node import FAILED, LOG, OrderRefused, order_on_node
 from fedmjp.federation.received_check import ReceivedCheck
 from fedmjp.federation.wire import KEPT, LAYERS, flat, layout_of, pack, unpack
+from fedmjp.records.provenance import source
 
 DRAWN_FROM = "entropy"  # of a node's state: the key that it draws from, which no message holds
 
@@ -39,8 +40,9 @@ def build_client_app(simulated: ClientEntropy | None = None) -> ClientApp:
 
     @built.query()
     def identify(message: Message, context: Context) -> Message:
-        """Reply with the id of the data partition that this node holds."""
-        return Message(RecordDict({"node": MetricRecord({"partition-id": _partition(context)})}), reply_to=message)
+        """Reply with the id of the data partition that this node holds, and which code it runs."""
+        node = MetricRecord({"partition-id": _partition(context)})
+        return Message(RecordDict({"node": node, "code": ConfigRecord({"source": source()})}), reply_to=message)
 
     @built.train()
     def train(message: Message, context: Context) -> Message:

@@ -89,6 +89,7 @@ def run_rounds(
         clients=f.clients,
         least_share=f.least_share,
         on_failure=on_failure,
+        round_timeout=f.round_timeout,
         first_round=first_round,
         keep=keep if KEPT in state else None,
     )
@@ -101,7 +102,10 @@ def run_rounds(
         return None
 
     checked = CheckedGrid(grid, server_side.expected())
-    strategy.start(TapGrid(checked, server_side), state, num_rounds=f.rounds - first_round + 1, evaluate_fn=evaluate)
+    rounds = f.rounds - first_round + 1
+    strategy.start(
+        TapGrid(checked, server_side), state, num_rounds=rounds, timeout=f.round_timeout, evaluate_fn=evaluate
+    )
 
 
 @dataclass(frozen=True)

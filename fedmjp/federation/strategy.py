@@ -37,6 +37,7 @@ class FederatedMean(Strategy):
         clients: partitions of the data.
         least_share: share of a round's clients whose updates must arrive, in (0, 1]; with fewer the run stops.
         on_failure: called with round, client and reason for every client whose update is missing.
+        round_timeout: seconds that the server waits for the clients' partition ids.
         keep: makes what the server keeps and sends beside the weights, from (state sent, new state, round); None if it
             keeps nothing.
     """
@@ -53,6 +54,7 @@ class FederatedMean(Strategy):
         clients: int,
         least_share: float = 1.0,
         on_failure: Callable[[int, int, str], None] = lambda number, client, reason: None,
+        round_timeout: float = 3600.0,
         first_round: int = 1,
         keep: Callable[[ArrayRecord, ArrayRecord, int], Array] | None = None,
     ) -> None:
@@ -60,6 +62,7 @@ class FederatedMean(Strategy):
         self.instructions, self.update, self.learning_rate = instructions, update, learning_rate
         self.per_round, self.seed, self.offset = per_round, seed, first_round - 1
         self.clients, self.least_share, self.on_failure = clients, least_share, on_failure
+        self.round_timeout = round_timeout
         self.partitions: dict[int, int] = {}
         self._sent: ArrayRecord | None = None
         self._queue: list[int] = []
@@ -71,7 +74,7 @@ class FederatedMean(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """One message for each sampled client, in the order of partitions."""
-        self.partitions = self.partitions or partitions_by_node(grid, self.clients)
+        self.partitions = self.partitions or partitions_by_node(grid, self.clients, self.round_timeout)
         number = server_round + self.offset
         nodes = list(self.partitions)
         draw = np.random.default_rng(np.random.SeedSequence([self.seed, 4, number]))

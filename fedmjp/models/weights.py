@@ -55,14 +55,15 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
         seed: of the random weights, for the description.
 
     Raises:
-        UsageError: a missing file, weights that cannot be downloaded, or a shape that does not fit.
+        UsageError: a missing file (also one that this package ships with), weights that cannot be downloaded, or a
+            shape that does not fit.
     """
-    shipped = SHIPPED / f"{name}.safetensors"
-    if source == "random" or (source == "auto" and not shipped.exists()):
+    shipped = _shipped(name) if source == "auto" else None
+    if source == "random" or (source == "auto" and shipped is None):
         return f"random (seed {seed}), NOT TRAINED"
     if source == "timm":
         return _fit(module, _timm_state(timm_name, name), f"timm {timm_name}")
-    path = shipped if source == "auto" else Path(source)
+    path = shipped or Path(source)
     label, state = f"shipped {path.name}" if source == "auto" else path.name, read_state(path)
     origin = read_origin(path)
     if origin and origin.objective != SUPERVISED:
@@ -84,6 +85,23 @@ def shipped_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
 
 
+def _shipped(name: str) -> Path | None:
+    """The file of the weights that the package ships for a model, None for a model without.
+
+    Raises:
+        UsageError: a copy of the package without the file, as app bundles are: the model would run untrained.
+    """
+    path = SHIPPED / f"{name}.safetensors"
+    if path.exists():
+        return path
+    if path.with_suffix(".md").exists():
+        raise UsageError(
+            f"this copy of FedMJP lacks the weights of {name} that it should hold ({path.name}); install FedMJP from "
+            "its repository, or pass --weights random"
+        )
+    return None
+
+
 def classes_of(name: str, source: str) -> int | None:
     """Number of classes of the weights of model `name`, or None if they are random, timm's, or have no known head.
 
@@ -94,10 +112,10 @@ def classes_of(name: str, source: str) -> int | None:
     Raises:
         UsageError: the file is missing or damaged.
     """
-    shipped = SHIPPED / f"{name}.safetensors"
-    if source in ("random", "timm") or (source == "auto" and not shipped.exists()):
+    shipped = _shipped(name) if source == "auto" else None
+    if source in ("random", "timm") or (source == "auto" and shipped is None):
         return None
-    state = read_state(shipped if source == "auto" else Path(source))
+    state = read_state(shipped or Path(source))
     head = next((state[k] for k in ("head.weight", "fc.weight", f"{PRETEXT}classify.weight") if k in state), None)
     return None if head is None else len(head)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from attacks.arithmetic import is_exact
 from attacks.registry import UsageError
 from fedmjp import __version__
 
@@ -44,7 +45,7 @@ SECRETS = re.compile(r"token|password|passwd|secret|credential|api[-_]?key|priva
 
 @lru_cache
 def commit() -> str:
-    """Short git commit of the source tree, with "-dirty" for uncommitted changes; "unknown" outside a checkout."""
+    """Short git commit of the source tree, with "-dirty" for uncommitted changes; outside a checkout `source()`."""
     root = Path(__file__).resolve().parent.parent.parent
 
     def git(*arguments: str) -> str:
@@ -54,11 +55,23 @@ def commit() -> str:
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != root:
-            return "unknown"
+            return source()
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return source()
+
+
+@lru_cache
+def source() -> str:
+    """A digest of the code and the weights that this process runs: equal copies of the project have equal ones."""
+    root, digest = Path(__file__).resolve().parent.parent.parent, hashlib.sha256()
+    for folder in ("attacks", "fedmjp"):
+        for file in sorted((root / folder).rglob("*")):
+            if file.suffix in (".py", ".safetensors"):
+                digest.update(f"{file.relative_to(root).as_posix()}:{file.stat().st_size}\n".encode())
+                digest.update(file.read_bytes())
+    return f"source-{digest.hexdigest()[:10]}"
 
 
 def versions() -> dict[str, str]:
@@ -73,10 +86,12 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The device in words, for example "cpu (x86_64, 2 threads)" or a GPU's name."""
+    """The device in words, for example "cpu (x86_64, 2 threads)"; float32 products in fewer digits are named."""
+    name, machine = device.type, f"{platform.machine()}, "
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+        name, machine = torch.cuda.get_device_name(device), ""
+    coarse = "" if is_exact() else ", float32 products in fewer digits"
+    return f"{name} ({machine}{torch.get_num_threads()} threads{coarse})"
 
 
 def columns(device: torch.device) -> dict[str, str]:

@@ -8,11 +8,12 @@ were changed (`fedmjp.records.sums`), and rows that are there twice.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ import pandas as pd
 from attacks.registry import UsageError
 from fedmjp.records.files import write_whole
 from fedmjp.records.lock import FolderLock
-from fedmjp.records.sums import Appender, check_lines, sums_path
+from fedmjp.records.sums import Appender, LineSums, check_lines, sums_path
 
 METRICS = ("mse", "psnr", "ssim", "fft2d", "fft2d_official", "lpips", "patch_recovery")
 
@@ -118,6 +119,7 @@ class Schema:
     optional: Mapping[str, Any] = field(default_factory=dict)
 
 
+MOST_SHARED = 1000  # different values of a column that are looked for among those read before
 RESULTS = Schema(ROW_KEYS, IDENTITY, OPTIONAL)
 
 
@@ -144,7 +146,7 @@ class RowLog:
         try:
             content = self.path.read_bytes() if self.path.exists() else b""
             self._rows, self.repaired = _parse(content, self.path, schema)
-            self._read = set(_distinct(self._rows, self.path, schema))
+            self._read = {key for key, _ in _distinct(self._rows, self.path, schema)}
             lines = content.split(b"\n")[:-1]
             if self.repaired:
                 lines += [_line(row) for row in self._rows[len(lines) :]]
@@ -257,10 +259,12 @@ def load_rows(path: str | os.PathLike[str], schema: Schema = RESULTS) -> pd.Data
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
-    rows, _ = _parse(_decompressed(path) if path.suffix == ".gz" else path.read_bytes(), path, schema)
-    for _ in _distinct(rows, path, schema):
-        pass
-    frame = pd.DataFrame(rows, columns=list(schema.keys))
+    columns: dict[str, list[Any]] = {name: [] for name in schema.keys}
+    known: dict[str, dict[str, Any]] = {name: {} for name in schema.keys}
+    for _, row in _distinct(_read(path, schema), path, schema):
+        for name, value in row.items():
+            columns[name].append(_shared(value, known[name]))
+    frame = pd.DataFrame(columns, columns=list(schema.keys))
     numbers = [name for name in (*METRICS, "seconds", "gradient_norm") if name in schema.keys]
     return frame.astype(dict.fromkeys(numbers, "float64"))
 
@@ -275,11 +279,47 @@ def _parse(content: bytes, path: Path, schema: Schema) -> tuple[list[dict[str, A
     for number, line in enumerate(lines, start=1):
         row = _row(line, schema)
         if row is None:
-            raise UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
+            raise _damaged(path, number)
         rows.append(row)
     check_lines(path, lines, bool(tail))
     last = _row(tail, schema)
     return rows + ([last] if last is not None else []), bool(tail)
+
+
+def _read(path: Path, schema: Schema) -> Iterator[dict[str, Any]]:
+    """The rows of a file one by one, without an incomplete last line."""
+    sums, number, torn = LineSums(path), 0, False
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for line in file:
+                row, torn = _row(line, schema), not line.endswith(b"\n")
+                number += not torn
+                if row is None and not torn:
+                    raise _damaged(path, number)
+                if not torn:
+                    sums.check(number, line[:-1])
+                if row is not None:
+                    yield row
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:  # gzip has a checksum of its own
+        raise _damaged_gzip(path, error) from error
+    sums.end(number, torn)
+
+
+def _damaged(path: Path, number: int) -> UsageError:
+    return UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
+
+
+def _shared(value: Any, known: dict[str, Any]) -> Any:
+    """An equal value of the column that was read before, so that a million rows hold one copy of their parameters.
+
+    Args:
+        known: the column's values so far, of which no more than `MOST_SHARED` are kept: a column of values that are all
+            different gains nothing.
+    """
+    if not isinstance(value, (str, dict, list)):
+        return value
+    key = value if isinstance(value, str) else json.dumps(value)
+    return known.setdefault(key, value) if key in known or len(known) < MOST_SHARED else value
 
 
 def _row(line: bytes, schema: Schema) -> dict[str, Any] | None:
@@ -291,29 +331,34 @@ def _row(line: bytes, schema: Schema) -> dict[str, Any] | None:
     return {key: row[key] for key in schema.keys} if set(row) == set(schema.keys) else None
 
 
-def _distinct(rows: Sequence[Mapping[str, Any]], path: Path, schema: Schema) -> Iterator[str]:
-    """The key of each row.
+def _distinct(rows: Iterable[dict[str, Any]], path: Path, schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row with its key.
 
     Raises:
         UsageError: two rows have the same, so that results would count twice.
     """
-    lines: dict[str, int] = {}
+    lines: dict[bytes, int] = {}
     for number, row in enumerate(rows, start=1):
         key = _key(row, schema.identity)
-        if key in lines:
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if digest in lines:
             raise UsageError(
-                f"{path}, line {number}: the same row as line {lines[key]}, as where two runs wrote to one file; run "
+                f"{path}, line {number}: the same row as line {lines[digest]}, as where two runs wrote to one file; run "
                 "again with another --out"
             )
-        lines[key] = number
-        yield key
+        lines[digest] = number
+        yield key, row
 
 
 def _decompressed(packed: Path) -> bytes:
     try:
         return gzip.decompress(packed.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:  # gzip has a checksum of its own
-        raise UsageError(f"{packed} is damaged ({type(error).__name__}); restore it, or pass another --out") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise _damaged_gzip(packed, error) from error
+
+
+def _damaged_gzip(packed: Path, error: Exception) -> UsageError:
+    return UsageError(f"{packed} is damaged ({type(error).__name__}); restore it, or pass another --out")
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

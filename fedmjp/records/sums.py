@@ -26,30 +26,61 @@ def checksum(line: bytes) -> bytes:
     return b"%08x\n" % zlib.crc32(line)
 
 
+class LineSums:
+    """Compares the lines of a file with their checksums one by one, where there are any.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        sums = sums_path(path)
+        self._path, self._found = path, sums.read_bytes() if sums.exists() else b""
+
+    def check(self, number: int, line: bytes) -> None:
+        """Compare one line.
+
+        Args:
+            number: from 1.
+            line: without its end.
+
+        Raises:
+            UsageError: the line was changed.
+        """
+        own = self._found[(number - 1) * WIDTH : number * WIDTH]
+        if len(own) == WIDTH and checksum(line) != own:
+            raise UsageError(
+                f"{self._path}, line {number}: not as it was written (checksum); restore the file, or pass another --out"
+            )
+
+    def end(self, count: int, torn: bool) -> None:
+        """Compare the number of whole lines.
+
+        Args:
+            count: of whole lines.
+            torn: an incomplete last line was left out.
+
+        Raises:
+            UsageError: lines are missing.
+        """
+        written = len(self._found) // WIDTH
+        if written > count + torn:
+            raise UsageError(
+                f"{self._path} holds {count} lines, and {written} were written: restore the file, or pass another --out"
+            )
+
+
 def check_lines(path: Path, lines: Sequence[bytes], torn: bool) -> None:
-    """Compare the whole lines of a file with their checksums, where there are any.
+    """Compare the whole lines of a file with their checksums; see `LineSums`.
 
     Args:
         lines: without their ends.
         torn: an incomplete last line was left out.
-
-    Raises:
-        UsageError: a line was changed, or lines are missing.
     """
-    sums = sums_path(path)
-    if not sums.exists():
-        return
-    content = sums.read_bytes()
-    found = [content[i : i + WIDTH] for i in range(0, len(content) - WIDTH + 1, WIDTH)]
-    if len(found) > len(lines) + torn:
-        raise UsageError(
-            f"{path} holds {len(lines)} lines, and {len(found)} were written: restore the file, or pass another --out"
-        )
-    for number, (line, own) in enumerate(zip(lines, found, strict=False), start=1):
-        if checksum(line) != own:
-            raise UsageError(
-                f"{path}, line {number}: not as it was written (checksum); restore the file, or pass another --out"
-            )
+    sums = LineSums(path)
+    sums.end(len(lines), torn)
+    for number, line in enumerate(lines, start=1):
+        sums.check(number, line)
 
 
 class Appender:

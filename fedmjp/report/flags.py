@@ -56,9 +56,18 @@ def footnotes(rows: pd.DataFrame) -> list[str]:
     return lines
 
 
-def _text(rows: pd.DataFrame, keys: list[str]) -> pd.Series:
-    """What rows agree in, as text: dictionaries cannot be grouped by."""
-    return rows[keys].astype(str).agg("\x1f".join, axis=1)
+def _alike(rows: pd.DataFrame, keys: list[str]) -> pd.Series:
+    """A number for each row, the same for rows that agree in the keys: dictionaries cannot be grouped by."""
+    codes = {key: pd.factorize(pd.Series(_words(rows[key]), dtype=object), use_na_sentinel=False)[0] for key in keys}
+    return pd.DataFrame(codes, index=rows.index).groupby(keys, sort=False).ngroup()
+
+
+def _words(column: pd.Series) -> list[str]:
+    """The values as text; of one and the same object once, as a million rows share their parameters."""
+    if column.dtype != object:
+        return column.astype(str).tolist()
+    known: dict[int, str] = {}
+    return [known[id(v)] if id(v) in known else known.setdefault(id(v), str(v)) for v in column]
 
 
 def _seen_once(rows: pd.DataFrame) -> Iterator[int]:
@@ -69,8 +78,8 @@ def _seen_once(rows: pd.DataFrame) -> Iterator[int]:
     random = rows[chosen]
     if random.empty:
         return
-    draws = _text(random, ["seed", "round"])
-    counts = draws.groupby([_text(random, _EXPERIMENT), random["image_id"]]).transform("nunique")
+    draws = _alike(random, ["seed", "round"])
+    counts = draws.groupby([_alike(random, _EXPERIMENT), random["image_id"]]).transform("nunique")
     yield from random.index[counts == 1]
 
 
@@ -78,7 +87,7 @@ def _below_a_guess(rows: pd.DataFrame) -> Iterator[int]:
     """Rows of attacks that are on average worse than the best guess without a gradient, image by image."""
     guess = rows["attack"].isin(BASELINES)
     own = rows[~guess & rows["psnr"].notna()]
-    for _, alike in own.groupby(_text(own, [*_SETTING, "attack", "attack_parameters"])) if len(own) else ():
+    for _, alike in own.groupby(_alike(own, [*_SETTING, "attack", "attack_parameters"])) if len(own) else ():
         like = rows[guess & (rows[_GUESSED] == alike[_GUESSED].iloc[0]).all(axis=1)]
         shared = set(alike["image_id"]) & set(like["image_id"])
         both = pd.concat([alike, like])
@@ -92,7 +101,7 @@ def _below_fewer_steps(rows: pd.DataFrame) -> Iterator[int]:
     own = rows[~rows["attack"].isin(BASELINES) & rows["psnr"].notna()]
     steps = own["attack_parameters"].map(lambda p: p.get("steps"))
     rest = own["attack_parameters"].map(lambda p: str({k: v for k, v in p.items() if k != "steps"}))
-    for _, alike in own.groupby([_text(own, [*_SETTING, "attack"]), rest], sort=False) if len(own) else ():
+    for _, alike in own.groupby([_alike(own, [*_SETTING, "attack"]), rest], sort=False) if len(own) else ():
         budgets = sorted(steps[alike.index].dropna().unique())
         for fewer, more in zip(budgets, budgets[1:], strict=False):
             weak, strong = (alike[steps[alike.index] == budget] for budget in (fewer, more))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from attacks import UsageError
 from fedmjp.client import ClientTask
@@ -20,6 +20,7 @@ from fedmjp.federation.client_app import build_client_app
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.federation.wire import layout_of, pack
 from fedmjp.federation_options import FederationConfig
+from fedmjp.records.provenance import source
 from tests.federation.malformed import MALFORMED, flipped, with_bytes, with_values
 from tests.federation.test_rounds import changed
 
@@ -185,15 +186,15 @@ def test_a_mean_that_overflows_stops_the_run(small) -> None:
 class Nodes:
     """A grid of nodes that answer with these contents."""
 
-    def __init__(self, *answers: dict | None) -> None:
-        self.answers = answers
+    def __init__(self, *answers: dict | None, code: str | None = None) -> None:
+        self.answers, self.code = answers, ConfigRecord({"source": code or source()})
 
     def get_node_ids(self):
         return list(range(1, len(self.answers) + 1))
 
     def send_and_receive(self, messages, *, timeout=None):
         for node, answer in enumerate(self.answers, start=1):
-            content = RecordDict({} if answer is None else {"node": MetricRecord(answer)})
+            content = RecordDict({} if answer is None else {"node": MetricRecord(answer), "code": self.code})
             yield SimpleNamespace(content=content, has_error=lambda: False, metadata=SimpleNamespace(src_node_id=node))
 
 
@@ -214,6 +215,12 @@ def test_partitions_that_cannot_be(answers, words: str) -> None:
         partitions_by_node(Nodes(*answers), 2)
 
 
+def test_a_node_with_other_code_is_refused() -> None:
+    words = r"node 1 \(partition 0\) runs other code than the server \('source-0', not 'source-[0-9a-f]{10}'\): install"
+    with pytest.raises(ClientFailure, match=words):
+        partitions_by_node(Nodes({"partition-id": 0}, code="source-0"), 1)
+
+
 def test_partitions_in_order() -> None:
     assert partitions_by_node(Nodes({"partition-id": 1}, {"partition-id": 0}), 2) == {2: 0, 1: 1}
 
@@ -229,3 +236,22 @@ def test_what_is_not_training_passes_unchecked(good) -> None:
 def test_shares_out_of_range(share: float) -> None:
     with pytest.raises(UsageError, match=r"--least-share must lie in \(0, 1\]"):
         RunConfig(federation=FederationConfig(least_share=share)).validate()
+
+
+@pytest.mark.parametrize("seconds", [0, float("inf")])
+def test_a_round_timeout_is_a_time(seconds: float) -> None:
+    with pytest.raises(UsageError, match="--round-timeout must be positive"):
+        RunConfig(federation=FederationConfig(round_timeout=seconds)).validate()
+
+
+def test_the_round_timeout_reaches_the_grid(small) -> None:
+    seen = []
+
+    class Timed(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            seen.append(timeout)
+            return super().send_and_receive(messages, timeout=timeout)
+
+    config = changed(small, rounds=1, round_timeout=7.0)
+    mean_of(config, Timed(app, config.federation.clients))
+    assert set(seen) == {7.0}

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from attacks import UsageError
 from fedmjp.data import load_data
 from fedmjp.evaluation.accuracy import evaluate
-from fedmjp.models import build_model, model_names
+from fedmjp.models import build_model, model_names, weights
 from fedmjp.models.weights import SHIPPED, classes_of, shipped_names
 from tests.conftest import shared_file
 
@@ -65,3 +66,12 @@ def test_accuracy_is_that_of_the_card(name: str) -> None:
     expected = float(accuracy) / 100
     error = (expected * (1 - expected) / len(sample)) ** 0.5
     assert evaluate(built, sample, torch.device("cpu"))[1] == pytest.approx(expected, abs=4 * error)
+
+
+def test_a_copy_without_its_weights_is_refused(tmp_path, monkeypatch) -> None:
+    """Flower's bundles drop .safetensors and keep the cards: the model would run untrained."""
+    (tmp_path / "vit_mini_32.md").write_text(card_of("vit_mini_32"))
+    monkeypatch.setattr(weights, "SHIPPED", tmp_path)
+    with pytest.raises(UsageError, match=r"this copy of FedMJP lacks the weights of vit_mini_32.*--weights random"):
+        build_model("vit_mini_32", num_classes=8)
+    assert "NOT TRAINED" in build_model("vit_micro_32", num_classes=8).provenance

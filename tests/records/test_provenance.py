@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,15 @@ def test_no_committed_record_holds_an_absolute_path() -> None:
 def test_a_command_line_keeps_no_secrets_and_no_folders(monkeypatch, given, kept) -> None:
     monkeypatch.setattr("sys.argv", ["program", *given])
     assert provenance.command("run") == kept
+
+
+def test_outside_a_checkout_the_code_itself_is_named(monkeypatch) -> None:
+    """A commit that is "unknown" everywhere would let a run be resumed by other code."""
+
+    def no_git(*_: object, **__: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(provenance.subprocess, "run", no_git)
+    provenance.commit.cache_clear()
+    assert re.fullmatch("source-[0-9a-f]{10}", provenance.commit())
+    provenance.commit.cache_clear()

@@ -11,7 +11,7 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel
 from attacks.registry import UsageError
-from experiments.scaffold import DefendedOptions, SuiteOptions, check_positive, sweep
+from experiments.scaffold import DefendedOptions, SuiteOptions, WorkerOptions, check_positive, sweep
 from fedmjp.budgets import AUTO
 from fedmjp.config import ATTACKS_HELP, AuditConfig
 
@@ -31,7 +31,7 @@ UPDATE_ATTACKS_USED = (
 
 
 @dataclass(frozen=True)
-class Options(DefendedOptions, SuiteOptions):
+class Options(DefendedOptions, SuiteOptions, WorkerOptions):
     """What does a defence hide from an adversary that knows it?
 
         python benchmarks/mjp_adaptive.py                                        MJP

@@ -33,6 +33,7 @@ from fedmjp.metrics.pixel import LEAST_MSE
 from fedmjp.models import build_model, resize_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
+from fedmjp.workers import Lost, in_order
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
 NAIVE = "april"
@@ -165,13 +166,19 @@ class Run:
                     for name, attack in attacks.items()
                 ]
                 batches = [b for b in victims.batches(self.options.batch_size) if _lacking(rows, lines, victims, b)]
-                task = bar.add_task(case.title, total=len(batches) * max(plan, default=0))
-                for batch in batches:
-                    for number, client, name, one, last, _ in self.follow(
-                        case, plan, victims, batch, partial(bar.advance, task)
-                    ):
-                        line = self.case(victims, case, number, name, plan[number][name])
-                        self.write(rows, line, client, one, last)
+                updates, workers = max(plan, default=0), self.options.workers
+                task = bar.add_task(case.title, total=len(batches) * updates)
+                # A worker must leave the bar alone: its thread and its lock are the parent's.
+                advance = partial(bar.advance, task) if workers == 1 else lambda: None
+                work = partial(self.rows_of, case, plan, victims, advance)
+                for batch, found in in_order(batches, work, workers):
+                    if isinstance(found, Lost):
+                        self.session.say(found.left_out(self.gallery.images.ids[client] for client in batch))
+                        found = []
+                    for line, image_id, row in found:
+                        if not rows.done(line, [image_id]):
+                            rows.append(row)
+                    bar.advance(task, updates if workers > 1 else 0)
                 bar.remove_task(task)
                 self.console.print(f"{case.title}: done", highlight=False)
 
@@ -203,11 +210,15 @@ class Run:
             found |= {n: a for n, a in suite.items() if n in asked or Capability.SEVERAL_ROUNDS in a.needs}
         return found
 
-    def write(self, rows: RowLog, case: dict[str, Any], client: int, one: Scored, last: Observation) -> None:
-        """Append one row, unless it is there."""
-        image_id = self.gallery.images.ids[client]
-        if not rows.done(case, [image_id]):
-            rows.append({**self.session.columns, **one.row(case, image_id, last.gradient_norm())})
+    def rows_of(
+        self, case: Case, plan: Plan, victims: Victims, advance: Callable[[], None], batch: Sequence[int]
+    ) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
+        """(what identifies a row, its image, the row) of every attack on a batch of clients."""
+        found = []
+        for number, client, name, one, last, _ in self.follow(case, plan, victims, batch, advance):
+            line, image_id = self.case(victims, case, number, name, plan[number][name]), self.gallery.images.ids[client]
+            found.append((line, image_id, {**self.session.columns, **one.row(line, image_id, last.gradient_norm())}))
+        return found
 
     def sent(
         self, case: Case, victims: Victims, batch: Sequence[int], plan: Plan | None = None
@@ -280,7 +291,7 @@ class Run:
         for number, client, _, one, _, _ in self.follow(case, plan, victims, range(len(victims)), lambda: None):
             name = gallery.images.ids[client].split("/")[0]
             found.setdefault(name, (gallery.images.images([client])[0], {}))[1][number] = (
-                None if one.images is None else one.images[0]
+                None if one.images is None else one.images[0].cpu()
             )
         return found
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
-from experiments.scaffold import RESULTS, DefendedOptions, SuiteOptions, check_positive
+from experiments.scaffold import RESULTS, DefendedOptions, SuiteOptions, WorkerOptions, check_positive
 from fedmjp.budgets import AUTO
 from fedmjp.config import ATTACKS_HELP, AuditConfig
 
@@ -22,7 +22,7 @@ PAPER_MODELS = ("vit_s", "deit_s", "deit_s_nope", "deit_s_mjp")
 
 
 @dataclass(frozen=True)
-class Options(DefendedOptions, SuiteOptions):
+class Options(DefendedOptions, SuiteOptions, WorkerOptions):
     """Reproduce the leakage table of the MJP paper (Table 5), on the paper's own block and on the one people train.
 
         python benchmarks/april_attack.py                          every model, on the embedded photographs

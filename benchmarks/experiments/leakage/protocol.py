@@ -136,6 +136,7 @@ class Run:
             score_images=self.session.scorer(built.patch_size),
             batch_size=self.options.batch_size,
             on_batch=on_batch,
+            workers=self.options.workers,
         )
         for alike in by_input(settings):
             views = victims.sample(subject, alike[0])
