@@ -343,8 +343,8 @@ def _distinct(rows: Iterable[dict[str, Any]], path: Path, schema: Schema) -> Ite
         digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if digest in lines:
             raise UsageError(
-                f"{path}, line {number}: the same row as line {lines[digest]}, as where two runs wrote to one file; run "
-                "again with another --out"
+                f"{path}, line {number}: the same row as line {lines[digest]}, as where two runs wrote to one file; "
+                "run again with another --out"
             )
         lines[digest] = number
         yield key, row

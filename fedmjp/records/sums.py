@@ -50,7 +50,8 @@ class LineSums:
         own = self._found[(number - 1) * WIDTH : number * WIDTH]
         if len(own) == WIDTH and checksum(line) != own:
             raise UsageError(
-                f"{self._path}, line {number}: not as it was written (checksum); restore the file, or pass another --out"
+                f"{self._path}, line {number}: not as it was written (checksum); restore the file, or pass another "
+                "--out"
             )
 
     def end(self, count: int, torn: bool) -> None:

@@ -253,5 +253,5 @@ def test_the_round_timeout_reaches_the_grid(small) -> None:
             return super().send_and_receive(messages, timeout=timeout)
 
     config = changed(small, rounds=1, round_timeout=7.0)
-    mean_of(config, Timed(app, config.federation.clients))
+    mean_of(config, Timed(APP, config.federation.clients))
     assert set(seen) == {7.0}
