@@ -13,8 +13,8 @@ Departs from the paper: its images are then searched by gradient matching, ours 
 keeps the other biases' common value, ours their own; its margin leaves the other images a share that is small, ours
 none.
 
-Where a client takes several local steps, the classifier moves with the first, and the others send too. `steps` sets one
-that does not move (`attacks.active.held`), so that the class alone sends in every step.
+Where a client takes several local steps, the classifier moves with the first, and the others send too. `local_steps`
+sets one that does not move (`attacks.active.held`), so that the class alone sends in every step.
 
 Where labels are smoothed or mixed, other images send their share of the target class, and the reader says so.
 
@@ -60,13 +60,14 @@ class Fishing(ClassifierAttack):
     Args:
         target: the class to fish for; -1: one that the client's last prepared update held once and that was not fished
             for, else one after the other.
-        steps: what the clients do between two messages: one step, or several of SGD (momentum or not) or of AdamW.
+        local_steps: what the clients do between two messages: one step, or several of SGD (momentum or not) or of
+            AdamW.
         strength: how far the classifier is changed, in (0, 1]. Below 1 the other images send a share of their gradients
             too, nothing is vouched for, and `target` must be named (`attacks.active.softened`).
     """
 
     target: int = -1
-    steps: LocalSteps = "one"
+    local_steps: LocalSteps = "one"
     strength: float = 1.0
     kind: ClassVar[str] = "fishing by class"
 
@@ -77,8 +78,8 @@ class Fishing(ClassifierAttack):
             raise UsageError(f"fishing.strength must lie in (0, 1], not {self.strength}")
         if self.strength < 1 and self.target < 0:
             raise UsageError("fishing.strength below 1 does not count the classes of a batch: pass fishing.target")
-        if self.strength < 1 and (self.steps != "one" or self.single_out):
-            raise UsageError("fishing.strength below 1 goes with fishing.steps=one and no fishing.single_out")
+        if self.strength < 1 and (self.local_steps != "one" or self.single_out):
+            raise UsageError("fishing.strength below 1 goes with fishing.local_steps=one and no fishing.single_out")
 
     def prepare(
         self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
@@ -91,8 +92,8 @@ class Fishing(ClassifierAttack):
         layer, head = self.classifier_of(model, image_shape, least=-1)
         heads, classes = self.heads(history, layer), len(head.weight)
         target = self.target if self.target >= 0 else next_class(heads, classes)
-        if self.steps != "one":
-            return held_model(model, image_shape, layer, target, _anchor(heads, classes, target), self.steps)
+        if self.local_steps != "one":
+            return held_model(model, image_shape, layer, target, _anchor(heads, classes, target), self.local_steps)
         bias = head.bias.detach().double().clone()
         others = torch.cat([bias[:target], bias[target + 1 :]])
         bias[target] = others.min() - MARGIN
@@ -124,7 +125,7 @@ class Fishing(ClassifierAttack):
             except UsageError:  # an honest round
                 continue
             if _is_fished(head):
-                found.append((head, head.class_counts(observation, self.steps == "adamw")))
+                found.append((head, head.class_counts(observation, self.local_steps == "adamw")))
         return found
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
@@ -170,7 +171,7 @@ class Fishing(ClassifierAttack):
         details: dict[str, float] = {"target": head.row}
         if observation.local_steps > 1 and not head.held:
             return details | {"senders": round(-head.row_gradient(observation)[1] * observation.num_examples)}, None
-        adaptive = self.steps == "adamw"
+        adaptive = self.local_steps == "adamw"
         counts = head.class_counts(observation, adaptive)
         details |= {"senders": int(counts[head.row]), "classes": int((counts > 0).sum())}
         labels = torch.arange(len(counts)).repeat_interleave(counts.cpu())

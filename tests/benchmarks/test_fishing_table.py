@@ -64,7 +64,7 @@ def test_the_curve_counts_images_by_round(finished) -> None:
 
 
 def test_sums_and_local_epochs_are_lines_of_their_own(finished) -> None:
-    sums = ["--sum-of", "2", "--attack-options", "fishing.single_out=true,fishing.steps=sgd"]
+    sums = ["--sum-of", "2", "--attack-options", "fishing.single_out=true,fishing.local_steps=sgd"]
     local = ["--epochs", "2", "--minibatch", "2", "--rounds", "2", "--resume"]
     assert run(finished, "--cases", "fishing=distinct", *local, *sums) == 0
     rows = load_rows(finished / "rows.jsonl.gz")

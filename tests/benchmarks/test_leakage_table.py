@@ -136,7 +136,7 @@ def test_files(tmp_path, table, rows) -> None:
     LEAKAGE.write(tmp_path)
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {
-        *("rows.jsonl", "table.csv", "condition.png", "condition.pdf"),
+        *("rows.jsonl", "rows.jsonl.sums", "table.csv", "condition.png", "condition.pdf"),
         *("table_april.tex", "table_april.md", "table_standard.tex", "table_standard.md"),
     }
     assert len(pd.read_csv(tmp_path / "table.csv")) == len(table)

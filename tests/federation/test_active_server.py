@@ -143,7 +143,7 @@ def test_one_client_is_singled_out_of_a_sum_of_weights_after_two_steps_of_adamw(
     """Two groups of two clients with two photographs each, which both of their local steps use; one is of class 2."""
     small = ["--clients", "4", "--batch-size", "2", "--train-limit", "8", "--rounds", "1", "--secure-aggregation", "2"]
     local = ["--update", "weights", "--local-steps", "2", "--optimizer", "adamw", "--learning-rate", "0.001"]
-    settings = ["fishing.single_out=true", "fishing.steps=adamw", "fishing.target=2"]
+    settings = ["fishing.single_out=true", "fishing.local_steps=adamw", "fishing.target=2"]
     options = ["--seed", "2", "--attack-options", *settings, "--grants", *GRANTS]
     assert attack(tmp_path / "run", "fishing", *small, *local, *options) == 0
     rows = rows_of(tmp_path / "run", "fishing")

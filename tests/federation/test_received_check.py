@@ -132,3 +132,11 @@ def test_a_node_that_was_started_so_checks_whatever_the_server_asks(tmp_path, mo
     monkeypatch.setattr("fedmjp.federation.engines.build_client_app", lambda entropy: build_client_app())
     assert run(tmp_path / "run") == 1
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["failures"]) == 1
+
+
+def test_an_added_layer_is_refused_whatever_it_holds(tmp_path) -> None:
+    options = ["--attacks", "imprint", "--grants", "model_weights", "active_architecture"]
+    assert run(tmp_path / "run", "--refuse-suspicious", "--least-share", "0.5", *options) == 0
+    failures = json.loads((tmp_path / "run" / "run.json").read_text())["failures"]
+    assert failures
+    assert all("changes the model's architecture (imprint=256)" in str(failure) for failure in failures)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from attacks import ATTACKS, Attack, ThreatModel
+from attacks import ATTACKS
 from attacks.registry import UsageError
 from experiments.fishing.batches import Labels
 from experiments.scaffold import DefendedOptions, check_names, check_positive
 from fedmjp.budgets import attack_settings, build_attack
+
+if TYPE_CHECKING:
+    from attacks import Attack, ThreatModel
 
 CASES = ("fishing=distinct", "feature_fishing=equal", "feature_fishing=mixed")
 GRANTS = ("active_parameters", "model_weights", "position_gradient", "several_rounds")
@@ -25,7 +28,7 @@ class Options(DefendedOptions):
         python benchmarks/fishing.py --model deit_s --weights random --rounds 4 --cases fishing=distinct --images DIR
 
         python benchmarks/fishing.py --cases fishing=distinct --batch-sizes 8 --epochs 2 --optimizer adamw \\
-            --learning-rate 0.001 --minibatch 4 --attack-options fishing.steps=adamw
+            --learning-rate 0.001 --minibatch 4 --attack-options fishing.local_steps=adamw
         python benchmarks/fishing.py --cases fishing=distinct --batch-sizes 8 --sum-of 8 \\
             --attack-options fishing.single_out=true
 
@@ -97,6 +100,8 @@ class Options(DefendedOptions):
 
     def threat_model(self, attack: Attack | None) -> ThreatModel:
         """What an attack that chooses what is sent is granted; None for a server that sends the model as it is."""
+        from attacks import ThreatModel  # imports torch
+
         return ThreatModel.parse(GRANTS)
 
     def settings(self) -> dict[str, dict]:

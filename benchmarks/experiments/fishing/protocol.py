@@ -105,7 +105,7 @@ class Run:
                     pictures = self.attack(name, attack, labels, size, rows) or pictures
         if pictures and o.images == "photos":
             batch_figure(pictures, o.out / "batch.png")
-        before = read_run(o.out)["images"] if (o.out / "run.json").is_file() else {}
+        before = read_run(o.out).get("images", {}) if (o.out / "run.json").is_file() else {}
         self.session.finish(self.program, self.rendering, images={**before, self.gallery.name: self.gallery.provenance})
         self.console.print(pd.read_csv(o.out / "table.csv").to_string(index=False), highlight=False)
 

@@ -99,8 +99,8 @@ def rounds_figure(folder: Path) -> None:
 
 def _named(attack: str, parameters: Mapping[str, Any]) -> str:
     """The attack, with the one that reads its images where that is not its own choice, and for other local steps."""
-    reader, steps = parameters.get("reader", AUTO), parameters.get("steps", "one")
-    return attack + f" with {reader}" * (reader != AUTO) + f", steps={steps}" * (steps != "one")
+    reader, steps = parameters.get("reader", AUTO), parameters.get("local_steps", "one")
+    return attack + f" with {reader}" * (reader != AUTO) + f", local_steps={steps}" * (steps != "one")
 
 
 def _table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from attacks import Attack, ThreatModel
 from experiments.fishing.options import Options as FishingOptions
+
+if TYPE_CHECKING:
+    from attacks import Attack, ThreatModel
 
 
 @dataclass(frozen=True)
@@ -45,4 +47,6 @@ class Options(FishingOptions):
 
     def threat_model(self, attack: Attack | None) -> ThreatModel:
         """See `FishingOptions.threat_model`: what the attack uses."""
+        from attacks import ThreatModel  # imports torch
+
         return ThreatModel() if attack is None else ThreatModel(attack.used())

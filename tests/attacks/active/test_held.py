@@ -60,7 +60,7 @@ def trained(
 
 def fished(built: BuiltModel, recipe: str, target: int = 5, steps: str | None = None) -> tuple:
     """The attack, and the model that it sends."""
-    attack = ATTACKS.get("fishing")(target=target, steps=steps or recipe)
+    attack = ATTACKS.get("fishing")(target=target, local_steps=steps or recipe)
     return attack, model_as_sent(built.module, attack.prepare(built.module, SHAPE, []))
 
 
