@@ -412,27 +412,3 @@ class FederationAudit:
 
     def _provenance(self) -> dict[str, Any]:
         return {"run_id": self.folder.run_id, **provenance.columns(self.task.device)}
-
-
-def check_before_start(config: RunConfig) -> list[str]:
-    """Build what every federation needs, so that a mistake shows before anything is written.
-
-    Returns:
-        What the defences prove for their federations, in words (`Defense.guarantee`).
-
-    Raises:
-        UsageError: unknown or missing data, weights, device; fewer images than clients.
-    """
-    config.validate()
-    active = active_attack(config.audit.named(), config.attack_settings())
-    if active and active[1].single_out and not config.audit.secure_aggregation:
-        raise UsageError(
-            f"{active[0]}.single_out takes a client out of a sum: pass --secure-aggregation NUMBER as well"
-        )
-    guarantees = []
-    for defense in config.defense:
-        task = shared_task(config.order(), defense, config.client_entropy())
-        if len(task.data.test) == 0:
-            raise UsageError(f"--data {config.data.data} has no test images")
-        guarantees.append(task.guarantee)
-    return list(filter(None, guarantees))

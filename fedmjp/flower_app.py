@@ -94,7 +94,8 @@ def _as_toml(value: Any) -> Any:
 
 
 def _run(grid: Any, run_config: Mapping[str, Any]) -> None:
-    from fedmjp.audited_federation import check_before_start, run_on_grid
+    from fedmjp.audited_federation import run_on_grid
+    from fedmjp.before_start import check_before_start
     from fedmjp.progress import RunProgress
     from fedmjp.records.run_folder import RunFolder
     from fedmjp.simulate import report

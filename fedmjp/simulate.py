@@ -29,7 +29,8 @@ def run(config: RunConfig, console: Console) -> Path:
         UsageError, ClientFailure: see `run_experiment`.
     """
     config.validate()
-    from fedmjp.audited_federation import check_before_start, run_experiment
+    from fedmjp.audited_federation import run_experiment
+    from fedmjp.before_start import check_before_start
     from fedmjp.progress import RunProgress
     from fedmjp.records.run_folder import RunFolder
 

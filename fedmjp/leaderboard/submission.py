@@ -22,7 +22,8 @@ from rich.console import Console
 from torch import Tensor
 
 from attacks import UsageError
-from fedmjp.audited_federation import check_before_start, run_or_resume
+from fedmjp.audited_federation import run_or_resume
+from fedmjp.before_start import check_before_start
 from fedmjp.client import shared_task
 from fedmjp.config import RunConfig
 from fedmjp.defenses import Defense

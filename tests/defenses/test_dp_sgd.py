@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from attacks import ATTACKS, Observation, UsageError
-from fedmjp.audited_federation import check_before_start
+from fedmjp.before_start import check_before_start
 from fedmjp.client import ClientTask, shared_task
 from fedmjp.config import DataConfig, ModelConfig, RunConfig
 from fedmjp.defenses import ClientInput

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from attacks import UsageError
 from fedmjp import simulate
 from fedmjp import train as train_command
-from fedmjp.audited_federation import check_before_start
+from fedmjp.before_start import check_before_start
 from fedmjp.client import ClientTask
 from fedmjp.config import DataConfig, EncoderConfig, ModelConfig, RunConfig, from_flat
 from fedmjp.models import build_model

@@ -12,7 +12,8 @@ from experiments.recipes.options import RECIPES, Options
 from experiments.recipes.render import RECIPE_TABLE
 from experiments.rendering import read_rows
 from experiments.scaffold import Failure
-from fedmjp.audited_federation import check_before_start, run_or_resume
+from fedmjp.audited_federation import run_or_resume
+from fedmjp.before_start import check_before_start
 from fedmjp.federation import ClientFailure
 from fedmjp.records.run_record import note_rows
 

@@ -24,7 +24,8 @@ from experiments.tradeoff.encoders import measure_encoder, read_encoder
 from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.render import OBJECTIVES, TRADEOFF
 from experiments.tradeoff.table import point_of, under_objective
-from fedmjp.audited_federation import check_before_start, run_or_resume
+from fedmjp.audited_federation import run_or_resume
+from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import Defense
