@@ -20,6 +20,7 @@ from torch import Tensor
 from attacks.base import Attack
 from attacks.closed_form.patch_embedding import PatchEmbedding
 from attacks.inverse_transformations import LUMA, Undone, fill, undo_policies
+from attacks.linear.position_rows import read_position_rows
 from attacks.observation import Capability, Observation, Reconstruction, ThreatModel
 from attacks.policies import PUBLISHED, read_policies
 from attacks.registry import UsageError
@@ -104,8 +105,12 @@ class UndoPolicy(Attack):
         """What the solver finds, and the guesses that explain it.
 
         Raises:
-            UsageError: there is no image, not of three channels, or one that the policy does not make.
+            UsageError: there is no image, not of three channels, or one that the policy does not make; or positions
+                are masked, so that patches of the image that is found are in other places.
         """
+        update = read_position_rows(observation)
+        if update.masked.any():
+            raise UsageError(f"{update.mask_in_words()}: mjp_subspace and mjp_rounds are for masked positions")
         found = self.solver.reconstruct([observation])
         if found.images is None:
             raise UsageError(found.diagnosis)
