@@ -187,7 +187,7 @@ def test_the_page_lists_every_column_of_csv_files() -> None:
 
 def test_findings_are_figures_of_generated_tables() -> None:
     readme = text_of(README)
-    findings = readme[readme.index("## Three findings") : readme.index("## Threat model")]
+    findings = readme[readme.index("## Four findings") : readme.index("## Threat model")]
     tables = "".join(match[0] for page in PAGES for match in BLOCK.finditer(text_of(page)))
     figures = re.findall(r"\d+\.\d+", findings)
     assert len(figures) > 10
