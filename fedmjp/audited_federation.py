@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
-from attacks.active.base import Sending
+from attacks.active.base import SendContext, Sending
 from attacks.findings import Finding
 from attacks.fingerprints import repair, repaired
 from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
@@ -205,11 +204,7 @@ class FederationAudit:
             clients=1 if self.alone else max(self.aggregation.size, 1),
         )
         earlier = self.memory.before(present)
-        sending = attack.send(model, present.image_shape, earlier, mean=present.mean, std=present.std)
-        values = sent | dict(sending.parameters)
-        if place and self.alone:
-            values = attack.silence(values, present.image_shape, model)
-        return replace(sending, parameters=values)
+        return attack.sent_to(SendContext(model, present.image_shape, present.mean, present.std, earlier), place)
 
     def on_update(self, view: SingleUpdate) -> None:
         """Audit one client's update, or that of its group once it is complete, if the run asks for it."""

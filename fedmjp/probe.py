@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = terminal()
 
     def work() -> None:
+        """The measurements, a line each."""
         config.validate()
         for name, accuracy in probe(config).items():
             console.print(f"{name}: {accuracy:.2%}", highlight=False)

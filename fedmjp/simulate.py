@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = terminal()
 
     def work() -> None:
+        """The run, from checked options to the path of its report."""
         console.print(f"report: {run(config, console)}", soft_wrap=True, highlight=False)
 
     return guarded(work, lambda: f"finished rows are in {config.out}; go on with --resume --out {config.out}")

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = terminal()
 
     def work() -> None:
+        """The training, from options to the path of its weights."""
         config.validate()
         from fedmjp.training import train
 

@@ -3,7 +3,7 @@
 Workers are forked: they see what the parent has built (model, images), and only results travel. A worker that dies,
 from a signal or for want of memory, is replaced and its task is tried again; a task whose workers died `ATTEMPTS` times
 is given up, and the others go on. An exception of the work itself is raised in the parent, as if it had been computed
-there.
+there. (`concurrent.futures` gives up the whole pool when a worker dies, and does not say which task it had.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Lost:
 
     def left_out(self, names: Iterable[str]) -> str:
         """A line for the user about what the task was of."""
-        return f"left out: {', '.join(names)}: the processes that attacked them {self.reason}"
+        return f"left out: {', '.join(names)}: the processes that worked on them {self.reason}"
 
 
 def in_order(tasks: Iterable[T], work: Callable[[T], R], workers: int) -> Iterator[tuple[T, R | Lost]]:

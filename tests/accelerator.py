@@ -1,4 +1,4 @@
-"""A pretend accelerator: tensors on the device `pretend:0`, computed on the CPU, that refuse what CUDA refuses.
+"""A simulated accelerator: tensors on the device `simulated:0`, computed on the CPU, that refuse what CUDA refuses.
 
 torch's Python backend for PrivateUse1 (experimental in torch 2.14) gives the device its name; a dispatch mode computes
 each operation on the CPU and raises where tensors of two devices meet, where a CPU generator draws for the device, and
@@ -19,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-NAME = "pretend"
+NAME = "simulated"
 # Copies between devices; and operations in which an index may stay on the CPU.
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::_copy_from"}
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
@@ -49,7 +49,7 @@ class DeviceMixed(RuntimeError):
 
 
 class OnDevice(Tensor):
-    """A tensor of the pretend device, with its values in `raw`."""
+    """A tensor of the simulated device, with its values in `raw`."""
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> OnDevice:
@@ -109,7 +109,7 @@ class OnDevice(Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Computes what is made on the device from no tensor (`torch.ones(1, device="pretend")`), and moves to it."""
+    """Computes what is made on the device from no tensor (`torch.ones(1, device="simulated")`), and moves to it."""
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None) -> Any:
         return compute(function, arguments, named or {})
@@ -122,11 +122,11 @@ def compute(function: Any, arguments: tuple, named: dict[str, Any]) -> Any:
     there = [t for t in given if isinstance(t, OnDevice)]
     here = [t for t in given if not isinstance(t, OnDevice)]
     asked = named.get("device")
-    lands = _is_pretend(asked) if asked is not None else bool(there)
+    lands = _is_simulated(asked) if asked is not None else bool(there)
     if name == "aten::copy_":
         lands = isinstance(arguments[0], OnDevice)
     generator = named.get("generator")
-    if generator is not None and lands and not _is_pretend(generator.device):
+    if generator is not None and lands and not _is_simulated(generator.device):
         raise DeviceMixed(f"Expected a '{NAME}' device type for generator but found '{generator.device}' ({name})")
     if there and here and name not in COPIES:
         _refuse_mixed(name, arguments, here)
@@ -136,7 +136,7 @@ def compute(function: Any, arguments: tuple, named: dict[str, Any]) -> Any:
         if isinstance(x, OnDevice):
             outside[id(x.raw)] = x
             return x.raw
-        return torch.device("cpu") if isinstance(x, torch.device) and _is_pretend(x) else x
+        return torch.device("cpu") if isinstance(x, torch.device) and _is_simulated(x) else x
 
     def wrapped(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, OnDevice):
@@ -175,7 +175,7 @@ def _without_lists(index: Any) -> Any:
     return tuple(map(_without_lists, index)) if isinstance(index, tuple) else index
 
 
-def _is_pretend(device: Any) -> bool:
+def _is_simulated(device: Any) -> bool:
     return torch.device(device).type == NAME
 
 
@@ -193,7 +193,7 @@ def _register() -> None:
 
 
 @contextmanager
-def pretend_accelerator() -> Iterator[torch.device]:
+def simulated_accelerator() -> Iterator[torch.device]:
     """The device, usable inside the block. `torch.tensor` and `torch.as_tensor`, which no mode sees, are led to it."""
     _register()
     plain = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}

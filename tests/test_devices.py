@@ -1,6 +1,7 @@
 """What computes on an accelerator keeps its tensors there: attacks, audits, clients, metrics and a figure.
 
-The accelerator is a pretended one. The answers of attacks are those of the CPU, bit for bit, because it computes there.
+The accelerator is simulated (`tests/accelerator.py`). The answers of attacks are those of the CPU, bit for bit, because
+it computes there.
 Where torch takes another path for another device (attention, layers of a network), the last digits differ.
 """
 
@@ -31,7 +32,7 @@ from fedmjp.devices import usable_device
 from fedmjp.metrics import psnr, score
 from fedmjp.models import build_model
 from fedmjp.records import provenance
-from tests.accelerator import NAME, DeviceMixed, pretend_accelerator
+from tests.accelerator import NAME, DeviceMixed, simulated_accelerator
 from tests.attacks import contract
 from tests.attacks.models import timm_vit
 from tests.conftest import observe, photographs
@@ -39,7 +40,7 @@ from tests.conftest import observe, photographs
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
-    with pretend_accelerator() as found:
+    with simulated_accelerator() as found:
         yield found
 
 
@@ -98,7 +99,7 @@ def moved(view: Observation, device: torch.device) -> Observation:
     return dataclasses.replace(view, gradients=gradients, model=deepcopy(view.model).to(device))
 
 
-def test_the_pretend_device_refuses_what_cuda_refuses(device) -> None:
+def test_the_simulated_device_refuses_what_cuda_refuses(device) -> None:
     there, here = torch.ones(3, device=device), torch.ones(3)
     assert (there + 1).device == device
     assert float(there @ there) == 3

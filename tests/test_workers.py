@@ -119,7 +119,7 @@ def test_a_deadly_case_is_named_and_left_out(tmp_path: Path, subject) -> None:
     with RowLog(tmp_path / "deadly.jsonl") as rows:
         attacks = {"april": ATTACKS.get("april")(), "deadly": Deadly(at=norm)}
         campaign_on(victims_of(warnings=warnings), rows, 1, attacks=attacks, workers=2).attack(subject, [DEFENDED])
-    assert warnings == [f"left out: {name}: the processes that attacked them ended {ATTEMPTS} times with exit code -9"]
+    assert warnings == [f"left out: {name}: the processes that worked on them ended {ATTEMPTS} times with exit code -9"]
     assert [row["image_id"] for row in lines(tmp_path / "deadly.jsonl")[::2]] == [n for n in norms if n != name]
 
 

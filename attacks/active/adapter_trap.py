@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import Sending
+from attacks.active.base import SendContext, Sending
 from attacks.active.bins import read_bins, round_off
 from attacks.active.blocks import Block, blocks_of, plain_norms, same_direction, zeros_in
 from attacks.active.token_codes import COSINE, MIXED, SINE, STEEPNESS, WRITTEN, TokenCodes, codes_for
@@ -42,30 +42,22 @@ class AdapterTrap(TokenTrap):
     left: ClassVar[int] = 1
     kind: ClassVar[str] = "adapters behind the MLPs"
 
-    def send(
-        self,
-        model: nn.Module,
-        image_shape: tuple[int, int, int],
-        history: Sequence[Observation],
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-    ) -> Sending:
+    def send(self, context: SendContext) -> Sending:
         """See `ActiveAttack.send`: tokens, the blocks but the last, and their adapters.
 
         Raises:
             UsageError: the model has no adapters behind the MLPs of its blocks, or is no plain ViT.
         """
-        codes, layers = codes_for(model, image_shape), self.trapped(model)
-        blocks = blocks_of(model, codes.tokenizer.width)[:-1]
-        units = model.get_submodule(layers[0]).out_features
-        parameters = codes.parameters(model)
-        before = sum(len(self.places(one, codes)) for one in history if self._is_prepared(one, codes))
+        codes, layers = codes_for(context.model, context.image_shape), self.trapped(context.model)
+        blocks = blocks_of(context.model, codes.tokenizer.width)[:-1]
+        units = context.model.get_submodule(layers[0]).out_features
+        parameters = codes.parameters(context.model)
+        before = sum(len(self.places(one, codes)) for one in context.history if self._is_prepared(one, codes))
         count = min(units * len(layers), codes.tokenizer.num_patches)
         places = (before + torch.arange(count)) % codes.tokenizer.num_patches
         for number, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
             own = places[number * units : (number + 1) * units]
-            parameters |= hands_on(model, block) | picks(model, layer, codes, own)
+            parameters |= hands_on(context.model, block) | picks(context.model, layer, codes, own)
         return Sending(parameters)
 
     def trained_layers(self, model: nn.Module) -> list[str]:

@@ -1,9 +1,9 @@
 """What attacks of an active server have in common: the server's turn to send, before the client's to answer.
 
 An active attack is asked twice in a round. `send` gives what one client is sent instead of the server's own model:
-other values of its parameters, and other layers where the threat model grants them; `reconstruct` reads the update that
-comes back, like any attack. Nothing is kept in between: every observation holds the model that its client was sent, so
-that the past is read from the observations.
+other values of its parameters, and other layers where the threat model grants them (`sent_to` makes the whole model of
+it, for each client of a group); `reconstruct` reads the update that comes back, like any attack. Nothing is kept in
+between: every observation holds the model that its client was sent, so that the past is read from the observations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -20,7 +20,26 @@ from torch import Tensor, nn
 from attacks.active.architecture import change_layers
 from attacks.base import Attack
 from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
+
+
+@dataclass(frozen=True)
+class SendContext:
+    """What the server knows before it sends a client a model.
+
+    Attributes:
+        model: in evaluation mode, with the weights that the server would send otherwise; no attack changes it.
+        image_shape: (C, H, W) of an input.
+        mean, std: the clients' normalisation, which the server orders; one number a channel.
+        history: the client's earlier updates that the server has, oldest first, prepared or not.
+    """
+
+    model: nn.Module
+    image_shape: tuple[int, int, int]
+    mean: Sequence[float]
+    std: Sequence[float]
+    history: Sequence[Observation] = ()
 
 
 @dataclass(frozen=True)
@@ -57,26 +76,36 @@ class ActiveAttack(Attack):
     single_out: ClassVar[bool] = False
 
     @abstractmethod
-    def send(
-        self,
-        model: nn.Module,
-        image_shape: tuple[int, int, int],
-        history: Sequence[Observation],
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-    ) -> Sending:
-        """What a client is sent instead of `model`, which is not changed.
-
-        Args:
-            model: in evaluation mode, with the weights that the server would send otherwise.
-            image_shape: (C, H, W) of an input.
-            history: the client's earlier updates that the server has, oldest first, prepared or not.
-            mean, std: the clients' normalisation, which the server orders; one number a channel.
+    def send(self, context: SendContext) -> Sending:
+        """What the attack changes of the model that a client is sent.
 
         Raises:
             UsageError: the model has no part that the attack sets.
         """
+
+    def sent_to(self, context: SendContext, place: int = 0) -> Sending:
+        """The whole model that a client is sent, every value by name.
+
+        Args:
+            place: of the client in the group whose sum the server sees; all are sent the same, but see `single_out`.
+
+        Raises:
+            UsageError: see `send`.
+        """
+        sending = self.send(context)
+        return replace(sending, parameters={**context.model.state_dict(), **sending.parameters})
+
+    @abstractmethod
+    def check_prepared(self, observation: Observation) -> None:
+        """Raise `UsageError` if the model that the client was sent is not one that this attack has set."""
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`: the model that the client was sent was not prepared."""
+        try:
+            self.check_prepared(observations[-1])
+        except UsageError as error:
+            return str(error)
+        return ""
 
 
 def hides_positions(observation: Observation) -> bool:

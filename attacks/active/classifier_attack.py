@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import ActiveAttack, Sending
+from attacks.active.base import ActiveAttack, SendContext, Sending
 from attacks.active.head import SetHead, find_head, read_head
 from attacks.active.sums import CONSTANT, silent, with_constant
 from attacks.observation import Capability, Observation, Reconstruction
@@ -49,56 +49,21 @@ class ClassifierAttack(ActiveAttack):
         if self.reader != AUTO:
             ATTACKS.check(self.reader)
 
-    @abstractmethod
-    def prepare(
-        self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
-    ) -> dict[str, Tensor]:
-        """The parameters that a client is sent instead of those of `model`, by name; `model` is not changed.
+    def sent_to(self, context: SendContext, place: int = 0) -> Sending:
+        """See `ActiveAttack.sent_to`: with `single_out`, all but the first of a group are sent weights of zero."""
+        whole = super().sent_to(context, place)
+        if not (place and self.single_out):
+            return whole
+        bias = f"{find_head(context.model, context.image_shape)}.bias"
+        return replace(whole, parameters=silent(whole.parameters, bias))
 
-        Args:
-            model: in evaluation mode, with the weights that the server would send otherwise.
-            image_shape: (C, H, W) of an input.
-            history: the client's earlier updates that the server has, oldest first, prepared or not.
-
-        Raises:
-            UsageError: the model has no classifier that can be set.
-        """
-
-    def send(
-        self,
-        model: nn.Module,
-        image_shape: tuple[int, int, int],
-        history: Sequence[Observation],
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-    ) -> Sending:
-        """See `ActiveAttack.send`: the parameters of `prepare`, the layers as they are."""
-        return Sending(self.prepare(model, image_shape, history))
-
-    def obstacle(self, observations: Sequence[Observation]) -> str:
-        """See `Attack.obstacle`: the model that the client was sent was not prepared."""
-        try:
-            self.head_of(observations[-1])
-        except UsageError as error:
-            return str(error)
-        return ""
+    def check_prepared(self, observation: Observation) -> None:
+        """See `ActiveAttack.check_prepared`."""
+        self.head_of(observation)
 
     def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
         """See `Attack.remembered_layers`: the classifier."""
         return (find_head(model, image_shape),)
-
-    def silence(
-        self, sent: Mapping[str, Tensor], image_shape: tuple[int, int, int], model: nn.Module
-    ) -> dict[str, Tensor]:
-        """What the other clients of a sum are sent, by name, where one of them is sent `sent` (`single_out`).
-
-        Args:
-            sent: all parameters of the prepared model, by name.
-            image_shape: (C, H, W).
-            model: any with these parameters.
-        """
-        return silent(sent, f"{find_head(model, image_shape)}.bias")
 
     @abstractmethod
     def is_own(self, head: SetHead) -> bool:
@@ -120,9 +85,7 @@ class ClassifierAttack(ActiveAttack):
         """The classifier as the client was sent it, with its constant feature; see `attacks.active.head.read_head`."""
         return read_head(observation, layer, CONSTANT if self.single_out else None)
 
-    def classifier_of(
-        self, model: nn.Module, image_shape: tuple[int, int, int], least: int = 0
-    ) -> tuple[str, nn.Linear]:
+    def classifier_of(self, context: SendContext, least: int = 0) -> tuple[str, nn.Linear]:
         """The model's classifier and its name.
 
         Args:
@@ -133,8 +96,8 @@ class ClassifierAttack(ActiveAttack):
         """
         from attacks import ATTACKS
 
-        layer = find_head(model, image_shape)
-        head = model.get_submodule(layer)
+        layer = find_head(context.model, context.image_shape)
+        head = context.model.get_submodule(layer)
         if not least <= self.target < len(head.weight):
             by_itself = " (or be -1: by itself)" if least < 0 else ""
             raise UsageError(
@@ -143,11 +106,11 @@ class ClassifierAttack(ActiveAttack):
             )
         return layer, head
 
-    def counting(
-        self, model: nn.Module, image_shape: tuple[int, int, int], layer: str, changes: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def counting(self, context: SendContext, layer: str, changes: dict[str, Tensor]) -> Sending:
         """What is sent, with the feature that counts the images of one client of a sum, where it is singled out."""
-        return with_constant(model, image_shape, layer, changes) if self.single_out else changes
+        if not self.single_out:
+            return Sending(changes)
+        return Sending(with_constant(context.model, context.image_shape, layer, changes))
 
     def read_alone(self, observation: Observation, gradients: Mapping[str, Tensor]) -> Reconstruction:
         """What `reader` finds in a gradient that one image of the batch has sent.
@@ -165,25 +128,22 @@ class ClassifierAttack(ActiveAttack):
         return ATTACKS.get("patch_embedding")()([alone]) if masked.obstacle([alone]) else masked([alone])
 
 
-def prepared(
-    model: nn.Module, image_shape: tuple[int, int, int], layer: str, row: int, direction: Tensor, bias: Tensor
-) -> dict[str, Tensor]:
+def set_classifier(context: SendContext, layer: str, row: int, direction: Tensor, bias: Tensor) -> dict[str, Tensor]:
     """A classifier of zeros but for one row, in the type of the model's own, and no localisation loss.
 
     MJP's localisation loss does not pass the classifier: it sends every image's mask to the position embedding. With
     the matrices of its map at zero it sends nothing. A map without parameters (pca) stays as it is.
 
     Args:
-        image_shape: (C, H, W).
         layer: name of the classifier.
         row: the class.
         direction: (D,) its weights.
         bias: (K,).
     """
-    head = model.get_submodule(layer)
+    head = context.model.get_submodule(layer)
     weight = torch.zeros_like(head.weight)
     weight[row] = direction.to(weight)
-    localisation = find_tokenizer(model, image_shape).localisation
-    maps = {} if localisation is None else dict(model.get_submodule(localisation).named_parameters())
+    localisation = find_tokenizer(context.model, context.image_shape).localisation
+    maps = {} if localisation is None else dict(context.model.get_submodule(localisation).named_parameters())
     silent = {f"{localisation}.{name}": torch.zeros_like(p) for name, p in maps.items() if p.dim() > 1}
     return silent | {f"{layer}.weight": weight, f"{layer}.bias": bias.to(head.bias)}

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attacks.active.base import hides_positions, nobody
-from attacks.active.classifier_attack import ClassifierAttack, prepared
+from attacks.active.base import SendContext, Sending, hides_positions, nobody
+from attacks.active.classifier_attack import ClassifierAttack, set_classifier
 from attacks.active.head import SetHead, unit_direction
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
@@ -114,21 +114,19 @@ class FeatureFishing(ClassifierAttack):
     kind: ClassVar[str] = "fishing by feature"
     same_model: ClassVar[bool] = True
 
-    def prepare(
-        self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
-    ) -> dict[str, Tensor]:
-        """See `ClassifierAttack.prepare`.
+    def send(self, context: SendContext) -> Sending:
+        """See `ActiveAttack.send`.
 
         Raises:
             UsageError: the model has no classifier that can be set, or no class `target`.
         """
-        layer, head = self.classifier_of(model, image_shape)
+        layer, head = self.classifier_of(context)
         classes, width = head.weight.shape
         row = unit_direction(width, self.direction) * STEEPNESS
         bias = torch.zeros(classes, dtype=torch.float64)
-        bias[self.target] = -STEEPNESS * next_threshold(*self.probes(history, layer))
-        changes = prepared(model, image_shape, layer, self.target, row, bias)
-        return self.counting(model, image_shape, layer, changes)
+        bias[self.target] = -STEEPNESS * next_threshold(*self.probes(context.history, layer))
+        changes = set_classifier(context, layer, self.target, row, bias)
+        return self.counting(context, layer, changes)
 
     def is_own(self, head: SetHead) -> bool:
         """See `ClassifierAttack.is_own`: the row is as steep as that of no honest classifier."""
@@ -213,6 +211,7 @@ def next_threshold(probes: Sequence[Probe], missed: Sequence[float] = ()) -> flo
         return BEYOND
 
     def tries(interval: Interval) -> int:
+        """How many thresholds inside the interval have fallen onto an image."""
         return sum(interval.low.threshold < threshold < interval.high.threshold for threshold in missed)
 
     chosen = min(divisible, key=lambda one: (one.centre != one.mean, tries(one), one.count))

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attacks.active.base import hides_positions, nobody
-from attacks.active.classifier_attack import ClassifierAttack, prepared
+from attacks.active.base import SendContext, Sending, hides_positions, nobody
+from attacks.active.classifier_attack import ClassifierAttack, set_classifier
 from attacks.active.head import SetHead, find_head, unit_direction
 from attacks.active.held import LocalSteps, exact_channels, held_model
 from attacks.active.softened import softened, softened_head
@@ -81,29 +81,28 @@ class Fishing(ClassifierAttack):
         if self.strength < 1 and (self.local_steps != "one" or self.single_out):
             raise UsageError("fishing.strength below 1 goes with fishing.local_steps=one and no fishing.single_out")
 
-    def prepare(
-        self, model: nn.Module, image_shape: tuple[int, int, int], history: Sequence[Observation]
-    ) -> dict[str, Tensor]:
-        """See `ClassifierAttack.prepare`.
+    def send(self, context: SendContext) -> Sending:
+        """See `ActiveAttack.send`.
 
         Raises:
             UsageError: the model has no classifier that can be set, or no class `target`.
         """
-        layer, head = self.classifier_of(model, image_shape, least=-1)
-        heads, classes = self.heads(history, layer), len(head.weight)
+        layer, head = self.classifier_of(context, least=-1)
+        heads, classes = self.heads(context.history, layer), len(head.weight)
         target = self.target if self.target >= 0 else next_class(heads, classes)
         if self.local_steps != "one":
-            return held_model(model, image_shape, layer, target, _anchor(heads, classes, target), self.local_steps)
+            anchor = _anchor(heads, classes, target)
+            return Sending(held_model(context.model, context.image_shape, layer, target, anchor, self.local_steps))
         bias = head.bias.detach().double().clone()
         others = torch.cat([bias[:target], bias[target + 1 :]])
         bias[target] = others.min() - MARGIN
         direction = head.weight[target].detach().double()
         if not direction.any():  # a classifier that starts at zero
             direction = unit_direction(len(direction))
-        whole = prepared(model, image_shape, layer, target, direction, bias)
+        whole = set_classifier(context, layer, target, direction, bias)
         if self.strength < 1:
-            return softened(model, whole, f"{layer}.bias", target, self.strength)
-        return self.counting(model, image_shape, layer, whole)
+            return Sending(softened(context.model, whole, f"{layer}.bias", target, self.strength))
+        return self.counting(context, layer, whole)
 
     def head_of(self, observation: Observation) -> SetHead:
         """See `ClassifierAttack.head_of`."""

@@ -184,6 +184,7 @@ def _inputs(
     found: dict[str, Tensor] = {}
 
     def note(name: str) -> Callable[..., None]:
+        """A hook that keeps the input of the module of that name."""
         return lambda _, given: found.__setitem__(name, given[0].detach().clone())
 
     handles = [model.get_submodule(name).register_forward_pre_hook(note(name)) for name in names]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.active.architecture import IMPRINT, BinLayer, layers_with_bins
-from attacks.active.base import Sending, hides_positions, nobody
+from attacks.active.base import SendContext, Sending, hides_positions, nobody
 from attacks.active.bins import Bins, read_bins, round_off
 from attacks.active.brightness import BrightnessBins
 from attacks.linear.position_rows import unmet_assumptions
@@ -61,18 +61,10 @@ class Imprint(BrightnessBins):
         if self.bins < 1:
             raise UsageError(f"imprint.bins must be at least 1, not {self.bins}")
 
-    def send(
-        self,
-        model: nn.Module,
-        image_shape: tuple[int, int, int],
-        history: Sequence[Observation],
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-    ) -> Sending:
+    def send(self, context: SendContext) -> Sending:
         """See `ActiveAttack.send`: the model as it is behind the layer."""
-        like = next(model.parameters())
-        weight, offset = brightness(image_shape, mean, std)
+        like = next(context.model.parameters())
+        weight, offset = brightness(context.image_shape, context.mean, context.std)
         rows = torch.cat([weight, weight.new_zeros(1)]).repeat(self.bins, 1)  # (K, P + 1)
         parameters = {"weight": GAIN * rows, "bias": GAIN * (offset - self.thresholds())}
         named = {f"{IMPRINT}.measure.{name}": value.to(like) for name, value in parameters.items()}
@@ -82,13 +74,9 @@ class Imprint(BrightnessBins):
         """Rising brightnesses in [0, 1], (K,) float64, the first one below all images."""
         return self.quantiles(torch.arange(self.bins) / self.bins)
 
-    def obstacle(self, observations: Sequence[Observation]) -> str:
-        """See `Attack.obstacle`: the model that the client was sent has no layer of bins."""
-        try:
-            layer_of(observations[-1])
-        except UsageError as error:
-            return str(error)
-        return ""
+    def check_prepared(self, observation: Observation) -> None:
+        """See `ActiveAttack.check_prepared`."""
+        layer_of(observation)
 
     def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
         """See `Attack.remembered_layers`: nothing; every round is read by itself."""

@@ -20,14 +20,13 @@ attack on the same update.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import Sending
+from attacks.active.base import SendContext, Sending
 from attacks.active.blocks import Block, blocks_of, plain_norms, zeros_in
 from attacks.active.token_codes import CODES, COSINE, SINE, TokenCodes, codes_for
 from attacks.active.token_trap import Picked, TokenTrap
@@ -47,28 +46,20 @@ class LoRATrap(TokenTrap):
     left: ClassVar[int] = 2
     kind: ClassVar[str] = "low-rank terms (LoRA) in the attentions"
 
-    def send(
-        self,
-        model: nn.Module,
-        image_shape: tuple[int, int, int],
-        history: Sequence[Observation],
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-    ) -> Sending:
+    def send(self, context: SendContext) -> Sending:
         """See `ActiveAttack.send`: tokens, and the blocks but the last two.
 
         Raises:
             UsageError: the model's attention has no low-rank terms, or it is no plain ViT.
         """
-        layers = self.trapped(model)
-        codes = self.codes_for(model, image_shape)
-        blocks = blocks_of(model, codes.tokenizer.width)[: len(layers)]
+        layers = self.trapped(context.model)
+        codes = self.codes_for(context.model, context.image_shape)
+        blocks = blocks_of(context.model, codes.tokenizer.width)[: len(layers)]
         slots = -(-codes.tokenizer.num_patches // codes.remainders)
-        before = sum(len(self.slots(one, codes)) for one in history if self._is_prepared(one, codes))
-        parameters = codes.parameters(model)
+        before = sum(len(self.slots(one, codes)) for one in context.history if self._is_prepared(one, codes))
+        parameters = codes.parameters(context.model)
         for number, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
-            parameters |= attends_to(model, block, layer, codes, (before + number) % slots)
+            parameters |= attends_to(context.model, block, layer, codes, (before + number) % slots)
         return Sending(parameters)
 
     def trained_layers(self, model: nn.Module) -> list[str]:

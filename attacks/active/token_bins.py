@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import ActiveAttack, Sending, nobody
+from attacks.active.base import ActiveAttack, SendContext, Sending, nobody
 from attacks.active.bins import Bins, read_bins, round_off
 from attacks.active.blocks import Block, blocks_of, plain_norms, same_direction, zeros_in
 from attacks.active.brightness import BrightnessBins
@@ -73,42 +73,32 @@ class TokenBins(BrightnessBins):
         """Several rounds too, where the thresholds take turns."""
         return super().used() | ({Capability.SEVERAL_ROUNDS} if self.slices > 1 else frozenset())
 
-    def send(
-        self,
-        model: nn.Module,
-        image_shape: tuple[int, int, int],
-        history: Sequence[Observation],
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-    ) -> Sending:
+    def send(self, context: SendContext) -> Sending:
         """See `ActiveAttack.send`: tokens, the first attention and the first MLP.
 
         Raises:
             UsageError: the model is no plain ViT with one fused attention, or its MLP has fewer units than patches.
         """
-        codes = codes_for(model, image_shape)
-        block = blocks_of(model, codes.tokenizer.width)[0]
-        units = model.get_submodule(block.first).out_features
+        codes = codes_for(context.model, context.image_shape)
+        block = blocks_of(context.model, codes.tokenizer.width)[0]
+        units = context.model.get_submodule(block.first).out_features
         per_place = units // codes.tokenizer.num_patches
         if per_place < 2:
             raise UsageError(
                 f"the first MLP has {units} units for {codes.tokenizer.num_patches} patches: two thresholds for each "
                 "place, which make a bin, are the least"
             )
-        turn = sum(is_coded(observation.model, codes) for observation in history) % self.slices
+        turn = sum(is_coded(observation.model, codes) for observation in context.history) % self.slices
         shares = (turn + torch.linspace(0, 1, per_place, dtype=torch.float64)) / self.slices
         thresholds = self.quantiles(shares)
-        parameters = codes.parameters(model) | writes_brightness(model, codes, block, mean, std)
-        return Sending(parameters | set_units(model, block, unit_rows(codes, thresholds, units)))
+        parameters = codes.parameters(context.model) | writes_brightness(
+            context.model, codes, block, context.mean, context.std
+        )
+        return Sending(parameters | set_units(context.model, block, unit_rows(codes, thresholds, units)))
 
-    def obstacle(self, observations: Sequence[Observation]) -> str:
-        """See `Attack.obstacle`: the model that the client was sent was not prepared."""
-        try:
-            _codes_of(observations[-1])
-        except UsageError as error:
-            return str(error)
-        return ""
+    def check_prepared(self, observation: Observation) -> None:
+        """See `ActiveAttack.check_prepared`."""
+        _codes_of(observation)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`: the image of each bin, those of one image first.

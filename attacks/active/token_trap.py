@@ -58,7 +58,7 @@ class Picked:
 class TokenTrap(ActiveAttack):
     """The image of a client with one image a batch, the same one in every round that is needed.
 
-    Rounds on other images are told by the classifier's gradient, and left out.
+    Rounds on other images are recognised by the classifier's gradient, and left out.
     """
 
     needs: ClassVar[frozenset[Capability]] = ActiveAttack.needs | {
@@ -96,13 +96,9 @@ class TokenTrap(ActiveAttack):
     def picked(self, observation: Observation, codes: TokenCodes) -> Picked:
         """The tokens that an update shows."""
 
-    def obstacle(self, observations: Sequence[Observation]) -> str:
-        """See `Attack.obstacle`: the model that the client was sent was not prepared."""
-        try:
-            self._codes(observations[-1])
-        except UsageError as error:
-            return str(error)
-        return ""
+    def check_prepared(self, observation: Observation) -> None:
+        """See `ActiveAttack.check_prepared`."""
+        self._codes(observation)
 
     def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
         """See `Attack.remembered_layers`: what reads the tokens, and the classifier."""

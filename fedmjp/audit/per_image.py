@@ -179,6 +179,7 @@ def _recorded(module: nn.Module, layers: Mapping[str, _Linear]):
         for name, layer in layers.items():
 
             def note(_, inputs: tuple[Tensor, ...], output: Tensor, layer: _Linear = layer) -> None:
+                """A hook that keeps the layer's input and output."""
                 layer.input, layer.output = inputs[0], output
 
             handle = module.get_submodule(name.rpartition(".")[0]).register_forward_hook(note)

@@ -53,6 +53,7 @@ class ShuffledPatchesAndPixels(Defense):
         )
 
         def rearrange(maps: Tensor) -> Tensor:
+            """Move patches, and the pixels of each, as those of the images."""
             moved = move_patches(maps, patches.to(maps.device), model.patch_size)
             return move_pixels(moved, pixels.to(maps.device), model.patch_size)
 

@@ -39,6 +39,7 @@ def fit_logistic(
     optimizer = torch.optim.LBFGS([weight, bias], **settings)
 
     def closure() -> Tensor:
+        """The objective at the present parameters, with its gradient, as L-BFGS asks for it."""
         optimizer.zero_grad()
         with torch.enable_grad():
             loss = F.cross_entropy(F.linear(inputs, weight, bias), labels) + decay / 2 * weight.square().sum()

@@ -89,6 +89,7 @@ class _Means:
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
 
     def add(self, name: str, values: torch.Tensor) -> None:
+        """Add values (B, ...) to the mean of that name."""
         total, count = self._sums.get(name, (0.0, 0))
         self._sums[name] = total + values.double().sum(dim=0), count + len(values)
 

@@ -27,7 +27,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from torch import Tensor, nn
 
 from attacks import UsageError
-from attacks.active.base import ActiveAttack
+from attacks.active.base import ActiveAttack, SendContext
 from fedmjp.audit.observe import model_as_sent
 from fedmjp.audit.suite import active_attack
 from fedmjp.audit.watcher import Watcher
@@ -98,10 +98,8 @@ class ActiveServer:
         model = self._first.setdefault(node, present) if self.attack.same_model else present
         self._first.setdefault(node, present)
         (leader, place), w = self._group(node), self.watcher
-        sending = self.attack.send(model, w.shape, w.earlier(leader), mean=w.mean, std=w.std)
-        values, usual = model.state_dict() | dict(sending.parameters), tensors_of(content)
-        if place and self.attack.single_out:
-            values = self.attack.silence(values, w.shape, model)
+        context = SendContext(model, w.shape, w.mean, w.std, w.earlier(leader))
+        values, usual = self.attack.sent_to(context, place).parameters, tensors_of(content)
         added = {name: value for name, value in values.items() if name not in model.state_dict()}
         own = {"weights": usual, "gradient": {n: torch.zeros_like(t) for n, t in usual.items()}}
         return Turn(_with(content, values, added), lambda reply: _with(reply, own[w.sends], left_out=added))

@@ -41,6 +41,7 @@ def run_ray(run: GridFunction, clients: int, entropy: ClientEntropy) -> None:
     failures: list[BaseException] = []
 
     def main(grid: Grid, _: object) -> None:
+        """Run, and keep what is raised."""
         try:
             run(grid)
         except BaseException as error:  # Flower would wrap or drop it; the caller gets the original exception

@@ -185,6 +185,7 @@ def server_app_for(run: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        """Run with the options of `flwr run --run-config`."""
         run(grid, context.run_config)
 
     return app

@@ -63,6 +63,7 @@ def ordered(found: Sequence[Document]) -> list[Document]:
     """
 
     def place(document: Document) -> tuple:
+        """Key of the order."""
         undecided = document["worst"]["answer"] != Answer.LEAKS and not tested(document)
         first = document["entry"] == "none"
         return (not first, undecided, measure.severity(worst_result(document)), document["file"])

@@ -49,6 +49,7 @@ def commit() -> str:
     root = Path(__file__).resolve().parent.parent.parent
 
     def git(*arguments: str) -> str:
+        """What git answers about this copy; CalledProcessError where it is no checkout."""
         return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
         ).stdout.strip()

@@ -47,6 +47,7 @@ def _strongest(rows: pd.DataFrame, attacked: pd.DataFrame) -> list[str]:
 
 def _panel(out: Path, defense: str, place: tuple[int, int, int], rows: pd.DataFrame, names: list[str]) -> Panel:
     def picture(what: str) -> np.ndarray | None:
+        """A saved picture, (C, H, W) in [0, 1]; None where there is none."""
         path = image_path(out, defense, *place, what)
         return np.asarray(Image.open(path)).transpose(2, 0, 1) / np.float32(255) if path.exists() else None
 

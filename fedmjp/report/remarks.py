@@ -141,6 +141,7 @@ def as_terminal_lines(
     everywhere = "; ".join(dict.fromkeys(defence_words(place[2]) for place in found))
 
     def under(line: Mapping[str, str], words: str) -> str:
+        """The words, behind the defences that they are about unless that is all."""
         return words if line["defense"] == everywhere else f"{line['defense']}: {words}"
 
     parts = {

@@ -20,6 +20,7 @@ from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import score
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.low_rank import add_low_rank
+from tests.attacks.active.contexts import before
 from tests.conftest import observe, observe_under, photographs
 
 
@@ -106,7 +107,7 @@ def transformed() -> Observation:
 def prepared_by(name: str, defense: str = "none", **settings) -> Observation:
     """The first round of an attack that chooses what is sent, on a batch of one image of class 0."""
     built, attack = small(adapt=DEFENSES.get(defense)().adapt), ATTACKS.get(name)(**settings)
-    sending = attack.send(built.module, (3, 64, 64), [], mean=built.mean, std=built.std)
+    sending = attack.send(before(built, (3, 64, 64)))
     return observe(dataclasses.replace(built, module=sending.model(built.module, (3, 64, 64))), photographs(64, 1))
 
 

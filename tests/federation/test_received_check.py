@@ -16,6 +16,7 @@ from fedmjp import simulate
 from fedmjp.federation import ReceivedCheck, build_client_app, of_model
 from fedmjp.federation.boundary import DECLINED
 from fedmjp.federation.local_grid import LocalGrid
+from tests.attacks.active.contexts import before
 from tests.attacks.models import timm_vit
 from tests.conftest import photographs
 
@@ -88,7 +89,7 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def fished(model) -> dict[str, Tensor]:
-    return model.state_dict() | ATTACKS.get("fishing")(target=2).prepare(model, (3, 32, 32), [])
+    return model.state_dict() | ATTACKS.get("fishing")(target=2).send(before(model, (3, 32, 32))).parameters
 
 
 def test_the_mod_refuses_in_an_app_of_someone_else(model, fished) -> None:

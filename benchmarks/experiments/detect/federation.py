@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from attacks import ATTACKS, Observation, ThreatModel, UsageError
-from attacks.active.base import ActiveAttack
+from attacks.active.base import ActiveAttack, SendContext
 from attacks.memory import remember
 from fedmjp.audit.observe import model_as_sent, observe_update
 from fedmjp.client import ClientTask, shared_task
@@ -51,7 +51,7 @@ class Turn:
         """What an attack sends the client instead."""
         model = model_as_sent(self.task.model.module, self.state)
         built = self.task.model
-        return dict(attack.send(model, self.shape, history, mean=built.mean, std=built.std).parameters)
+        return dict(attack.send(SendContext(model, self.shape, built.mean, built.std, history)).parameters)
 
     def answer(self, attack: ActiveAttack, changes: State) -> Observation:
         """The update of a client that is sent `changes`, as the server sees it."""

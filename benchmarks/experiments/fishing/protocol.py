@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from attacks import ATTACKS, Observation
-from attacks.active.base import ActiveAttack, Sending
+from attacks.active.base import ActiveAttack, SendContext, Sending
 from attacks.memory import remember
 from experiments.fishing.batches import Labels, draw_batches
 from experiments.fishing.options import Options
@@ -168,16 +168,12 @@ class Run:
     ) -> list[Answer]:
         """What the attack has of each image after all rounds: the first answer that it vouches for, else the first."""
         module, history = self.built.module, list[Observation]()
-        normalisation = {"mean": self.built.mean, "std": self.built.std}
         best: dict[int, Answer] = {}
         originals = group.scored
         for number in range(1, self.rounds(len(originals)) + 1):
-            sending = attack.send(module, self.shape, history, **normalisation)
-            silence = None
-            if attack.single_out:
-                sent = module.state_dict() | dict(sending.parameters)
-                silence = Sending(attack.silence(sent, self.shape, module), sending.layers)
-            view = self.update(victims, group, sending, number, silence)
+            context = SendContext(module, self.shape, self.built.mean, self.built.std, history)
+            silent = attack.sent_to(context, 1) if attack.single_out else None
+            view = self.update(victims, group, attack.sent_to(context), number, silent)
             one = score_found(attack, name, [attack([*history, view])], [originals], self.score)[0]
             for image, record in enumerate(one.records):
                 answer = Answer(one, view.gradient_norm(), number, sure=not one.diagnosis or vouched(one, image))
@@ -196,23 +192,23 @@ class Run:
         group: Group,
         sending: Sending,
         number: int,
-        silence: Sending | None = None,
+        silent: Sending | None = None,
     ) -> Observation:
         """What the server sees of the group in a round.
 
         Args:
             sending: what clients are sent instead of the model.
-            silence: what all but the first are sent, whose update the sum then is; else it is the mean over all.
+            silent: what all but the first are sent, whose update the sum then is; else it is the mean over all.
         """
         built = self.built
-        models = [replace(built, module=own.model(built.module, self.shape)) for own in (sending, silence or sending)]
+        models = [replace(built, module=own.model(built.module, self.shape)) for own in (sending, silent or sending)]
         pairs = enumerate(zip(group.numbers, group.images, strict=True))
         views = [self.single(models[min(place, 1)], victims, *own, number) for place, own in pairs]
-        share = 1.0 if silence else 1.0 / len(views)
+        share = 1.0 if silent else 1.0 / len(views)
         if len(views) == 1:
             return views[0]
         total = {name: sum(view.gradients[name] for view in views) * share for name in views[0].gradients}
-        images = views[0].num_examples * (1 if silence else len(views))
+        images = views[0].num_examples * (1 if silent else len(views))
         return replace(views[0], gradients=total, num_examples=images)
 
     def single(self, built: BuiltModel, victims: Victims, client: int, images: Tensor, number: int) -> Observation:

@@ -20,6 +20,7 @@ from fedmjp.audit.observe import model_as_sent
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.defenses import DEFENSES, ClientInput
 from fedmjp.models import BuiltModel, build_model
+from tests.attacks.active.contexts import before
 from tests.attacks.contract import psnr
 from tests.attacks.models import timm_vit, torchvision_vit
 from tests.conftest import observe, photographs
@@ -39,7 +40,7 @@ def answer_to(
 ) -> tuple[Observation, Reconstruction]:
     """One round: what the server sends, the client's update, and what the server reads from it."""
     shape = (3, built.image_size, built.image_size)
-    sent = model_as_sent(built.module, attack.prepare(built.module, shape, history))
+    sent = model_as_sent(built.module, attack.send(before(built.module, shape, history)).parameters)
     view = observe(replace(built, module=sent), images, labels)
     found = attack([*history, view])
     history.append(remember(view, attack.remembered_layers(sent, shape)))
@@ -59,7 +60,9 @@ def own_gradients(built: BuiltModel, module: nn.Module, images: Tensor, labels: 
 def test_only_the_target_class_sends_a_gradient() -> None:
     built, images = micro(), photographs(32, 4).double()
     built.module.double()
-    sent = model_as_sent(built.module, ATTACKS.get("fishing")(target=5).prepare(built.module, (3, 32, 32), []))
+    sent = model_as_sent(
+        built.module, ATTACKS.get("fishing")(target=5).send(before(built.module, (3, 32, 32))).parameters
+    )
     norms = torch.stack([g.norm() for g in own_gradients(built, sent, images, LABELS[:4])])
     assert norms[2] > 1e-3
     assert (norms[[0, 1, 3]] <= 1e-12 * norms[2]).all()
@@ -71,7 +74,7 @@ def test_a_difference_of_two_thresholds_is_the_gradient_of_the_images_between() 
     history: list[Observation] = []
     for _ in range(4):
         answer_to(attack, built, images, LABELS, history)
-    sent = model_as_sent(built.module, attack.prepare(built.module, (3, 32, 32), history))
+    sent = model_as_sent(built.module, attack.send(before(built.module, (3, 32, 32), history)).parameters)
     direction = sent.head.weight[3] / sent.head.weight[3].norm()
     below = [sent.pos_embed, sent.patch_embed.proj.weight]
     features, gradients = [], []
@@ -115,7 +118,7 @@ def with_localisation(built: BuiltModel, images: Tensor, labels: Tensor, mask: T
 def test_masks_that_differ_between_images_are_read_from_the_one_that_sends() -> None:
     built, images, attack = micro("auto", "vit_mini_64_mjp"), photographs(64, 4), ATTACKS.get("fishing")(target=5)
     mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) < 0.1
-    sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), []))
+    sent = model_as_sent(built.module, attack.send(before(built.module, (3, 64, 64))).parameters)
     view = with_localisation(replace(built, module=sent), images, LABELS[:4], mask)
     found = attack([view])
     assert found.details["masked"] == int(mask[2].sum())
@@ -141,7 +144,7 @@ def test_images_are_counted_in_returned_weights(rate: float) -> None:
 def test_the_mean_of_several_clients_is_one_batch() -> None:
     built, images, attack = micro("auto", "vit_mini_32"), photographs(32, 6), ATTACKS.get("fishing")(target=6)
     labels = torch.tensor([3, 0, 5, 3, 6, 5])
-    sent = replace(built, module=model_as_sent(built.module, attack.prepare(built.module, (3, 32, 32), [])))
+    sent = replace(built, module=model_as_sent(built.module, attack.send(before(built.module, (3, 32, 32))).parameters))
     clients = [observe(sent, images[i : i + 2], labels[i : i + 2]) for i in (0, 2, 4)]
     mean = {name: sum(c.gradients[name] for c in clients) / 3 for name in clients[0].gradients}
     found = attack([replace(clients[0], gradients=mean, num_examples=6)])
@@ -186,7 +189,7 @@ def test_a_localisation_loss_that_cannot_be_silenced_is_noticed() -> None:
     built = build_model("vit_mini_64_mjp", num_classes=200, weights="auto", dal="pca")
     attack, images = ATTACKS.get("fishing")(target=5), photographs(64, 4)
     mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) < 0.1
-    sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), []))
+    sent = model_as_sent(built.module, attack.send(before(built.module, (3, 64, 64))).parameters)
     found = attack([with_localisation(replace(built, module=sent), images, LABELS[:4], mask)])
     assert "no row of the position gradient is zero" in found.diagnosis
     assert not found.known.any()
@@ -197,7 +200,7 @@ def test_thresholds_under_masks_drawn_anew_are_not_vouched_for() -> None:
     history, generator = list[Observation](), torch.Generator().manual_seed(0)
     found = []
     for _ in range(5):
-        sent = model_as_sent(built.module, attack.prepare(built.module, (3, 64, 64), history))
+        sent = model_as_sent(built.module, attack.send(before(built.module, (3, 64, 64), history)).parameters)
         mask = torch.rand(4, 64, generator=generator) < 0.1
         view = with_localisation(replace(built, module=sent), images, LABELS[:4], mask)
         found.append(attack([*history, view]))
@@ -234,7 +237,7 @@ def test_what_is_not_granted_is_refused(name: str) -> None:
 @pytest.mark.parametrize(("name", "message"), [("fishing", "lie in 0..9"), ("feature_fishing", "lie in 0..9")])
 def test_a_class_that_the_model_lacks_is_refused(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ATTACKS.get(name)(target=10).prepare(micro().module, (3, 32, 32), [])
+        ATTACKS.get(name)(target=10).send(before(micro(), (3, 32, 32)))
 
 
 def test_an_unknown_reader_is_refused() -> None:
@@ -245,7 +248,7 @@ def test_an_unknown_reader_is_refused() -> None:
 @pytest.mark.parametrize("make", [timm_vit, torchvision_vit])
 def test_classifiers_of_other_libraries_are_set(make) -> None:
     model = make().eval()
-    prepared = ATTACKS.get("fishing")(target=2).prepare(model, (3, 32, 32), [])
+    prepared = ATTACKS.get("fishing")(target=2).send(before(model, (3, 32, 32))).parameters
     weight, bias = prepared.values()
     assert weight.abs().amax(dim=1).nonzero().flatten().tolist() == [2]
     assert bias.argmin() == 2

@@ -14,6 +14,7 @@ from attacks import ATTACKS, Observation, UsageError
 from attacks.active.held import find_end
 from fedmjp.audit.observe import model_as_sent
 from fedmjp.models import BuiltModel, build_model
+from tests.attacks.active.contexts import before
 from tests.attacks.contract import psnr
 from tests.attacks.models import timm_vit, torchvision_vit
 from tests.conftest import photographs
@@ -61,7 +62,7 @@ def trained(
 def fished(built: BuiltModel, recipe: str, target: int = 5, steps: str | None = None) -> tuple:
     """The attack, and the model that it sends."""
     attack = ATTACKS.get("fishing")(target=target, local_steps=steps or recipe)
-    return attack, model_as_sent(built.module, attack.prepare(built.module, SHAPE, []))
+    return attack, model_as_sent(built.module, attack.send(before(built.module, SHAPE)).parameters)
 
 
 @pytest.mark.parametrize("recipe", ["sgd", "adamw"])

@@ -18,6 +18,7 @@ from attacks.active.brightness import PUBLIC
 from attacks.active.imprint import Imprint, occupied
 from fedmjp.metrics.pixel import psnr
 from fedmjp.models import BuiltModel, build_model
+from tests.attacks.active.contexts import before
 from tests.conftest import observe, photographs, shared_file
 
 SHAPE = (3, 32, 32)
@@ -29,7 +30,7 @@ def micro() -> BuiltModel:
 
 def sent_by(attack: Imprint, built: BuiltModel) -> BuiltModel:
     """The model as the client is sent it."""
-    sending = attack.send(built.module, SHAPE, [], mean=built.mean, std=built.std)
+    sending = attack.send(before(built, SHAPE))
     return replace(built, module=sending.model(built.module, SHAPE))
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from attacks import ATTACKS, UsageError
 from fedmjp.audit.observe import model_as_sent
 from fedmjp.models import BuiltModel, build_model
+from tests.attacks.active.contexts import before
 from tests.attacks.contract import psnr
 from tests.conftest import observe, photographs
 
@@ -27,7 +28,7 @@ def trained() -> BuiltModel:
 
 def sent_by(built: BuiltModel, strength: float) -> nn.Module:
     attack = ATTACKS.get("fishing")(target=TARGET, strength=strength)
-    return model_as_sent(built.module, attack.prepare(built.module, (3, 32, 32), []))
+    return model_as_sent(built.module, attack.send(before(built.module, (3, 32, 32))).parameters)
 
 
 def test_the_classifier_lies_on_the_way(trained: BuiltModel) -> None:

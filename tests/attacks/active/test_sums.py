@@ -12,6 +12,7 @@ from attacks.memory import remember
 from fedmjp.audit.observe import model_as_sent
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
+from tests.attacks.active.contexts import before
 from tests.conftest import observe, photographs
 
 SHAPE = (3, 32, 32)
@@ -20,8 +21,8 @@ LABELS = torch.tensor([3, 0, 5, 3, 5, 5])  # of three clients with two images ea
 
 def summed(attack, built, images, labels, history: list[Observation]) -> tuple[Observation, list[Observation]]:
     """What the server sees of a sum of clients with two images, the first singled out, and what each one sends."""
-    values = dict(built.module.state_dict()) | attack.prepare(built.module, SHAPE, history)
-    models = [model_as_sent(built.module, v) for v in (values, attack.silence(values, SHAPE, built.module))]
+    context = before(built, SHAPE, history)
+    models = [model_as_sent(built.module, attack.sent_to(context, place).parameters) for place in (0, 1)]
     pairs = zip(images.split(2), labels.split(2), strict=True)
     each = [observe(replace(built, module=models[min(n, 1)]), *own) for n, own in enumerate(pairs)]
     total = {name: sum(one.gradients[name] for one in each) for name in each[0].gradients}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from attacks import ATTACKS, Observation, Reconstruction, UsageError
@@ -17,6 +17,7 @@ from attacks.memory import remember
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.metrics.pixel import psnr
 from fedmjp.models import BuiltModel, build_model
+from tests.attacks.active.contexts import before
 from tests.conftest import observe, photographs
 
 SHAPE = (3, 32, 32)
@@ -33,7 +34,7 @@ def rounds(
     history: list[Observation] = []
     answers = []
     for _ in range(count):
-        sent = attack.send(built.module, SHAPE, history, mean=built.mean, std=built.std).model(built.module, SHAPE)
+        sent = attack.send(before(built, SHAPE, history)).model(built.module, SHAPE)
         view = observe(replace(built, module=sent), images)
         if defense is not None:
             view = replace(view, gradients={n: g for n, g in view.gradients.items() if not defense.freezes(n)})
@@ -47,7 +48,7 @@ def test_a_unit_is_switched_on_by_one_place_of_the_brighter_images() -> None:
     built, images = micro(), photographs(32, 3).double() * torch.tensor([1.5, 1.0, 0.3]).view(3, 1, 1, 1)
     built.module.double()
     images = images.clamp(0, 1)
-    sent = TokenBins().send(built.module, SHAPE, [], mean=built.mean, std=built.std).model(built.module, SHAPE)
+    sent = TokenBins().send(before(built, SHAPE)).model(built.module, SHAPE)
     seen: list[Tensor] = []
     sent.blocks[0].mlp.fc1.register_forward_hook(lambda _, __, output: seen.append(output))
     loss = functional.cross_entropy(sent(built.normalise(images)), torch.arange(3))
@@ -115,7 +116,7 @@ def test_rounds_on_another_image_are_left_out() -> None:
     chosen, images, attack = DEFENSES.get("adapters")(), photographs(32, 2), ATTACKS.get("adapter_trap")()
     built, history = micro(chosen), list[Observation]()
     for image in images.split(1):
-        sent = attack.send(built.module, SHAPE, history, mean=built.mean, std=built.std).model(built.module, SHAPE)
+        sent = attack.send(before(built, SHAPE, history)).model(built.module, SHAPE)
         history.append(observe(replace(built, module=sent), image))
     found = attack(history)
     assert found.details == {"patches": 32, "rounds": 1}
@@ -141,6 +142,5 @@ def test_a_trap_vouches_for_nothing_of_a_batch(name: str, defense: str) -> None:
 )
 def test_models_that_cannot_be_set_are_refused(name: str, model: str, message: str) -> None:
     built = build_model(model, num_classes=10, weights="random")
-    module: nn.Module = built.module.eval()
     with pytest.raises(UsageError, match=message):
-        ATTACKS.get(name)().send(module, SHAPE, [], mean=built.mean, std=built.std)
+        ATTACKS.get(name)().send(before(built, SHAPE))
