@@ -28,21 +28,19 @@ from fedmjp.audit.drawn import drawn_by
 from fedmjp.audit.harness import Scored, answer, audit_update, scorer, unscored
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import SentModels, observe_update, undo_adam
+from fedmjp.audit.originals import Originals
 from fedmjp.audit.suite import Suite, active_attack, select_attacks
 from fedmjp.budgets import build_attack
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
 from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.metrics import load_lpips
-from fedmjp.metrics.baselines import mean_image
 from fedmjp.progress import RunProgress
 from fedmjp.records import provenance
 from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.records.run_folder import RunFolder, holds_finished
 from fedmjp.records.server_state import ServerState
 from fedmjp.records.tracking import Tracker, open_tracker
-
-BASELINE_IMAGES = 128  # training images behind the mean image
 
 
 def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
@@ -121,9 +119,7 @@ class FederationAudit:
         self.tracker, self.psnr = tracker, defaultdict(list)  # PSNR of the present round's images by attack
         self.config = task.config
         self.score_images = scorer(task.model.patch_size, lpips)
-        train = task.data.train
-        some = list(range(0, len(train), max(1, len(train) // BASELINE_IMAGES)))[:BASELINE_IMAGES]
-        self.mean_image = mean_image(train.images(some)).to(task.device)  # (1, C, H, W)
+        self.originals = Originals(task, simulated)
         self.threat_model, self.settings = self.config.threat_model(), self.config.attack_settings()
         names = (*BASELINES, *ATTACKS)
         self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name
@@ -242,32 +238,14 @@ class FederationAudit:
     def _wanted(self, view: SeenUpdate, suite: Suite) -> list[str]:
         """The guesses and attacks of the suite that are due on this update and have no rows yet."""
         place = view.round, view.client
-        ids = self._ids(view)
+        ids = self.originals.ids(view)
         parameters = dict.fromkeys(self.guesses, {}) | {n: a.parameters() for n, a in suite.chosen.items()}
         due = {name: own for name, own in parameters.items() if place in self.attacked[name]}
         self.expected += len(due) * len(ids)
         return [n for n, own in due.items() if not self.rows.done(self._case(n, own, *place), ids)]
 
-    def _ids(self, view: SeenUpdate) -> list[str]:
-        """Names of the images of an update, view by view; numbers where only the clients know which ones they drew."""
-        views, size = self.task.learner.objective.whole_views, self.config.federation.batch_size
-        if not self.simulated:
-            return [f"image {index}" for index in range(len(view.members) * size * views)]
-        return [i for member in view.members for i in self.task.batch_ids(member, view.round, 0)] * views
-
-    def _batch(self, view: SeenUpdate) -> tuple[Batch, Tensor]:
-        """The first local step's batch of all members together, and their images as the models saw them."""
-        # Local steps after the first see other images; an attack on a summed update is scored on the first step's.
-        own = [self.task.batch(member, view.round, 0) for member in view.members]
-        pairs = zip(own, view.members, strict=True)
-        seen = torch.cat([self.task.seen(batch, member, view.round, 0).images for batch, member in pairs])
-        if len(own) == 1:
-            return own[0], seen
-        images, labels, targets = (torch.cat([getattr(b, n) for b in own]) for n in ("images", "labels", "targets"))
-        return Batch(images, labels, tuple(i for batch in own for i in batch.ids), targets), seen
-
     def _audit(self, view: SeenUpdate, audited: bool) -> None:
-        batch, seen = self._batch(view) if self.simulated else (None, None)
+        batch, seen = self.originals.batch(view) if self.simulated else (None, None)
         observation = observe_update(
             self.task,
             self.threat_model,
@@ -329,13 +307,13 @@ class FederationAudit:
             observations,
             originals,
             attacks=suite.chosen,
-            baselines=self._baselines(view, len(originals)),
+            baselines=self.originals.guesses(view, len(originals)),
             score_images=self.score_images,
             skip=lambda name: name not in wanted,
             weights_granted=Capability.MODEL_WEIGHTS in self.threat_model.grants,
             findings=findings,
         ):
-            self._write(scored, observation, self._ids(view), norm)
+            self._write(scored, observation, self.originals.ids(view), norm)
 
     def _attack_unscored(
         self,
@@ -346,20 +324,13 @@ class FederationAudit:
         findings: Sequence[Finding],
     ) -> None:
         """Write rows and pictures of the attacks that are wanted, where the originals are not known."""
-        granted, ids = Capability.MODEL_WEIGHTS in self.threat_model.grants, self._ids(view)
+        granted, ids = Capability.MODEL_WEIGHTS in self.threat_model.grants, self.originals.ids(view)
         norm = observations[-1].gradient_norm()
         for name in wanted:
             attack = suite.chosen[name]
             with torch.no_grad():
                 found = answer(attack, observations, weights_granted=granted)
             self._write(unscored(attack, name, found, len(ids), findings), observations[-1], ids, norm)
-
-    def _baselines(self, view: SeenUpdate, size: int) -> dict[str, Tensor]:
-        """The two guesses that need no gradient, (B, C, H, W) each."""
-        test = self.task.data.test
-        others = [(view.round * 101 + view.client * 7 + i) % len(test) for i in range(size)]
-        other = test.images(others).to(self.mean_image)
-        return dict(zip(BASELINES, (self.mean_image.expand(size, -1, -1, -1), other), strict=True))
 
     def _write(self, scored: Scored, observation: Observation, ids: Sequence[str], norm: float) -> None:
         place = self.defense, observation.round, observation.client

@@ -35,7 +35,7 @@ from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.federation_options import FederationConfig, LocalConfig
 from fedmjp.models import MODELS, split_name
 from fedmjp.objectives import Objective, objective_help, read_objective
-from fedmjp.settings import describe, read_value, replace_at
+from fedmjp.settings import describe, from_plain, option_fields, read_value, replace_at
 
 if TYPE_CHECKING:
     from fedmjp.entropy import ClientEntropy
@@ -336,31 +336,13 @@ class RunConfig:
         Raises:
             UsageError: an option that is unknown here, such as those of a defence that is not installed.
         """
-        return _build(cls, json.loads(text))
+        return from_plain(cls, json.loads(text))
 
 
 # What the server's orders leave out: the seed of what clients draw, and how the server itself runs.
 NOT_ORDERED = ("client_seed", "out", "resume", "log")
 # A group of options a defence; only now are the names known that a run's other options take.
 DefenseOptions = defense_options(option_names(RunConfig))
-
-
-def _build(cls: type, values: dict[str, Any]) -> Any:
-    """A dataclass from nested plain values, restoring paths and tuples."""
-    hints = get_type_hints(cls)
-    built = {}
-    for name, value in values.items():
-        if name not in hints:
-            raise UsageError(f"the configuration holds {name!r}, which is unknown here; is its package installed?")
-        kind = hints[name]
-        if dataclasses.is_dataclass(kind):
-            value = _build(kind, value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        elif value is not None and kind in (Path, Path | None):
-            value = Path(value)
-        built[name] = value
-    return cls(**built)
 
 
 def from_flat(options: dict[str, Any], base: RunConfig | None = None) -> RunConfig:
@@ -391,25 +373,8 @@ def from_flat(options: dict[str, Any], base: RunConfig | None = None) -> RunConf
 
 def option_places() -> dict[str, tuple[list[str], Any]]:
     """Flat name of every option -> (the fields that lead to it from a `RunConfig`, its type)."""
-    found = _leaves(RunConfig, [])
+    found = option_fields(RunConfig, leave_out="options")
     for name, (defence, option) in DefenseOptions.places.items():
         kind = get_type_hints(get_type_hints(DefenseOptions)[defence])[option]
         found[name] = ["options", defence, option], kind
     return found
-
-
-def _leaves(cls: type, path: list[str]) -> dict[str, tuple[list[str], Any]]:
-    """Those of a dataclass but for `options`."""
-    found, full = {}, get_type_hints(cls, include_extras=True)
-    for name, kind in get_type_hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            found |= _leaves(kind, [*path, name]) if name != "options" else {}
-        else:
-            found[_option_name(name, full[name])] = [*path, name], kind
-    return found
-
-
-def _option_name(field_name: str, hint: Any) -> str:
-    """A field's name, or the one that tyro's `arg` gives it (--from, which no field of Python's can be called)."""
-    given = (getattr(entry, "name", None) for entry in getattr(hint, "__metadata__", ()))
-    return next(filter(None, given), field_name)

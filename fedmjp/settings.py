@@ -1,4 +1,4 @@
-"""Fields of frozen dataclasses changed by name, with values given as text: settings of attacks and flat options.
+"""Dataclasses from plain values, and their fields changed by name, with text: settings of attacks and flat options.
 
 A name is dotted where a field is a dataclass itself (`prior.strength`). Text is read as the field's type hint says:
 numbers, words, true or false, none, and tuples with commas.
@@ -90,6 +90,28 @@ def replace_at(instance: T, path: list[str], value: Any) -> T:
     return replace(instance, **{name: replace_at(getattr(instance, name), rest, value) if rest else value})
 
 
+def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass from nested plain values as JSON has them, restoring paths and tuples.
+
+    Raises:
+        UsageError: a name that is no field.
+    """
+    hints = get_type_hints(cls)
+    built = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise UsageError(f"the configuration holds {name!r}, which is unknown here; is its package installed?")
+        kind = hints[name]
+        if is_dataclass(kind):
+            value = from_plain(kind, value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif value is not None and kind in (Path, Path | None):
+            value = Path(value)
+        built[name] = value
+    return cls(**built)
+
+
 def read_value(text: str, kind: Any) -> Any:
     """The value of type `kind` that `text` stands for.
 
@@ -146,3 +168,25 @@ def _read_first(text: str, kinds: tuple[Any, ...]) -> Any:
 
 def _refuse(text: str) -> Any:
     raise ValueError(text)
+
+
+def option_fields(cls: type, leave_out: str = "", path: Sequence[str] = ()) -> dict[str, tuple[list[str], Any]]:
+    """Option name of every field of a dataclass and of those in it -> (the fields that lead to it, its type).
+
+    Args:
+        leave_out: a field whose own fields are left out.
+        path: the fields that lead to `cls` itself.
+    """
+    found, full = {}, get_type_hints(cls, include_extras=True)
+    for name, kind in get_type_hints(cls).items():
+        if is_dataclass(kind):
+            found |= option_fields(kind, leave_out, [*path, name]) if name != leave_out else {}
+        else:
+            found[_option_name(name, full[name])] = [*path, name], kind
+    return found
+
+
+def _option_name(field_name: str, hint: Any) -> str:
+    """A field's name, or the one that tyro's `arg` gives it (--from, which no field of Python's can be called)."""
+    given = (getattr(entry, "name", None) for entry in getattr(hint, "__metadata__", ()))
+    return next(filter(None, given), field_name)

@@ -17,7 +17,7 @@ from fedmjp.federation.client_app import pack_state, read_kept, read_state
 from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.strategy import FederatedMean
 from fedmjp.federation.tap import TapGrid, Turn
-from fedmjp.federation.wire import KEPT, LAYERS, count_of, flat, layout_of, pack, unpack
+from fedmjp.federation.wire import LAYERS, count_of, flat, layout_of, pack, unpack
 from fedmjp.records.server_state import ServerState
 
 # (round, client, state by name) -> what to send instead, or None.
@@ -73,26 +73,8 @@ def run_rounds(
         ClientFailure: more clients failed than `--least-share` allows; the message names client and round.
     """
     f, state = task.config.federation, pack_state(task)
-
-    def keep(sent: ArrayRecord, arrays: ArrayRecord, number: int) -> Array:
-        """What the server keeps, after a round."""
-        return pack(task.keep(read_state(task, arrays), read_kept(task, sent), number))
-
     server = ServerOptimizer(f.chosen_strategy(), dict(optimizer or {}))
-    strategy = FederatedMean(
-        instructions={"config": task.config.order(), "defense": defense},
-        update=f.update,
-        learning_rate=f.learning_rate,
-        per_round=task.config.sampled(),
-        seed=task.config.seed,
-        optimizer=server,
-        clients=f.clients,
-        least_share=f.least_share,
-        on_failure=on_failure,
-        round_timeout=f.round_timeout,
-        first_round=first_round,
-        keep=keep if KEPT in state else None,
-    )
+    strategy = _strategy(task, defense, server, on_failure, first_round)
     server_side = _ServerSide(task, defense, strategy, on_update, on_send)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -105,6 +87,36 @@ def run_rounds(
     rounds = f.rounds - first_round + 1
     strategy.start(
         TapGrid(checked, server_side), state, num_rounds=rounds, timeout=f.round_timeout, evaluate_fn=evaluate
+    )
+
+
+def _strategy(
+    task: ClientTask,
+    defense: str,
+    server: ServerOptimizer,
+    on_failure: Callable[[int, int, str], None],
+    first_round: int,
+) -> FederatedMean:
+    """The federation's strategy; see `run_rounds`."""
+    f = task.config.federation
+
+    def keep(sent: ArrayRecord, arrays: ArrayRecord, number: int) -> Array:
+        """What the server keeps, after a round."""
+        return pack(task.keep(read_state(task, arrays), read_kept(task, sent), number))
+
+    return FederatedMean(
+        instructions={"config": task.config.order(), "defense": defense},
+        update=f.update,
+        learning_rate=f.learning_rate,
+        per_round=task.config.sampled(),
+        seed=task.config.seed,
+        optimizer=server,
+        clients=f.clients,
+        least_share=f.least_share,
+        on_failure=on_failure,
+        round_timeout=f.round_timeout,
+        first_round=first_round,
+        keep=keep if task.learner.objective.kept_by == "server" else None,
     )
 
 
