@@ -30,8 +30,10 @@ from fedmjp.detect.received import Received
 DEAD = 1e-2  # of the largest row's norm: a row below is dead
 PARALLEL = 0.98  # |cosine| from which on two rows are parallel
 SILENT = 1e-6  # of an image's gradient at the classifier: what is below it gets nothing
-# Fewest rows and columns of a layer in which parallel rows are no accident (two classes have opposite rows).
-LEAST_ROWS, LEAST_COLUMNS = 8, 8
+# Fewest rows and columns of a layer in which parallel rows, and a large change, are no accident. Two classes have
+# opposite rows; low-rank factors and adapters start at zero, and honest training turns and doubles them in early rounds
+# (of LoRA of rank 8 up to 45 % parallel rows, and a change of 0.58).
+LEAST_SIDE = 32
 
 FIRST_ROUND = "the first model that the client was sent: nothing to compare it with"
 NO_CLASSIFIER = "the model's logits are not the output of one linear layer"
@@ -131,7 +133,7 @@ class Bins(Statistic):
         """See `Statistic.measure`."""
         shares = {}
         for name, weight in matrices(received.module):
-            if weight.shape[0] >= LEAST_ROWS and weight.shape[1] >= LEAST_COLUMNS:
+            if min(weight.shape) >= LEAST_SIDE:
                 shares[name] = parallel_share(weight)
         return _largest(shares)
 
@@ -140,7 +142,8 @@ class Bins(Statistic):
 class Distance(Statistic):
     """Largest change of a linear or convolutional layer's weight since the last model, |a - b| / (|a| + |b|).
 
-    In Euclidean norms. Layers that were zero have no scale and are left out.
+    In Euclidean norms. Layers that were zero have no scale and are left out, as are small ones (`LEAST_SIDE`) but for
+    the classifier.
     """
 
     def measure(self, received: Received) -> Measurement:
@@ -148,7 +151,8 @@ class Distance(Statistic):
         changes = {}
         for name, now in matrices(received.module):
             before = received.before(f"{name}.weight")
-            if before is not None and before.numel() == now.numel() and before.any():
+            counts = min(now.shape) >= LEAST_SIDE or name == received.layer
+            if counts and before is not None and before.numel() == now.numel() and before.any():
                 then = before.to(now.dtype).view_as(now)
                 changes[name] = float((now - then).norm() / (now.norm() + then.norm()))
         return _largest(changes) if changes else Measurement(None, FIRST_ROUND)

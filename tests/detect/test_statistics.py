@@ -20,23 +20,26 @@ LABELS = torch.tensor([3, 0, 3, 7, 1])
 
 
 class Small(nn.Module):
-    """Two layers and a classifier of 9 classes, with parallel, dead and scaled rows."""
+    """Two layers, a term of rank 4 and a classifier of 9 classes, with parallel, dead and scaled rows."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.second, self.head = nn.Linear(12, 10), nn.Linear(10, 16), nn.Linear(16, 9)
+        self.first, self.second, self.head = nn.Linear(48, 40), nn.Linear(40, 36), nn.Linear(36, 9)
+        self.down, self.up = nn.Linear(36, 4), nn.Linear(4, 36)
         with torch.no_grad():
-            self.first.weight[4] = -2 * self.first.weight[1] + 0.01 * torch.randn(12)
+            self.first.weight[4] = -2 * self.first.weight[1] + 0.01 * torch.randn(48)
             self.first.weight[7] = 0.5 * self.first.weight[1]
             self.second.weight[3] *= 1e-3
+            self.up.weight[1:] = self.up.weight[0] * torch.randn(35, 1)  # all parallel, and changed from seed to seed
             self.head.weight[5] *= 3
             self.head.bias[2] += 4
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, 9) of (B, 3, 2, 2); images of a negative mean reach the second layer only as zeros."""
+        """Logits (B, 9) of (B, 3, 4, 4); images of a negative mean reach the second layer only as zeros."""
         gate = (images.mean(dim=(1, 2, 3)) > 0).to(images)[:, None]
-        return self.head(torch.tanh(self.second(torch.tanh(self.first(images.flatten(1))))) * gate)
+        hidden = torch.tanh(self.second(torch.tanh(self.first(images.flatten(1)))))
+        return self.head((hidden + self.up(self.down(hidden))) * gate)
 
 
 def norm(values: list[float]) -> float:
@@ -74,7 +77,7 @@ def spread_rows(now: Small, then: Small, images: Tensor) -> float:
 
 def dead(now: Small, then: Small, images: Tensor) -> float:
     shares = []
-    for layer in (now.first, now.second, now.head):
+    for layer in (now.first, now.second, now.down, now.up, now.head):
         sizes = [norm(row) for row in rows(layer.weight)]
         shares.append(sum(size < 0.01 * max(sizes) for size in sizes) / len(sizes))
     return max(shares)
@@ -82,7 +85,7 @@ def dead(now: Small, then: Small, images: Tensor) -> float:
 
 def parallel(now: Small, then: Small, images: Tensor) -> float:
     shares = []
-    for layer in (now.first, now.second, now.head):
+    for layer in (now.first, now.second):  # the others have fewer than 32 rows or columns
         own = rows(layer.weight)
         largest = max(map(norm, own))
         alive = [row for row in own if norm(row) >= 0.01 * largest]
@@ -93,7 +96,7 @@ def parallel(now: Small, then: Small, images: Tensor) -> float:
 
 def moved(now: Small, then: Small, images: Tensor) -> float:
     found = []
-    for name in ("first", "second", "head"):
+    for name in ("first", "second", "head"):  # not the small layers, but for the classifier
         a, b = (sum(rows(getattr(model, name).weight), []) for model in (now, then))
         found.append(norm([x - y for x, y in zip(a, b, strict=True)]) / (norm(a) + norm(b)))
     return max(found)
@@ -128,7 +131,7 @@ ORACLES: dict[str, Callable[[Small, Small, Tensor], float]] = {
 
 @pytest.fixture(scope="module")
 def images() -> Tensor:
-    found = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    found = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     found[[1, 4]] -= (
         found[[1, 4]].mean(dim=(1, 2, 3), keepdim=True) + 0.5
     )  # these two send nothing below the classifier

@@ -19,7 +19,6 @@ from fedmjp.federation import build_client_app, run_rounds
 from fedmjp.federation.local_grid import LocalGrid
 
 GRANTS = ThreatModel.parse(("active_parameters", "model_weights", "position_gradient", "several_rounds"))
-DEFENSE = "none"
 State = Mapping[str, Tensor]
 
 
@@ -126,7 +125,8 @@ def train(config: RunConfig, on_turn: Callable[[Turn], None], on_round: Callable
         on_turn: called before each client's training.
         on_round: called after each round.
     """
-    task = shared_task(config.order(), DEFENSE, config.client_entropy())
+    (defense,) = config.defense
+    task = shared_task(config.order(), defense, config.client_entropy())
     last: dict[int, State] = {}
 
     def on_send(round: int, client: int, state: State) -> None:
@@ -137,7 +137,7 @@ def train(config: RunConfig, on_turn: Callable[[Turn], None], on_round: Callable
     run_rounds(
         LocalGrid(build_client_app(config.client_entropy()), config.federation.clients),
         task,
-        DEFENSE,
+        defense,
         on_update=lambda view: None,
         on_round=lambda number, state: on_round(),
         on_send=on_send,

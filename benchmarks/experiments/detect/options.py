@@ -63,6 +63,8 @@ class Options(RowOptions):
     """scratch, trained (the shipped weights), encoder (their encoder, with a new classifier)."""
     partitions: tuple[str, ...] = ("iid", "dirichlet:0.3")
     """How the images are dealt out."""
+    defense: str = "none"
+    """How clients train: none, or one that trains added layers alone (adapters, lora)."""
     updates: tuple[str, ...] = ("gradient", "weights")
     """What clients send: the gradient of a batch, or weights after --local-steps steps of AdamW."""
     clients: int = 2
@@ -114,6 +116,7 @@ class Options(RowOptions):
         """The options of one federation."""
         local = update == "weights"
         return RunConfig(
+            defense=(self.defense,),
             federation=FederationConfig(
                 clients=self.clients,
                 rounds=self.rounds,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import TaskID
 
 from attacks.active.base import ActiveAttack
-from experiments.detect.federation import DEFENSE, GRANTS, Turn, active_attacks, held_once, plain, probes, train
+from experiments.detect.federation import GRANTS, Turn, active_attacks, held_once, plain, probes, train
 from experiments.detect.options import ADAPTIVE, EVALUATION, Federation, Options
 from experiments.detect.render import DETECT, HONEST, ROWS
 from experiments.session import Session
@@ -41,8 +41,8 @@ class Checked:
     def __init__(self, options: Options, session: Session, federation: Federation, rows: RowLog) -> None:
         self.options, self.session, self.federation, self.rows = options, session, federation, rows
         self.config = plain(federation.config)
-        task = shared_task(self.config.order(), DEFENSE, self.config.client_entropy())
-        self.score, self.active = scorer(task.model.patch_size, None), active_attacks(task, session.say)
+        self.task = shared_task(self.config.order(), options.defense, self.config.client_entropy())
+        self.score, self.active = scorer(self.task.model.patch_size, None), active_attacks(self.task, session.say)
 
     def __call__(self) -> None:
         """Train it, unless all of its rows are there."""
@@ -58,8 +58,8 @@ class Checked:
 
     def cases(self) -> list[dict[str, Any]]:
         """What identifies the rows of this federation, as far as it is known before it is trained."""
-        task, f = shared_task(self.config.order(), DEFENSE, self.config.client_entropy()), self.config.federation
-        turns = [Turn(task, r, c, {}, None) for r in range(1, f.rounds + 1) for c in range(f.clients)]
+        f = self.config.federation
+        turns = [Turn(self.task, r, c, {}, None) for r in range(1, f.rounds + 1) for c in range(f.clients)]
         found = [self.case(turn, HONEST, {}, 0) for turn in turns]
         for turn in filter(self.attacked, turns):
             found += [self.case(turn, n, a.parameters(), p) for n, a, p in self.attacks(turn)]
@@ -112,6 +112,7 @@ class Checked:
             "model": task.model.name,
             "weights": task.model.provenance,
             "start": self.federation.start,
+            "defense": self.options.defense,
             "purpose": self.federation.purpose,
             "partition": f.partition,
             "update": f.update,

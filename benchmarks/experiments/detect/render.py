@@ -17,9 +17,9 @@ from fedmjp.report.styles import NORMAL, SMALL, WIDTH, attack_style, dress, save
 
 HONEST = ""  # `attack` of a model that an honest server sent
 CASE = (
-    *("dataset", "model", "weights", "start", "purpose", "partition", "update", "optimizer", "learning_rate"),
-    *("batch_size", "local_steps", "clients", "train_limit", "seed", "threat_model", "attack", "attack_parameters"),
-    *("probe", "round", "client"),
+    *("dataset", "model", "weights", "start", "defense", "purpose", "partition", "update", "optimizer"),
+    *("learning_rate", "batch_size", "local_steps", "clients", "train_limit", "seed", "threat_model", "attack"),
+    *("attack_parameters", "probe", "round", "client"),
 )
 # `statistics` holds every statistic's value, null for no statement, and `unstated` why; `psnr` (dB) is that of the best
 # image that an attack returned, `recovered` how many are above 25 dB; `seconds` is the check's.
@@ -29,13 +29,14 @@ ROWS = Schema(
         *("statistics", "unstated", "psnr", "recovered", "seconds", "diagnosis"),
     ),
     identity=CASE,
+    optional={"defense": "none"},
 )
 SCORE = "score"  # the largest statistic in units of its threshold
 REST = "score_rest"  # the same without the statistics that a server gets around
 # Small steps over many rounds pass those that compare with the last model; a bias may be moved into the weights.
 EVADED = ("row_norms", "distance", "bias_range")
 WEAK = 0.2  # strength of `fishing` at which the statistics are compared
-FEDERATION = ["dataset", "model", "start", "partition", "update", "seed"]
+FEDERATION = ["dataset", "model", "start", "defense", "partition", "update", "seed"]
 
 
 def read_checks(folder: Path) -> tuple[pd.DataFrame, dict[str, float]]:
@@ -65,7 +66,8 @@ def detect_files(folder: Path) -> dict[str, str]:
     rows, thresholds = read_checks(folder)
     attacked, honest = rows[rows["attack"] != HONEST], _honest(rows, "evaluation")
     strengths = attacked["attack_parameters"].map(lambda p: p.get("strength", 1.0))
-    lines = [_line(name, own, honest) for name, own in attacked[strengths == 1].groupby("attack", sort=False)]
+    groups = attacked[strengths == 1].groupby(["defense", "attack"], sort=False)
+    lines = [_line(*names, own, honest) for names, own in groups]
     full = attacked[(strengths == 1) & (attacked["attack"] == "fishing") & (attacked["probe"] > 1)]
     weaker = attacked[strengths < 1].assign(strength=strengths)
     curve = pd.concat([weaker, full.assign(strength=1.0)])
@@ -108,10 +110,10 @@ def table_block(folder: Path) -> str:
     """One line an attack: share of its models that alarm, and areas under the ROC curves."""
     table = pd.read_csv(folder / "table.csv")
     names = list(STATISTICS)
-    heads = ["attack", "models checked", "alarm", "AUC of the score", *(f"`{name}`" for name in names)]
+    heads = ["attack", "defence", "models checked", "alarm", "AUC of the score", *(f"`{name}`" for name in names)]
     lines = []
     for _, row in table.iterrows():
-        cells = [f"`{row['attack']}`", f"{row['checks']}", f"{row['flagged']:.0%}", f"{row['auc']:.3f}"]
+        cells = [f"`{row['attack']}`", row["defense"], f"{row['checks']}", f"{row['flagged']:.0%}", f"{row['auc']:.3f}"]
         lines.append(cells + ["" if pd.isna(row[f"auc_{n}"]) else f"{row[f'auc_{n}']:.2f}" for n in names])
     return markdown_table(heads, lines)
 
@@ -155,9 +157,10 @@ def _thresholds(rows: pd.DataFrame, thresholds: dict[str, float]) -> pd.DataFram
     return pd.DataFrame(lines)
 
 
-def _line(name: str, own: pd.DataFrame, honest: pd.DataFrame) -> dict:
+def _line(defense: str, name: str, own: pd.DataFrame, honest: pd.DataFrame) -> dict:
     """One line of table.csv."""
     line = {
+        "defense": defense,
         "attack": name,
         "checks": len(own),
         "flagged": (own[SCORE] > 1).mean(),
