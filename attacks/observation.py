@@ -40,6 +40,7 @@ class Capability(StrEnum):
     ACTIVE_ARCHITECTURE = (
         "active_architecture"  # the server chooses the layers of the model that it sends, and their values
     )
+    CLIENT_SELECTION = "client_selection"  # the server chooses which clients take part in a round
     CLIENT_SEED = "client_seed"  # what the client drew is known: its random numbers follow from a seed in the order
 
 

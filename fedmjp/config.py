@@ -131,8 +131,9 @@ class AuditConfig:
     ATTACK.steps=NUMBER."""
     grants: tuple[str, ...] = tuple(sorted(c.value for c in ThreatModel().grants))
     """What the adversary sees beyond an update: model_weights, position_gradient, several_rounds, labels,
-    token_gradient, modified_model, auxiliary_data, active_parameters, active_architecture, client_seed; aggregate_only
-    comes with --secure-aggregation. An attack that needs more is refused."""
+    token_gradient, modified_model, auxiliary_data, active_parameters, active_architecture, client_selection (the
+    attacked clients take part in every round), client_seed; aggregate_only comes with --secure-aggregation. An attack
+    that needs more is refused."""
     lpips_net: Literal["squeeze", "alex", "vgg"] = "squeeze"
     """Backbone of the LPIPS metric."""
     lpips_weights: Path | None = None
@@ -263,6 +264,25 @@ class RunConfig:
         strange = [r for r in self.audit.audit_rounds if not 1 <= r <= f.rounds]
         if strange:
             raise UsageError(f"--audit-rounds {strange[0]} is no round; choose from 1 to {f.rounds}")
+        if len(self.always_asked()) > self.sampled():
+            raise UsageError(
+                f"--grants client_selection asks the {len(self.always_asked())} attacked clients in every round, which "
+                f"has {self.sampled()}: name fewer with --audit-clients, or raise --clients-per-round"
+            )
+
+    def always_asked(self) -> range | tuple[int, ...]:
+        """Clients that a server which selects them asks in every round: the attacked ones; none without that grant.
+
+        Of sums, all clients up to the last attacked group's, so that every attacked group has the same members.
+        """
+        if Capability.CLIENT_SELECTION.value not in self.audit.grants:
+            return ()
+        attacked, size = self._audited(), self.audit.secure_aggregation
+        return range((attacked[-1] + 1) * size) if size else tuple(attacked)
+
+    def _audited(self) -> list[int]:
+        """--audit-clients without the ones of its default that the run does not have."""
+        return sorted(c for c in set(self.audit.audit_clients) if c < self._audited_updates())
 
     def _audited_updates(self) -> int:
         """Clients, or groups of them in a round; `UsageError` if they do not make groups of --secure-aggregation."""
@@ -298,7 +318,7 @@ class RunConfig:
         """The (round, client) whose updates the attack (or guess) called `name` gets, in order."""
         a, f = self.audit, self.federation
         rounds = sorted(a.audit_rounds) or range(1, f.rounds + 1)
-        clients = sorted(c for c in set(a.audit_clients) if c < self._audited_updates())
+        clients = self._audited()
         limits = read_budget(a.at_most, "--at-most") if name in ATTACKS else {}
         return spread_evenly([(r, c) for r in rounds for c in clients], limits.get(name, limits.get(EVERY)))
 

@@ -109,6 +109,7 @@ def _strategy(
         update=f.update,
         learning_rate=f.learning_rate,
         per_round=task.config.sampled(),
+        always=task.config.always_asked(),
         seed=task.config.seed,
         optimizer=server,
         clients=f.clients,

@@ -9,7 +9,7 @@ under every engine, so that all engines give identical results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ class FederatedMean(Strategy):
         update: "gradient" (the server takes a step along the mean gradient) or "weights" (the mean replaces them).
         learning_rate: of the server's step on gradients.
         per_round: number of clients sampled each round.
+        always: clients that take part in every round, at most `per_round`; the others are sampled.
         seed: of the sampling.
         first_round: number of the first round, above 1 if a run is resumed.
         optimizer: of the server, applied to the mean of the weights (and in "gradient", to where the step leads).
@@ -56,13 +57,14 @@ class FederatedMean(Strategy):
         on_failure: Callable[[int, int, str], None] = lambda number, client, reason: None,
         round_timeout: float = 3600.0,
         first_round: int = 1,
+        always: Sequence[int] = (),
         keep: Callable[[ArrayRecord, ArrayRecord, int], Array] | None = None,
     ) -> None:
         self.keep, self.optimizer = keep, optimizer
         self.instructions, self.update, self.learning_rate = instructions, update, learning_rate
         self.per_round, self.seed, self.offset = per_round, seed, first_round - 1
         self.clients, self.least_share, self.on_failure = clients, least_share, on_failure
-        self.round_timeout = round_timeout
+        self.round_timeout, self.always = round_timeout, always
         self.partitions: dict[int, int] = {}
         self._sent: ArrayRecord | None = None
         self._queue: list[int] = []
@@ -78,8 +80,9 @@ class FederatedMean(Strategy):
         number = server_round + self.offset
         nodes = list(self.partitions)
         draw = np.random.default_rng(np.random.SeedSequence([self.seed, 4, number]))
-        chosen = sorted(draw.choice(len(nodes), size=self.per_round, replace=False))
-        self._sent, self._queue = arrays, [nodes[i] for i in chosen]
+        others = [i for i in range(len(nodes)) if i not in self.always]
+        chosen = draw.choice(others, size=self.per_round - len(self.always), replace=False)
+        self._sent, self._queue = arrays, [nodes[i] for i in sorted([*self.always, *chosen.tolist()])]
         instructions = ConfigRecord({**self.instructions, "round": number})
         content = RecordDict({"state": arrays, "instructions": instructions})
         return [Message(content, node, MessageType.TRAIN, group_id=str(number)) for node in self._queue]

@@ -112,6 +112,15 @@ def test_every_image_of_a_client_comes_back_while_the_others_train(searched) -> 
     assert all(row["threat_model"] == GRANTS for row in searched)
 
 
+def test_a_server_that_selects_its_clients_searches_while_others_come_and_go(tmp_path) -> None:
+    """A round has two clients of six: the attacked one is asked in all five, and all of its images come back."""
+    options = ["--clients", "6", "--clients-per-round", "2", "--train-limit", "24"]
+    assert attack(tmp_path / "run", *SEARCH, "client_selection", *options) == 0
+    rows = rows_of(tmp_path / "run", "feature_fishing")
+    assert {row["round"] for row in rows} == {1, 2, 3, 4, 5}
+    assert len({row["image_id"] for row in rows if (row["psnr"] or 0) > 60}) == 4
+
+
 def test_an_interrupted_search_goes_on(searched, tmp_path, monkeypatch) -> None:
     finish = FederationAudit.on_round
 

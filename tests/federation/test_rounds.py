@@ -103,6 +103,27 @@ def test_sampling_by_partition(small) -> None:
     assert all(a < b for (_, a), (_, b) in zip(clients[::2], clients[1::2], strict=True))
 
 
+def test_a_server_that_selects_its_clients_asks_the_attacked_ones_in_every_round(small) -> None:
+    grants = "model_weights,client_selection"
+    config = changed(small, clients=6, clients_per_round=3, rounds=4, grants=grants, audit_clients="4,2")
+    drawn = [client for _, client in train(config)[0]]
+    third = [set(drawn[i : i + 3]) - {2, 4} for i in range(0, 12, 3)]
+    assert all(len(one) == 1 for one in third)
+    assert len(set.union(*third)) > 1
+    assert drawn == [c for i in range(0, 12, 3) for c in sorted(drawn[i : i + 3])]
+
+
+def test_a_server_that_selects_its_clients_keeps_the_members_of_sums(small) -> None:
+    options = {"clients": 9, "clients_per_round": 6, "secure_aggregation": 2, "grants": "client_selection"}
+    assert list(changed(small, **options, audit_clients="1").always_asked()) == [0, 1, 2, 3]
+
+
+def test_more_attacked_clients_than_a_round_has_are_refused(small) -> None:
+    config = changed(small, clients=6, clients_per_round=2, grants="client_selection", audit_clients="0,1,4")
+    with pytest.raises(UsageError, match="the 3 attacked clients in every round, which has 2"):
+        config.validate()
+
+
 def test_a_clients_batches_cover_its_data(small) -> None:
     task = ClientTask(small, "none")
     own = len(task.parts[1])
