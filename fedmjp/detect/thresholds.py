@@ -22,7 +22,7 @@ THRESHOLDS: dict[str, float] = {
     "bins": 0.2,
     "distance": 0.372,
     "bias_range": 0.3,
-    "concentration": 0.609,
+    "concentration": 0.765,
     "silent_images": 0.05,
 }
 

@@ -69,6 +69,7 @@ def detect_files(folder: Path) -> dict[str, str]:
     groups = attacked[strengths == 1].groupby(["defense", "attack"], sort=False)
     lines = [_line(*names, own, honest) for names, own in groups]
     full = attacked[(strengths == 1) & (attacked["attack"] == "fishing") & (attacked["probe"] > 1)]
+    full = full[full["defense"] == "none"]
     weaker = attacked[strengths < 1].assign(strength=strengths)
     curve = pd.concat([weaker, full.assign(strength=1.0)])
     return {
@@ -196,8 +197,12 @@ def _roc_figure(rows: pd.DataFrame, path: Path) -> None:
     strengths = attacked["attack_parameters"].map(lambda p: p.get("strength", 1.0))
     figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for name, own in attacked[strengths == 1].groupby("attack", sort=False):
-        left.plot(*roc(own[SCORE], honest[SCORE]), label=name, **(attack_style(name) | {"marker": ""}))
+    curves = {n: roc(own[SCORE], honest[SCORE]) for n, own in attacked[strengths == 1].groupby("attack", sort=False)}
+    while curves:  # attacks of the same curve share a line
+        name, curve = next(iter(curves.items()))
+        same = [other for other, found in curves.items() if _corners(found) == _corners(curve)]
+        left.plot(*curve, label=",\n".join(same), **(attack_style(name) | {"marker": "", "lw": 3}))
+        curves = {other: found for other, found in curves.items() if other not in same}
     for index, strength in enumerate(s for s in sorted(set(strengths)) if s <= WEAK):
         found = roc(attacked[strengths == strength][SCORE], honest[SCORE])
         left.plot(*found, label=f"fishing, strength {strength:g}", **(style(index) | {"marker": ""}))
@@ -220,6 +225,15 @@ def roc(suspicious: pd.Series, honest: pd.Series) -> tuple[list[float], list[flo
     first, second = suspicious.dropna().to_numpy(), honest.dropna().to_numpy()
     limits = [np.inf, *sorted({*first, *second}, reverse=True), -np.inf]
     return [(second > limit).mean() for limit in limits], [(first > limit).mean() for limit in limits]
+
+
+def _corners(curve: tuple[list[float], list[float]]) -> dict[float, tuple[float, float]]:
+    """By share of honest models, the smallest and the largest share of suspicious ones: what is seen of a curve."""
+    found: dict[float, tuple[float, float]] = {}
+    for across, up in zip(*curve, strict=True):
+        low, high = found.get(across, (up, up))
+        found[across] = min(low, up), max(high, up)
+    return {across: ends for across, ends in found.items() if ends[0] != ends[1] or across in (0, 1)}
 
 
 def _curve_figure(table: pd.DataFrame, path: Path) -> None:
