@@ -188,6 +188,21 @@ def forked(command: Command, out: Path, kill_at: int = 0, resume: bool = False) 
     return os.waitstatus_to_exitcode(status), events.read_text().splitlines(), printed.read_text()
 
 
+def killed(command: Command, out: Path, place: int, wanted: Any) -> str:
+    """What went wrong with a command that is killed at an operation and resumed; "" for nothing."""
+    code, _, _ = forked(command, out, kill_at=place)
+    if code != -signal.SIGKILL:
+        return f"not killed, but ends with {code}"
+    begun = out.exists() and any(out.iterdir())
+    code, _, printed = forked(command, out, resume=begun)
+    if code:
+        return f"resumed with exit code {code}: {printed.strip()[-500:]}"
+    if command.result(out) != wanted:
+        return "other results"
+    left = [str(p.relative_to(out)) for p in out.rglob("*") if p.suffix in (".tmp", ".part")]
+    return f"left {left}" if left else ""
+
+
 def check(name: str, folder: Path, points: int = 0) -> list[str]:
     """What went wrong with a command killed at `points` of its operations, spread evenly; 0 for all of them."""
     command, out = COMMANDS[name], folder / "run"
@@ -200,19 +215,9 @@ def check(name: str, folder: Path, points: int = 0) -> list[str]:
         places = sorted({1 + round((len(events) - 1) * (i + 1) / (points + 1)) for i in range(points)})
     for place in places:
         shutil.rmtree(out, ignore_errors=True)
-        code, _, _ = forked(command, out, kill_at=place)
-        where = f"{name}, operation {place} of {len(events)} ({events[place - 1]})"
-        if code != -signal.SIGKILL:
-            failures.append(f"{where}: not killed, but ends with {code}")
-            continue
-        begun = out.exists() and any(out.iterdir())
-        code, _, printed = forked(command, out, resume=begun)
-        if code:
-            failures.append(f"{where}: resumed with exit code {code}: {printed.strip()[-500:]}")
-        elif command.result(out) != wanted:
-            failures.append(f"{where}: other results")
-        elif left := [str(p.relative_to(out)) for p in out.rglob("*") if p.suffix in (".tmp", ".part")]:
-            failures.append(f"{where}: left {left}")
+        if wrong := killed(command, out, place, wanted):
+            failures.append(f"{name}, operation {place} of {len(events)} ({events[place - 1]}): {wrong}")
+            print(failures[-1], flush=True)
     print(
         f"{name}: killed at {len(list(places))} of {len(events)} file operations, {len(failures)} failures", flush=True
     )
@@ -229,7 +234,6 @@ def main() -> int:
     for name in options.command:
         with tempfile.TemporaryDirectory() as folder:
             found += check(name, Path(folder), options.points)
-    print("\n".join(found))
     return 1 if found else 0
 
 
