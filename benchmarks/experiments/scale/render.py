@@ -1,0 +1,58 @@
+"""What is rendered from the measures of scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.rendering import Rendering, csv, markdown_table, read_rows
+from fedmjp.records.rows import PROVENANCE, Schema
+
+SCHEMA = Schema(
+    keys=(
+        *PROVENANCE,
+        *("measured", "clients", "log_rows", "seconds", "cpu_seconds", "before_mib", "process_mib"),
+        *("disk_mib", "page_mib"),
+    ),
+    identity=("measured", "model", "dataset", "clients", "log_rows"),
+)
+
+
+def scale_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line a size: measured, model, dataset, clients, log_rows, seconds, cpu_seconds, peak_mib, process_mib.
+
+    `peak_mib` is what the work took above the process's memory before it.
+    """
+    sizes = ["clients", "log_rows"]
+    numbers = rows.astype({name: float for name in ("process_mib", "before_mib", "disk_mib", "page_mib")})
+    table = numbers.assign(peak_mib=numbers["process_mib"] - numbers["before_mib"])
+    names = ["measured", "model", "dataset", *sizes, "seconds", "cpu_seconds", "peak_mib", "process_mib"]
+    return table.sort_values(["measured", *sizes], ascending=[False, True, True])[[*names, "disk_mib", "page_mib"]]
+
+
+def scale_files(folder: Path) -> dict[str, str]:
+    """table.csv."""
+    return {"table.csv": csv(scale_table(read_rows(folder, SCHEMA)), 4)}
+
+
+def scale_block(folder: Path) -> str:
+    """One line a size: seconds, processor time a client or row, memory."""
+    rows, lines = read_rows(folder, SCHEMA), []
+    for line in scale_table(rows).to_dict("records"):
+        count = line["clients"] or line["log_rows"]
+        noun = "clients" if line["clients"] else "rows"
+        each = f"{1e3 * line['cpu_seconds'] / count:.2f} ms"
+        memory = [f"{line['process_mib']:.0f} MiB", f"{line['peak_mib']:.0f} MiB"]
+        page = "" if pd.isna(line["page_mib"]) else f"{line['page_mib']:.2f} MiB"
+        name = f"{line['measured']}, {count:,} {noun}"
+        lines.append([name, f"{line['seconds']:.1f}", f"{line['cpu_seconds']:.1f}", each, *memory, page])
+    heads = ["what", "seconds", "of a core", "for each", "most memory", "of it, during the work", "page"]
+    devices = "; ".join(dict.fromkeys(rows["device"]))
+    model = rows[rows["clients"] > 0].iloc[0]
+    whose = f"the rounds are of {model.model} (random weights), one image of {model.dataset} a client"
+    return f"{markdown_table(heads, lines)}\n\n{devices}; {whose}. Once each."
+
+
+SCALE = Rendering("scale", scale_files, {"scale": scale_block})
+RENDERINGS = (SCALE,)
