@@ -29,7 +29,7 @@ def write_log(source: Path, folder: Path, count: int, seed: int = 0) -> None:
     with (source / "rows.jsonl").open(encoding="utf-8") as file:
         known = [json.loads(line) for line in file]
     clients, draw = 1 + max(row["client"] for row in known), random.Random(seed)
-    log = Appender(folder / "rows.jsonl", [])
+    log = Appender(folder / "rows.jsonl", b"")
     repeated = ((number, row) for number in numbers() for row in known)
     for number, row in islice(repeated, count):
         if row is known[0]:

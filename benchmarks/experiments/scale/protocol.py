@@ -14,7 +14,7 @@ from experiments.scaffold import RESULTS
 from experiments.scale.logs import write_log
 from experiments.scale.options import Options
 from experiments.scale.render import SCALE, SCHEMA
-from experiments.scale.works import render_report, train_round
+from experiments.scale.works import audit_clients, render_report, train_round
 from experiments.session import Session
 from experiments.speed.timing import alone
 from fedmjp.records.rows import RowLog
@@ -26,6 +26,8 @@ def run(options: Options, console: Console) -> None:
     with session.rows() as rows:
         for clients in options.clients:
             _measure_round(options, clients, session, rows)
+        for clients in options.audited:
+            _measure_audit(options, clients, session, rows)
         for count in options.log_rows:
             _measure_report(options, count, session, rows)
     session.finish("python benchmarks/scale.py", SCALE)
@@ -33,10 +35,26 @@ def run(options: Options, console: Console) -> None:
 
 
 def _measure_round(options: Options, clients: int, session: Session, rows: RowLog) -> None:
-    flat = {"model": options.model, "data": options.data, "clients": clients, "batch_size": 1, "rounds": 1}
-    flat |= {"threads": options.threads} | ({"data_path": str(options.data_path)} if options.data_path else {})
     case = {"measured": "round", "model": options.model, "dataset": options.data, "clients": clients, "log_rows": 0}
-    _append(case, lambda: alone(train_round, flat), session, rows)
+    _append(case, lambda: alone(train_round, _federation(options, options.model, clients)), session, rows)
+
+
+def _measure_audit(options: Options, clients: int, session: Session, rows: RowLog) -> None:
+    flat = _federation(options, options.audit_model, clients)
+    flat |= {"audit_clients": ",".join(map(str, range(clients))), "attacks": "patch_embedding"}
+
+    def work() -> dict[str, float | None]:
+        with tempfile.TemporaryDirectory(dir=options.out) as folder:
+            return alone(audit_clients, flat | {"out": folder})
+
+    case = {"measured": "audit", "model": options.audit_model, "dataset": options.data, "clients": clients}
+    _append(case | {"log_rows": 0}, work, session, rows)
+
+
+def _federation(options: Options, model: str, clients: int) -> dict[str, Any]:
+    """Options of one round in which each client has a batch of one image."""
+    flat = {"model": model, "data": options.data, "clients": clients, "batch_size": 1, "rounds": 1}
+    return flat | {"threads": options.threads} | ({"data_path": str(options.data_path)} if options.data_path else {})
 
 
 def _measure_report(options: Options, count: int, session: Session, rows: RowLog) -> None:

@@ -48,6 +48,28 @@ def train_round(options: Mapping[str, Any]) -> dict[str, float | None]:
     return {**measured(lambda: federate(config, task)), "disk_mib": None, "page_mib": None}
 
 
+def audit_clients(options: Mapping[str, Any]) -> dict[str, float | None]:
+    """A run of `python -m fedmjp.simulate` without its report; data and model are built in it.
+
+    `disk_mib` is what the run leaves: rows, pictures and the state to resume from.
+
+    Args:
+        options: of the run, by their flat names; `out` is an empty folder.
+    """
+    from rich.console import Console
+
+    from fedmjp.audited_federation import run_experiment
+    from fedmjp.progress import RunProgress
+    from fedmjp.records.run_folder import RunFolder
+
+    config = from_flat(dict(options))
+    folder, progress = RunFolder(config), RunProgress(Console(file=io.StringIO()))
+    found = measured(lambda: run_experiment(config, folder, progress))
+    folder.finish()
+    left = sum(path.stat().st_size for path in config.out.rglob("*") if path.is_file())
+    return found | {"disk_mib": left / 2**20, "page_mib": None}
+
+
 def render_report(folder: Path) -> dict[str, float | None]:
     """The report of a finished run: its folder read, its page rendered, its table printed; all is imported before."""
     from rich.console import Console
