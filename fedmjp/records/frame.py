@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 
 MOST_SHARED = 1000  # different values of a column that are looked for among those read before
-AT_ONCE = 4096  # rows that are held as Python objects
+LARGEST = 2**63  # of whole numbers in 64 bits
+AT_ONCE = 256  # rows that are held as Python objects
 
 
 def build_frame(rows: Iterable[Mapping[str, Any]], names: Sequence[str], *, categories: bool = False) -> pd.DataFrame:
@@ -51,8 +52,8 @@ class _Column:
     def add(self, values: list[Any]) -> None:
         """Append some values, as JSON holds them."""
         kinds = set(map(type, values))
-        if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
-            self._extend("q", values)
+        if kinds == {int}:
+            self._extend("q" if min(values) >= -LARGEST and max(values) < LARGEST else "", values)
         elif kinds & {int, float} and kinds <= {int, float, type(None)}:
             self._extend("d", [math.nan if value is None else value for value in values])
         elif kinds == {str} and self._categories:

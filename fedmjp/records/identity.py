@@ -36,7 +36,10 @@ def require_distinct(identities: bytes | bytearray, path: Path) -> None:
     Raises:
         UsageError: two are equal; the message names their lines.
     """
-    halves = np.frombuffer(bytes(identities), dtype=np.uint64).reshape(-1, 2)
+    halves = np.frombuffer(identities, dtype=np.uint64).reshape(-1, 2)
+    first = np.sort(halves[:, 0])
+    if not (first[1:] == first[:-1]).any():
+        return
     order = np.lexsort(halves.T)  # stable: of equal ones, the earlier line comes first
     equal = np.flatnonzero((halves[order[1:]] == halves[order[:-1]]).all(axis=1))
     if len(equal):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
+from experiments.scale.capacity import capacity_table, limits_table, slope
 from fedmjp.records.rows import PROVENANCE, Schema
 
 SCHEMA = Schema(
@@ -54,5 +55,25 @@ def scale_block(folder: Path) -> str:
     return f"{markdown_table(heads, lines)}\n\n{devices}; {whose}. Once each."
 
 
-SCALE = Rendering("scale", scale_files, {"scale": scale_block})
+def capacity_block(folder: Path) -> str:
+    """What 10,000 clients and a million images cost in time of a core."""
+    return capacity_table(scale_table(read_rows(folder, SCHEMA)), folder.parent)
+
+
+def limits_block(folder: Path) -> str:
+    """How many images fit, and how disk and memory grow."""
+    table = scale_table(read_rows(folder, SCHEMA))
+    grown = {
+        "disk of an audited image": 1024 * slope(table, "audit", "clients", "disk_mib"),
+        "disk of a row": 1024 * slope(table, "report", "log_rows", "disk_mib"),
+        "memory of a client in a round": 1024 * slope(table, "round", "clients", "peak_mib"),
+        "memory of a client in an audit": 1024 * slope(table, "audit", "clients", "peak_mib"),
+        "memory of a row in a report": 1024 * slope(table, "report", "log_rows", "peak_mib"),
+    }
+    growth = markdown_table(["what grows", "KiB each"], [[name, f"{value:.2f}"] for name, value in grown.items()])
+    return f"{growth}\n\n{limits_table(table, folder.parent)}"
+
+
+BLOCKS = {"scale": scale_block, "capacity": capacity_block, "limits": limits_block}
+SCALE = Rendering("scale", scale_files, BLOCKS)
 RENDERINGS = (SCALE,)
