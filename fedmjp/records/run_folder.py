@@ -169,7 +169,8 @@ class RunFolder:
         Raises:
             UsageError: rows are missing.
         """
-        rows = load_rows(self.out / "rows.jsonl") if (self.out / "rows.jsonl").exists() else None
+        path = self.out / "rows.jsonl"
+        rows = load_rows(path, columns=["defense"], categories=True) if path.exists() else None
         for defense, expected in self.description["rows_expected"].items():
             found = 0 if rows is None else int((rows["defense"] == defense).sum())
             if found != expected:
