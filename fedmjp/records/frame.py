@@ -73,13 +73,15 @@ class _Column:
         kinds = set(map(_kind, self._parts))
         if kinds == {"i"}:
             return pd.Categorical.from_codes(np.frombuffer(self._parts[0], dtype=np.intc), categories=list(self._codes))
-        if kinds == {"q"}:
-            return np.frombuffer(self._parts[0], dtype=np.int64)
+        if kinds in ({"q"}, {"d"}):
+            return np.frombuffer(self._parts[0], dtype=kinds.pop())
         absent = all(value is None for part in self._parts if isinstance(part, list) for value in part)
         if absent and kinds & {"q", "d"} and "i" not in kinds:
             return np.concatenate([np.array(part, dtype=float) for part in self._parts])
         words = list(self._codes)
-        return [words[v] if _kind(part) == "i" else v for part in self._parts for v in part]
+        values = [words[v] if _kind(part) == "i" else v for part in self._parts for v in part]
+        self._parts.clear()
+        return pd.Series(values)  # at once, so that no column is there as a list and as an array while others are read
 
 
 def _kind(part: array | list[Any]) -> str:

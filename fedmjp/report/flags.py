@@ -11,7 +11,7 @@ import pandas as pd
 
 from fedmjp.audit.strongest import gains_over_guesses
 from fedmjp.defenses.chain import known_defense
-from fedmjp.records.rows import BASELINES, CASE
+from fedmjp.records.rows import BASELINES, CASE, distinct
 
 MEANING = {
     "loss_above_start": "the search ended above its start",
@@ -70,15 +70,15 @@ def _codes(column: pd.Series) -> np.ndarray:
     """A number from 0 for each value, the same where the text of two is; of one object the text is made once."""
     if column.dtype != object:
         return pd.factorize(column, use_na_sentinel=False)[0]
-    known: dict[int, str] = {}
-    words = [known[id(v)] if id(v) in known else known.setdefault(id(v), str(v)) for v in column]
-    return pd.factorize(np.array(words, dtype=object), use_na_sentinel=False)[0]
+    texts: dict[str, int] = {}
+    known = {id(value): texts.setdefault(str(value), len(texts)) for value in distinct(column)}
+    return np.fromiter((known[id(value)] for value in column), dtype=np.int32, count=len(column))
 
 
 def _seen_once(rows: pd.DataFrame) -> np.ndarray:
     """Whether each row is of a defence that draws at random, and of an image that was seen under one draw only."""
-    random = {name: (found := known_defense(name)) is not None and found.random for name in rows["defense"].unique()}
-    chosen = (rows["defense"].astype(object).map(random).astype(bool) & ~rows["attack"].isin(BASELINES)).to_numpy()
+    random = [name for name in rows["defense"].unique() if (found := known_defense(name)) is not None and found.random]
+    chosen = (rows["defense"].isin(random) & ~rows["attack"].isin(BASELINES)).to_numpy()
     if not chosen.any():
         return chosen
     own = rows[["seed", "round", "image_id"]][chosen]
@@ -112,9 +112,9 @@ def _below_a_guess(rows: pd.DataFrame) -> np.ndarray:
 def _below_fewer_steps(rows: pd.DataFrame) -> np.ndarray:
     """Whether each row is of a search that is on average worse than with fewer steps, on the images of both."""
     own, below = (~rows["attack"].isin(BASELINES) & rows["psnr"].notna()).to_numpy(), np.zeros(len(rows), dtype=bool)
-    parameters = {id(p): p for p in rows["attack_parameters"]}
-    steps = rows["attack_parameters"].map(lambda p: p.get("steps")).to_numpy(float)
-    without = {key: str({k: v for k, v in p.items() if k != "steps"}) for key, p in parameters.items()}
+    parameters = distinct(rows["attack_parameters"])
+    without = {id(p): {k: v for k, v in p.items() if k != "steps"} for p in parameters}
+    steps = np.array([p.get("steps") for p in rows["attack_parameters"]], dtype=float)
     rest = pd.Series([without[id(p)] for p in rows["attack_parameters"]], dtype=object, index=rows.index)
     alike = _alike(rows.assign(attack_parameters=rest), [*_SETTING, "attack", "attack_parameters"])
     searched = own & np.isfinite(steps)

@@ -39,10 +39,10 @@ def test_its_tables_are_written(tmp_path, monkeypatch) -> None:
     out = tmp_path / "scale"
     assert scale.main([*sizes, "--data", "photos", "--out", str(out)]) == 0
     table = pd.read_csv(out / "table.csv")
-    assert table["measured"].tolist() == ["round", "report", "audit", "audit"]
+    assert table["measured"].tolist() == ["round", "audit", "audit", "report"]
     assert (table["seconds"] > 0).all()
     assert table["disk_mib"].notna().tolist() == [False, True, True, True]
-    assert "| round, 2 clients |" in scale_block(out)
+    assert "| round, 2 clients of `vit_micro8_32` |" in scale_block(out)
     assert json.loads((out / "run.json").read_text())["finished"]
     assert sorted(path.name for path in out.iterdir()) == ["rows.jsonl.gz", "run.json", "table.csv"]
     assert scale.main(["--clients", "0", "--out", str(tmp_path / "x")]) == 2

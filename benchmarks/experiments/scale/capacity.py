@@ -108,7 +108,7 @@ def duration(seconds: float) -> str:
     for unit, size in (("days", DAY), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
-    return f"{1e3 * seconds:.2g} ms"
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _words(timed: Timed) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
-from experiments.scale.capacity import capacity_table, limits_table, slope
+from experiments.scale.capacity import capacity_table, duration, limits_table, slope
 from fedmjp.records.rows import PROVENANCE, Schema
 
 SCHEMA = Schema(
@@ -18,6 +18,7 @@ SCHEMA = Schema(
     ),
     identity=("measured", "model", "dataset", "clients", "log_rows"),
 )
+MEASURED = ("round", "audit", "report")
 
 
 def scale_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -29,7 +30,8 @@ def scale_table(rows: pd.DataFrame) -> pd.DataFrame:
     numbers = rows.astype({name: float for name in ("process_mib", "before_mib", "disk_mib", "page_mib")})
     table = numbers.assign(peak_mib=numbers["process_mib"] - numbers["before_mib"])
     names = ["measured", "model", "dataset", *sizes, "seconds", "cpu_seconds", "peak_mib", "process_mib"]
-    return table.sort_values(["measured", *sizes], ascending=[False, True, True])[[*names, "disk_mib", "page_mib"]]
+    table = table.assign(place=table["measured"].map(MEASURED.index)).sort_values(["place", *sizes])
+    return table[[*names, "disk_mib", "page_mib"]]
 
 
 def scale_files(folder: Path) -> dict[str, str]:
@@ -42,16 +44,16 @@ def scale_block(folder: Path) -> str:
     rows, lines = read_rows(folder, SCHEMA), []
     for line in scale_table(rows).to_dict("records"):
         count = line["clients"] or line["log_rows"]
-        noun = "clients" if line["clients"] else "rows"
-        each = f"{1e3 * line['cpu_seconds'] / count:.2f} ms"
+        noun = f"clients of `{line['model']}`" if line["clients"] else "rows"
         memory = [f"{line['process_mib']:.0f} MiB", f"{line['peak_mib']:.0f} MiB"]
         page = "" if pd.isna(line["page_mib"]) else f"{line['page_mib']:.2f} MiB"
         name = f"{line['measured']}, {count:,} {noun}"
-        lines.append([name, f"{line['seconds']:.1f}", f"{line['cpu_seconds']:.1f}", each, *memory, page])
+        seconds = [f"{line['seconds']:.1f}", f"{line['cpu_seconds']:.1f}", duration(line["cpu_seconds"] / count)]
+        lines.append([name, *seconds, *memory, page])
     heads = ["what", "seconds", "of a core", "for each", "most memory", "of it, during the work", "page"]
     devices = "; ".join(dict.fromkeys(rows["device"]))
-    model = rows[rows["clients"] > 0].iloc[0]
-    whose = f"the rounds are of {model.model} (random weights), one image of {model.dataset} a client"
+    data = "; ".join(dict.fromkeys(rows["dataset"][rows["clients"] > 0]))
+    whose = f"one image of {data} a client, random weights"
     return f"{markdown_table(heads, lines)}\n\n{devices}; {whose}. Once each."
 
 
