@@ -103,6 +103,6 @@ def test_the_committed_table_is_of_every_size() -> None:
     assert set(table["clients"]) >= {10, 100, 1000, 10_000}
     assert set(table["log_rows"]) >= {10_000, 100_000, 1_000_000}
     largest = table[table["log_rows"] == 1_000_000].iloc[0]
-    assert largest["peak_mib"] < 1024
+    assert largest["peak_mib"] < 512
     assert largest["page_mib"] < 2
     assert "a million" in capacity_block(RESULTS / "scale")

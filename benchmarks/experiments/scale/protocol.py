@@ -44,6 +44,7 @@ def _measure_audit(options: Options, clients: int, session: Session, rows: RowLo
     flat |= {"audit_clients": ",".join(map(str, range(clients))), "attacks": "patch_embedding"}
 
     def work() -> dict[str, float | None]:
+        """Audit into a folder that is then dropped."""
         with tempfile.TemporaryDirectory(dir=options.out) as folder:
             return alone(audit_clients, flat | {"out": folder})
 
@@ -59,6 +60,7 @@ def _federation(options: Options, model: str, clients: int) -> dict[str, Any]:
 
 def _measure_report(options: Options, count: int, session: Session, rows: RowLog) -> None:
     def work() -> dict[str, float | None]:
+        """Write a log and have its report made in a folder that is then dropped."""
         with tempfile.TemporaryDirectory(dir=options.out) as folder:
             write_log(RESULTS / "simulate", Path(folder), count)
             return alone(render_report, Path(folder))

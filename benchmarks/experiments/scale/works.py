@@ -37,7 +37,10 @@ def train_round(options: Mapping[str, Any]) -> dict[str, float | None]:
     from fedmjp.federation import ENGINES, run_rounds
 
     def federate(own: RunConfig, task: ClientTask) -> None:
+        """All rounds of one federation."""
+
         def conduct(grid: Any) -> None:
+            """The server's part."""
             run_rounds(grid, task, "none", on_update=lambda view: None, on_round=lambda number, state: None)
 
         ENGINES.get("local")(conduct, own.federation.clients, own.client_entropy())
