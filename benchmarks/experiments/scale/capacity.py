@@ -89,18 +89,27 @@ def capacity_table(table: pd.DataFrame, results: Path) -> str:
 
 
 def limits_table(table: pd.DataFrame, results: Path) -> str:
-    """Markdown: how many images a day of one core, a disk and a memory hold, and which of them ends first."""
+    """Markdown: how many images a day of one core, a disk and a memory have room for, and which of them ends first."""
     step = slope(table, "audit", "clients", "cpu_seconds")
-    disk = slope(table, "audit", "clients", "disk_mib")
-    row = slope(table, "report", "log_rows", "peak_mib")
-    held = table.loc[table["measured"] == "report", "process_mib"].max() - table["peak_mib"].max()
-    memory = (MEMORY - held) / (ROWS_OF_IMAGE * row)
+    room = {
+        "disk": DISK / slope(table, "audit", "clients", "disk_mib"),
+        "memory of the audit": _in_memory(table, "audit", slope(table, "audit", "clients", "peak_mib")),
+        "memory of the report": _in_memory(
+            table, "report", ROWS_OF_IMAGE * slope(table, "report", "log_rows", "peak_mib")
+        ),
+    }
     lines = []
     for name, attack in (("`patch_embedding` alone", 0.0), *((_words(t), _median(t, results)) for t in ATTACKS[2:])):
-        room = {"time": DAY / (step + attack), "disk": DISK / disk, "memory": memory}
-        lines.append([f"audit, {name}", *(_count(value) for value in room.values()), min(room, key=room.__getitem__)])
-    heads = ["images", "in a day of one core", f"in {DISK / 1024:.0f} GiB of disk"]
-    return markdown_table([*heads, f"in {MEMORY / 1024:.0f} GiB of memory (report)", "ends first"], lines)
+        own = {"time": DAY / (step + attack), **room}
+        lines.append([f"audit, {name}", *map(_count, own.values()), min(own, key=own.__getitem__)])
+    memory = f"in {MEMORY / 1024:.0f} GiB of memory"
+    heads = ["images", "in a day of one core", f"in {DISK / 1024:.0f} GiB of disk", f"{memory}, audit"]
+    return markdown_table([*heads, f"{memory}, report", "ends first"], lines)
+
+
+def _in_memory(table: pd.DataFrame, measured: str, each: float) -> float:
+    """Images that `MEMORY` has room for beside what the process holds at its smallest size, at `each` MiB."""
+    return (MEMORY - table.loc[table["measured"] == measured, "process_mib"].min()) / each
 
 
 def duration(seconds: float) -> str:
