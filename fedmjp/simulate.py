@@ -45,11 +45,19 @@ def run(config: RunConfig, console: Console) -> Path:
 
 def report(folder: RunFolder, console: Console) -> Path:
     """Render a finished run and print its verdicts, its table and what was not tested; the path of report.html."""
-    from fedmjp.records.rows import load_rows
-    from fedmjp.report import as_headlines, as_terminal_lines, as_text, read_panels, render, summarise, verdicts
+    from fedmjp.report import (
+        as_headlines,
+        as_terminal_lines,
+        as_text,
+        read_panels,
+        read_rows,
+        render,
+        summarise,
+        verdicts,
+    )
 
-    rows = load_rows(folder.out / "rows.jsonl")
-    page = render(folder.out, read_panels(folder.out, rows))
+    rows = read_rows(folder.out)
+    page = render(folder.out, read_panels(folder.out, rows), rows)
     found = verdicts(rows, folder.description)
     for line in as_headlines(found):
         console.print(line)

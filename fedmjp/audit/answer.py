@@ -14,8 +14,8 @@ from torch import Tensor
 from attacks.findings import Finding
 from fedmjp.audit.folder import DEFENSE, AuditFolder, Subject
 from fedmjp.audit.verdict import Verdict
+from fedmjp.records.images import image_path, save_image
 from fedmjp.records.rows import METRICS, load_rows
-from fedmjp.records.run_folder import image_path, save_image
 
 FIRST = ("attack", "image", "psnr", "ssim")
 LAST = ("known", "certified", "residual", "seconds", "diagnosis", "attack_parameters", "details", "flags")

@@ -7,8 +7,6 @@ updates one half does both, and the verdict says so).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -32,14 +30,13 @@ def gains_over_guesses(rows: pd.DataFrame, metric: str = "psnr", index: list[str
         images x attacks that returned an image at least once, in the metric's unit (dB for psnr); 0 where one returned
         none, NaN where it was not run. Where no guess was scored, the values themselves.
     """
-    values = by_image(rows, metric, index).dropna(axis=1, how="all")
+    values, ran = _by_image(rows, metric, index)
+    values = values.dropna(axis=1, how="all")
     guesses = [name for name in BASELINES if name in values]
     attacks = [name for name in values if name not in BASELINES]
     floor = values[guesses].max(axis=1) if guesses else pd.Series(0.0, index=values.index)
     gains = values[attacks].sub(floor.fillna(floor.mean()), axis=0)
-    for name in attacks:
-        ran = pd.MultiIndex.from_frame(rows.loc[rows["attack"] == name, index])
-        gains.loc[gains.index.isin(ran) & gains[name].isna(), name] = 0.0
+    gains = gains.mask(gains.isna() & ran[attacks], 0.0)
     return gains[gains.notna().any(axis=1)]
 
 
@@ -59,7 +56,7 @@ def ranked(gains: pd.DataFrame) -> list[str]:
     return sorted(counted, key=key.__getitem__, reverse=True)
 
 
-def strongest(gains: pd.DataFrame) -> tuple[str, list, bool]:
+def strongest(gains: pd.DataFrame) -> tuple[str, pd.MultiIndex, bool]:
     """The strongest attack, the images to report it on, and whether it was chosen on other updates than those.
 
     Args:
@@ -67,36 +64,39 @@ def strongest(gains: pd.DataFrame) -> tuple[str, list, bool]:
     """
     compared = gains.dropna(axis=1, how="all")
     if compared.empty:
-        return "", [], False
+        return "", compared.index[:0], False
     updates = _update_of(compared.index)
     chosen_on = _first_half(compared, updates)
     if len(set(updates)) >= LEAST_TO_SPLIT and compared.shape[1] > 1:
         best = ranked(compared[chosen_on])[0]
         own = compared[best].notna().to_numpy()
         if len(set(updates[own])) >= LEAST_TO_SPLIT:
-            return best, list(compared.index[own & ~chosen_on]), True
+            return best, compared.index[own & ~chosen_on], True
     best = ranked(compared)[0]
-    return best, list(compared.index[compared[best].notna()]), False
+    return best, compared.index[compared[best].notna()], False
 
 
 def _first_half(gains: pd.DataFrame, updates: np.ndarray) -> np.ndarray:
     """(images,) bool: half of the updates of every attack, as nearly as it can be; attacks with few updates first."""
-    half: dict[Any, bool] = {}
+    half = np.full(updates.max(initial=-1) + 1, -1)  # of each update 1, 0, or -1 where that is not decided
     for name in gains.count().sort_values(kind="stable").index:
-        own = dict.fromkeys(updates[gains[name].notna().to_numpy()])
+        own = list(dict.fromkeys(updates[gains[name].notna().to_numpy()].tolist()))
+        decided = half[own]
+        chosen, count = int((decided == 1).sum()), int((decided >= 0).sum())
         for update in own:
-            if update not in half:
-                sides = [half[u] for u in own if u in half]
-                half[update] = 2 * sum(sides) <= len(sides)
-    return np.array([half[update] for update in updates])
+            if half[update] < 0:
+                half[update] = 2 * chosen <= count
+                chosen, count = chosen + int(half[update]), count + 1
+    return half[updates] == 1
 
 
 def _update_of(images: pd.MultiIndex) -> np.ndarray:
-    """The update of each image, as text. Campaigns tell clients apart by their image alone."""
+    """A number for the update of each image. Campaigns tell clients apart by their image alone."""
     frame = images.to_frame(index=False)
     batches = frame.groupby(["seed", "round", "client"])["image"].transform("max") > 0
-    alone = frame["image_id"].mask(batches, "")
-    return frame[["seed", "round", "client"]].assign(alone=alone).astype(str).agg("\x1f".join, axis=1).to_numpy()
+    alone = frame["image_id"].astype(object).mask(batches, "")
+    keys = ["seed", "round", "client", "alone"]
+    return frame.assign(alone=alone).groupby(keys, sort=False, dropna=False).ngroup().to_numpy()
 
 
 def _better(one: pd.Series, other: pd.Series) -> bool:
@@ -109,7 +109,22 @@ def _better(one: pd.Series, other: pd.Series) -> bool:
 
 def by_image(rows: pd.DataFrame, metric: str, index: list[str] = IMAGE) -> pd.DataFrame:
     """images x attacks and guesses: the metric, NaN where there is no image."""
-    values = rows.groupby([*index, "attack"], sort=False, dropna=False)[metric].max().unstack("attack")
-    values.index = pd.MultiIndex.from_frame(values.index.to_frame())  # of one column too, as pandas 2 needs it
-    images = pd.MultiIndex.from_frame(rows[index].drop_duplicates())
-    return values.reindex(index=images, columns=list(dict.fromkeys(rows["attack"]))).astype(float)
+    return _by_image(rows, metric, index)[0]
+
+
+def _by_image(rows: pd.DataFrame, metric: str, index: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(images x attacks and guesses: the metric, of several rows the largest; whether there is a row at all)."""
+    places = image_numbers(rows, index)
+    attacks, names = pd.factorize(rows["attack"].astype(object))
+    first = np.unique(places, return_index=True)[1]
+    values = np.full((len(first), len(names)), np.nan)
+    np.fmax.at(values, (places, attacks), rows[metric].to_numpy(float))
+    ran = np.zeros(values.shape, dtype=bool)
+    ran[places, attacks] = True
+    images = pd.MultiIndex.from_frame(rows[index].iloc[first])
+    return tuple(pd.DataFrame(table, index=images, columns=list(names)) for table in (values, ran))
+
+
+def image_numbers(rows: pd.DataFrame, index: list[str] = IMAGE) -> np.ndarray:
+    """The number of each row's image, from 0 in order of first appearance; `index` tells images apart."""
+    return rows.groupby(index, sort=False, dropna=False, observed=True).ngroup().to_numpy()

@@ -31,14 +31,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from fedmjp.audit.strongest import IMAGE, by_image, gains_over_guesses, strongest
+from fedmjp.audit.strongest import IMAGE, by_image, gains_over_guesses, image_numbers, strongest
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import chain_name, defense_of_row
 from fedmjp.metrics import Interval, bootstrap_mean
 from fedmjp.records.reasons import grouped, in_one_sentence, pattern
-from fedmjp.records.rows import BASELINES
+from fedmjp.records.rows import BASELINES, distinct
 
 RECOGNISABLE = 25.0  # dB
 NEGLIGIBLE_SHARE = 0.05  # of patches; an interval that reaches further cannot support "no leak shown"
@@ -202,23 +203,33 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         rows: as `load_rows` gives them, the guesses' rows among them.
         not_run: registered attacks that did not run -> reason.
     """
-    attacked = rows[~rows["attack"].isin(BASELINES)]
-    ran = list(dict.fromkeys(attacked["attack"]))
-    held = attacked[_held(attacked)]
-    names = tuple(name for name in ran if (held["attack"] == name).any())
+    attacked, names = ~rows["attack"].isin(BASELINES), rows["attack"].astype(object)
+    ran, held = list(dict.fromkeys(names[attacked])), attacked & _held(rows)
+    held_names = tuple(name for name in ran if (names[held] == name).any())
+    images, certified = image_numbers(rows), attacked & rows["certified"].eq(True)
+
+    def counted(chosen: pd.Series) -> int:
+        """Images of the rows that are chosen."""
+        return len(np.unique(images[chosen.to_numpy()]))
+
     shared: dict[str, Any] = {
-        "images": len(_images_of(attacked)),
-        "tested": len(_images_of(held)),
-        "certified": len(_images_of(attacked[attacked["certified"].eq(True)])),
-        "held": names,
-        "failed": {name: _diagnosis(attacked[attacked["attack"] == name]) for name in ran if name not in names},
+        "images": counted(attacked),
+        "tested": counted(held),
+        "certified": counted(certified),
+        "held": held_names,
+        "failed": {name: _diagnosis(rows["diagnosis"][names == name]) for name in ran if name not in held_names},
         "not_run": dict(not_run or {}),
-        "grants": tuple(dict.fromkeys(grant for granted in attacked["threat_model"] for grant in granted)),
-        **_defense_of(attacked),
+        "grants": tuple(
+            dict.fromkeys(grant for granted in distinct(rows["threat_model"][attacked]) for grant in granted)
+        ),
+        **_defense_of(rows.loc[attacked, [name for name in ("defense", "defense_parameters") if name in rows]]),
     }
-    nothing = Answer.NOT_SHOWN if names else Answer.NOT_TESTED
-    if len(attacked) == len(rows) and rows["psnr"].isna().all() and rows["known"].notna().any():
-        return _without_originals(attacked, shared, nothing)
+    nothing = Answer.NOT_SHOWN if held_names else Answer.NOT_TESTED
+    if attacked.all() and rows["psnr"].isna().all() and rows["known"].notna().any():
+        vouched = (rows["diagnosis"] == "") & (rows["known"].astype(float) > 0)
+        return _without_originals(
+            names[certified if shared["certified"] else vouched], counted(vouched), shared, nothing
+        )
     gains, psnr = gains_over_guesses(rows), by_image(rows, "psnr")
     if gains.empty:
         return Verdict(nothing, **shared)
@@ -233,7 +244,7 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     elif partial:
         answer = Answer.PARTLY
         if not figures["patches"].mean > 0:  # the strongest attack by PSNR is not the one that gives patches away
-            figures = _figures_of(rows, gains, partial, list(gains.index[gains[partial].notna()])) | {"split": False}
+            figures = _figures_of(rows, gains, partial, gains.index[gains[partial].notna()]) | {"split": False}
     else:
         better = figures["gain"].count > 1 and figures["gain"].low > 0
         answer = Answer.PARTLY if better or shared["certified"] else nothing
@@ -269,28 +280,28 @@ def _most_patches(rows: pd.DataFrame, psnr: pd.DataFrame) -> str:
     return max(shown, key=lambda name: (shown[name].low, shown[name].mean), default="")
 
 
-def _figures_of(rows: pd.DataFrame, gains: pd.DataFrame, attack: str, reported: list) -> dict[str, Any]:
-    own = rows[rows["attack"] == attack].set_index(IMAGE).loc[reported]
+def _figures_of(rows: pd.DataFrame, gains: pd.DataFrame, attack: str, reported: pd.MultiIndex) -> dict[str, Any]:
+    own = rows.loc[rows["attack"] == attack, [*IMAGE, "psnr", "patch_recovery"]]
+    own = own.iloc[pd.MultiIndex.from_frame(own[IMAGE]).get_indexer_for(reported)]
     guessed = rows.loc[rows["attack"].isin(BASELINES), "psnr"].notna().any()
     return {
         "attack": attack,
         "psnr": float(own["psnr"].median()),
-        "gain": bootstrap_mean(gains.loc[reported, attack].to_numpy()) if guessed else NONE,
+        "gain": bootstrap_mean(gains[attack].to_numpy()[gains.index.get_indexer(reported)]) if guessed else NONE,
         "patches": bootstrap_mean(own["patch_recovery"].fillna(0.0).to_numpy()),
     }
 
 
-def _without_originals(attacked: pd.DataFrame, shared: Mapping[str, Any], nothing: Answer) -> Verdict:
-    """The verdict on updates of which only the adversary's own evidence is known."""
-    vouched = attacked[(attacked["diagnosis"] == "") & (attacked["known"].astype(float) > 0)]
-    answer = Answer.LEAKS if shared["certified"] else Answer.PARTLY if len(vouched) else nothing
-    best = (attacked[attacked["certified"].eq(True)] if shared["certified"] else vouched)["attack"]
-    name = best.mode().iloc[0] if len(best) else ""
-    return Verdict(answer, **shared, scored=False, attack=name, recovered=len(_images_of(vouched)))
+def _without_originals(attacks: pd.Series, recovered: int, shared: Mapping[str, Any], nothing: Answer) -> Verdict:
+    """The verdict on updates of which only the adversary's own evidence is known.
 
-
-def _images_of(rows: pd.DataFrame) -> pd.DataFrame:
-    return rows[IMAGE].drop_duplicates()
+    Args:
+        attacks: of each answer that is certified, or where none is, that vouches for pixels.
+        recovered: images of answers that vouch for pixels.
+    """
+    answer = Answer.LEAKS if shared["certified"] else Answer.PARTLY if len(attacks) else nothing
+    name = attacks.mode().iloc[0] if len(attacks) else ""
+    return Verdict(answer, **shared, scored=False, attack=name, recovered=recovered)
 
 
 def _held(rows: pd.DataFrame) -> pd.Series:
@@ -298,9 +309,9 @@ def _held(rows: pd.DataFrame) -> pd.Series:
     return (rows["psnr"].notna() | rows["known"].notna()) & (rows["diagnosis"] == "")
 
 
-def _diagnosis(rows: pd.DataFrame) -> str:
+def _diagnosis(texts: pd.Series) -> str:
     """What an attack says most often, in one sentence."""
-    texts = rows.loc[rows["diagnosis"] != "", "diagnosis"]
+    texts = texts[texts != ""].astype(object)
     if texts.empty:
         return "no image was returned"
     patterns = texts.map(pattern)

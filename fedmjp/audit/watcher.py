@@ -37,8 +37,8 @@ from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
 from fedmjp.records import provenance
+from fedmjp.records.images import save_image
 from fedmjp.records.rows import load_rows
-from fedmjp.records.run_folder import save_image
 
 SENDS = ("weights", "gradient")
 SGD, FIRST_STEPS = "sgd", ("adam", "adamw")

@@ -36,8 +36,8 @@ from fedmjp.leaderboard.reidentification import Lineup, lineup_of
 from fedmjp.leaderboard.schema import SCHEMA, check
 from fedmjp.records import provenance
 from fedmjp.records.files import write_whole
+from fedmjp.records.images import image_path
 from fedmjp.records.rows import RowLog, load_rows, pack_rows
-from fedmjp.records.run_folder import image_path
 from fedmjp.records.run_record import note_run
 from fedmjp.report.words import defence_words
 

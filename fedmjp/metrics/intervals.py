@@ -11,6 +11,10 @@ from torch import Tensor
 
 from attacks.registry import UsageError
 
+MANY = 10_000  # values, from which on the interval of a mean is the limit that the bootstrap tends to
+MOST_SKEWED = 0.3  # skewness of the mean up to which that limit is taken
+DRAWN = 2**20  # values that are resampled at a time
+
 
 class Interval(NamedTuple):
     """A mean, its confidence interval [low, high], and the number of values."""
@@ -26,6 +30,11 @@ def bootstrap_mean(
 ) -> Interval:
     """Percentile bootstrap interval of the mean (Efron 1979).
 
+    From `MANY` values on, where resampling takes seconds, the interval is the limit of many resamples: the
+    Cornish-Fisher expansion of the bootstrap distribution to the order of its skewness (Hall, The Bootstrap and
+    Edgeworth Expansion, 1992, section 2.5), whose error is below that of 2000 resamples. Means that are more skewed
+    than `MOST_SKEWED` are resampled all the same.
+
     Args:
         values: (n,) numbers; NaN and infinities are dropped and not counted.
         confidence: in (0, 1).
@@ -38,7 +47,22 @@ def bootstrap_mean(
     Raises:
         UsageError: `confidence` outside (0, 1), or `resamples` below 1.
     """
-    return _bootstrap(values, lambda draws: draws.mean(axis=-1), confidence, resamples, seed)
+    return _bootstrap(values, lambda draws: draws.mean(axis=-1), confidence, resamples, seed, limit=_limit_of_mean)
+
+
+def _limit_of_mean(values: np.ndarray, tails: np.ndarray) -> np.ndarray | None:
+    """Quantiles `tails` of the bootstrap distribution of a mean, or None where they have to be resampled."""
+    if len(values) < MANY:
+        return None
+    mean, deviation = values.mean(), values.std()
+    if deviation == 0:
+        return np.full(len(tails), mean)
+    skewness = (((values - mean) / deviation) ** 3).mean() / np.sqrt(len(values))
+    if abs(skewness) > MOST_SKEWED:
+        return None
+    normal = stats.norm.ppf(tails)
+    expanded = mean + deviation / np.sqrt(len(values)) * (normal + skewness / 6 * (normal**2 - 1))
+    return expanded.clip(values.min(), values.max())
 
 
 def bootstrap_quantile(
@@ -70,8 +94,13 @@ def _bootstrap(
     confidence: float,
     resamples: int,
     seed: int,
+    limit: Callable[[np.ndarray, np.ndarray], np.ndarray | None] = lambda values, tails: None,
 ) -> Interval:
-    """`statistic` (over the last axis) of the finite values, and its percentile interval."""
+    """`statistic` (over the last axis) of the finite values, and its percentile interval.
+
+    Args:
+        limit: quantiles of the statistic's bootstrap distribution from (values, shares), or None for resampling.
+    """
     if not 0 < confidence < 1:
         raise UsageError(f"confidence {confidence} lies outside (0, 1)")
     if resamples < 1:
@@ -82,9 +111,24 @@ def _bootstrap(
     finite = finite[np.isfinite(finite)]
     if len(finite) == 0:
         return Interval(float("nan"), float("nan"), float("nan"), 0)
-    draws = np.random.default_rng(seed).integers(0, len(finite), size=(resamples, len(finite)))
-    low, high = np.quantile(statistic(finite[draws]), [(1 - confidence) / 2, (1 + confidence) / 2])
+    tails = np.array([(1 - confidence) / 2, (1 + confidence) / 2])
+    bounds = limit(finite, tails)
+    if bounds is None:
+        bounds = np.quantile(_resampled(finite, statistic, resamples, seed), tails)
+    low, high = bounds
     return Interval(float(statistic(finite)), float(low), float(high), len(finite))
+
+
+def _resampled(
+    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], resamples: int, seed: int
+) -> np.ndarray:
+    """(resamples,) `statistic` of values drawn with replacement; no more than about `DRAWN` are held at a time."""
+    generator, at_once = np.random.default_rng(seed), max(1, DRAWN // len(values))
+    found = []
+    for start in range(0, resamples, at_once):
+        draws = generator.integers(0, len(values), size=(min(at_once, resamples - start), len(values)))
+        found.append(statistic(values[draws]))
+    return np.concatenate(found)
 
 
 def bootstrap_statistic(

@@ -8,12 +8,10 @@ were changed (`fedmjp.records.sums`), and rows that are there twice.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
-import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +21,10 @@ import pandas as pd
 
 from attacks.registry import UsageError
 from fedmjp.records.files import write_whole
+from fedmjp.records.frame import build_frame
+from fedmjp.records.identity import WIDTH, identity, jsonable, require_distinct
 from fedmjp.records.lock import FolderLock
-from fedmjp.records.sums import Appender, LineSums, check_lines, sums_path
+from fedmjp.records.sums import Appender, LineSums, checksum, sums_path
 
 METRICS = ("mse", "psnr", "ssim", "fft2d", "fft2d_official", "lpips", "patch_recovery")
 
@@ -119,7 +119,6 @@ class Schema:
     optional: Mapping[str, Any] = field(default_factory=dict)
 
 
-MOST_SHARED = 1000  # different values of a column that are looked for among those read before
 RESULTS = Schema(ROW_KEYS, IDENTITY, OPTIONAL)
 
 
@@ -144,18 +143,29 @@ class RowLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.path.parent)
         try:
-            content = self.path.read_bytes() if self.path.exists() else b""
-            self._rows, self.repaired = _parse(content, self.path, schema)
-            self._read = {key for key, _ in _distinct(self._rows, self.path, schema)}
-            lines = content.split(b"\n")[:-1]
-            if self.repaired:
-                lines += [_line(row) for row in self._rows[len(lines) :]]
-                write_whole(self.path, b"".join(line + b"\n" for line in lines))
-            self._file = Appender(self.path, lines)
+            self._read, self._file, self.repaired = self._continue()
         except (UsageError, OSError):
             self._lock.release()
             raise
-        self._appended: set[str] = set()
+        self._appended: set[bytes] = set()
+
+    def _continue(self) -> tuple[set[bytes], Appender, bool]:
+        """(identities of the rows that are there, the file, whether it was repaired)."""
+        identities, sums, whole, last, repaired = bytearray(), bytearray(), 0, None, False
+        for line, row in _read(self.path, self.schema) if self.path.exists() else ():
+            identities += b"" if row is None else identity(row, self.schema.identity)
+            if line.endswith(b"\n"):
+                sums += checksum(line[:-1])
+                whole += len(line)
+            else:
+                last, repaired = row, True
+        require_distinct(identities, self.path)
+        if repaired:
+            os.truncate(self.path, whole)
+        file = Appender(self.path, bytes(sums))
+        if last is not None:
+            file.append(_line(last))
+        return {bytes(identities[i : i + WIDTH]) for i in range(0, len(identities), WIDTH)}, file, repaired
 
     def append(self, row: Mapping[str, Any]) -> bool:
         """Write one row and flush the file; NaN and infinities become null.
@@ -178,21 +188,20 @@ class RowLog:
         unknown = [key for key in row if key not in self.schema.keys]
         if missing or unknown:
             raise ValueError(f"not a results row: missing keys {missing}, unknown keys {unknown}")
-        clean = {key: _jsonable(row[key]) for key in self.schema.keys}
-        identity = _key(clean, self.schema.identity)
-        if identity in self._appended:
-            raise ValueError(f"row appended twice: {identity}")
-        if identity in self._read:
+        clean = {key: jsonable(row[key]) for key in self.schema.keys}
+        own = identity(clean, self.schema.identity)
+        if own in self._appended:
+            raise ValueError(f"row appended twice: {[clean[key] for key in self.schema.identity]}")
+        if own in self._read:
             return False
         self._file.append(_line(clean))
-        self._appended.add(identity)
-        self._rows.append(clean)
+        self._appended.add(own)
         return True
 
     def has(self, row: Mapping[str, Any]) -> bool:
         """Whether the log contains a row with the same identity; other keys of `row` are ignored."""
-        key = _key({**self.schema.optional, **row}, self.schema.identity)
-        return key in self._read or key in self._appended
+        own = identity({**self.schema.optional, **row}, self.schema.identity)
+        return own in self._read or own in self._appended
 
     def done(self, case: Mapping[str, Any], image_ids: Sequence[str]) -> bool:
         """Whether the log contains a row for every image of a batch.
@@ -204,8 +213,8 @@ class RowLog:
         return all(self.has({**case, "image": i, "image_id": name}) for i, name in enumerate(image_ids))
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows in their order; a new list of the log's own dictionaries."""
-        return list(self._rows)
+        """All rows in their order, read from the file."""
+        return [row for _, row in _read(self.path, self.schema) if row is not None]
 
     def sync(self) -> None:
         """Have all rows on the disk."""
@@ -246,12 +255,24 @@ def unpack_rows(path: Path) -> None:
         sums_path(path).unlink(missing_ok=True)
 
 
-def load_rows(path: str | os.PathLike[str], schema: Schema = RESULTS) -> pd.DataFrame:
+def load_rows(
+    path: str | os.PathLike[str],
+    schema: Schema = RESULTS,
+    *,
+    columns: Sequence[str] | None = None,
+    categories: bool = False,
+) -> pd.DataFrame:
     """Read a results file (.jsonl, or .jsonl.gz) without changing it; an incomplete last line is left out.
+
+    Args:
+        path: of the file.
+        schema: of its rows.
+        columns: keys of the schema to keep; None for all. Every line is checked in any case.
+        categories: text becomes pandas categories, which take a fraction of the memory.
 
     Returns:
         One row per line with the schema's keys as columns. Metrics, `seconds` and `gradient_norm` are float64 with NaN
-        for null; dictionaries and lists stay Python objects.
+        for null; dictionaries and lists stay Python objects, of which equal ones are mostly one and the same.
 
     Raises:
         UsageError: the file does not exist, or a line is damaged; the message names the line.
@@ -259,35 +280,19 @@ def load_rows(path: str | os.PathLike[str], schema: Schema = RESULTS) -> pd.Data
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
-    columns: dict[str, list[Any]] = {name: [] for name in schema.keys}
-    known: dict[str, dict[str, Any]] = {name: {} for name in schema.keys}
-    for _, row in _distinct(_read(path, schema), path, schema):
-        for name, value in row.items():
-            columns[name].append(_shared(value, known[name]))
-    frame = pd.DataFrame(columns, columns=list(schema.keys))
-    numbers = [name for name in (*METRICS, "seconds", "gradient_norm") if name in schema.keys]
+    names = [name for name in schema.keys if columns is None or name in columns]
+    frame = build_frame(_distinct(path, schema), names, categories=categories)
+    numbers = [name for name in (*METRICS, "seconds", "gradient_norm") if name in names]
     return frame.astype(dict.fromkeys(numbers, "float64"))
 
 
-def _key(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    return json.dumps([_jsonable(row[name]) for name in names], sort_keys=True)
+def distinct(values: pd.Series) -> list[Any]:
+    """The objects of a column, each once, in order of first appearance; equal ones may be several objects."""
+    return list({id(value): value for value in values}.values())
 
 
-def _parse(content: bytes, path: Path, schema: Schema) -> tuple[list[dict[str, Any]], bool]:
-    *lines, tail = content.split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        row = _row(line, schema)
-        if row is None:
-            raise _damaged(path, number)
-        rows.append(row)
-    check_lines(path, lines, bool(tail))
-    last = _row(tail, schema)
-    return rows + ([last] if last is not None else []), bool(tail)
-
-
-def _read(path: Path, schema: Schema) -> Iterator[dict[str, Any]]:
-    """The rows of a file one by one, without an incomplete last line."""
+def _read(path: Path, schema: Schema) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """The lines of a file one by one with their rows; only an incomplete last line may have none."""
     sums, number, torn = LineSums(path), 0, False
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -298,8 +303,7 @@ def _read(path: Path, schema: Schema) -> Iterator[dict[str, Any]]:
                     raise _damaged(path, number)
                 if not torn:
                     sums.check(number, line[:-1])
-                if row is not None:
-                    yield row
+                yield line, row
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:  # gzip has a checksum of its own
         raise _damaged_gzip(path, error) from error
     sums.end(number, torn)
@@ -307,19 +311,6 @@ def _read(path: Path, schema: Schema) -> Iterator[dict[str, Any]]:
 
 def _damaged(path: Path, number: int) -> UsageError:
     return UsageError(f"{path}, line {number}: not a results row; restore or delete that line")
-
-
-def _shared(value: Any, known: dict[str, Any]) -> Any:
-    """An equal value of the column that was read before, so that a million rows hold one copy of their parameters.
-
-    Args:
-        known: the column's values so far, of which no more than `MOST_SHARED` are kept: a column of values that are all
-            different gains nothing.
-    """
-    if not isinstance(value, (str, dict, list)):
-        return value
-    key = value if isinstance(value, str) else json.dumps(value)
-    return known.setdefault(key, value) if key in known or len(known) < MOST_SHARED else value
 
 
 def _row(line: bytes, schema: Schema) -> dict[str, Any] | None:
@@ -331,23 +322,18 @@ def _row(line: bytes, schema: Schema) -> dict[str, Any] | None:
     return {key: row[key] for key in schema.keys} if set(row) == set(schema.keys) else None
 
 
-def _distinct(rows: Iterable[dict[str, Any]], path: Path, schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its key.
+def _distinct(path: Path, schema: Schema) -> Iterator[dict[str, Any]]:
+    """The rows of a file one by one, without an incomplete last line.
 
     Raises:
-        UsageError: two rows have the same, so that results would count twice.
+        UsageError: two rows are the same.
     """
-    lines: dict[bytes, int] = {}
-    for number, row in enumerate(rows, start=1):
-        key = _key(row, schema.identity)
-        digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest in lines:
-            raise UsageError(
-                f"{path}, line {number}: the same row as line {lines[digest]}, as where two runs wrote to one file; "
-                "run again with another --out"
-            )
-        lines[digest] = number
-        yield key, row
+    identities = bytearray()
+    for _, row in _read(path, schema):
+        if row is not None:
+            identities += identity(row, schema.identity)
+            yield row
+    require_distinct(identities, path)
 
 
 def _decompressed(packed: Path) -> bytes:
@@ -364,15 +350,3 @@ def _damaged_gzip(packed: Path, error: Exception) -> UsageError:
 def _line(row: Mapping[str, Any]) -> bytes:
     # A file name that is not UTF-8 holds surrogates, which become their JSON escapes.
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if hasattr(value, "item"):  # a NumPy or torch scalar
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -1,4 +1,7 @@
-"""The folder of a run: rows, rounds, pictures, and the state to resume from. All file names of a run stand here."""
+"""The folder of a run: rows, rounds, pictures, and the state to resume from.
+
+All file names of a run stand here, but for those of its pictures (`fedmjp.records.images`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -25,13 +27,13 @@ from fedmjp.objectives import Objective
 from fedmjp.records import provenance
 from fedmjp.records.files import read_record, read_sealed, write_record, write_sealed, write_whole
 from fedmjp.records.image_digests import ImageDigests
+from fedmjp.records.images import image_path, save_image
 from fedmjp.records.lock import FolderLock
 from fedmjp.records.rows import BASELINES, RowLog, load_rows
 from fedmjp.records.server_state import ServerState
 
 # What begins the names of tensors in a saved state, but for the model's own.
 PARTS = {"kept": "kept:", "optimizer": "optimizer:"}
-QUICK = 1  # compression of PNG files: a tenth larger than the best one's, in a third of the time
 ROUND_COLUMNS = ("defense", "round", "loss", "accuracy", "seconds")
 
 
@@ -167,7 +169,8 @@ class RunFolder:
         Raises:
             UsageError: rows are missing.
         """
-        rows = load_rows(self.out / "rows.jsonl") if (self.out / "rows.jsonl").exists() else None
+        path = self.out / "rows.jsonl"
+        rows = load_rows(path, columns=["defense"], categories=True) if path.exists() else None
         for defense, expected in self.description["rows_expected"].items():
             found = 0 if rows is None else int((rows["defense"] == defense).sum())
             if found != expected:
@@ -294,20 +297,3 @@ def _identity(config: RunConfig) -> dict:
     for option in ("out", "resume", "log"):
         identity.pop(option)
     return identity
-
-
-def image_path(out: Path, defense: str, round: int, client: int, image: int, what: str) -> Path:
-    """The file of one audited image in a run's folder.
-
-    Args:
-        image: its place in the client's batch.
-        what: "original", "seen", an attack's name, or that name with "_known" for the pixels it vouches for.
-    """
-    return out / "images" / defense / f"round{round:03d}_client{client:03d}_image{image}_{what}.png"
-
-
-def save_image(image: Tensor, path: Path) -> None:
-    """Write one image (C, H, W) in [0, 1] as a PNG file; C is 3, or 1 for a grey image."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = (image.clamp(0, 1) * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
-    Image.fromarray(pixels).save(path, compress_level=QUICK)

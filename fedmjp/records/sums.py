@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from attacks.registry import UsageError
@@ -71,33 +70,19 @@ class LineSums:
             )
 
 
-def check_lines(path: Path, lines: Sequence[bytes], torn: bool) -> None:
-    """Compare the whole lines of a file with their checksums; see `LineSums`.
-
-    Args:
-        lines: without their ends.
-        torn: an incomplete last line was left out.
-    """
-    sums = LineSums(path)
-    sums.end(len(lines), torn)
-    for number, line in enumerate(lines, start=1):
-        sums.check(number, line)
-
-
 class Appender:
     """Appends lines to a file, and their checksums to the file beside it; a line is written whole or not at all.
 
     Args:
-        path: of the file; its lines so far have passed `check_lines`.
-        lines: those lines, without their ends.
+        path: of the file; its lines so far have passed `LineSums`.
+        sums: the entries of those lines.
     """
 
-    def __init__(self, path: Path, lines: Sequence[bytes]) -> None:
+    def __init__(self, path: Path, sums: bytes) -> None:
         self._lines, self._sums = (self._open(p) for p in (path, sums_path(path)))
-        whole = b"".join(map(checksum, lines))
-        if sums_path(path).read_bytes() != whole:
+        if sums_path(path).read_bytes() != sums:
             os.ftruncate(self._sums, 0)
-            _write(self._sums, whole)
+            _write(self._sums, sums)
 
     @staticmethod
     def _open(path: Path) -> int:

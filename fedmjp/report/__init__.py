@@ -12,7 +12,7 @@ import pandas as pd
 
 from attacks.registry import UsageError
 from fedmjp.records.files import write_whole
-from fedmjp.records.rows import load_rows
+from fedmjp.records.rows import ROW_KEYS, load_rows
 from fedmjp.report.figures import leakage_by_round_figure, training_figure
 from fedmjp.report.page import write_page
 from fedmjp.report.panels import read_panels
@@ -30,6 +30,7 @@ __all__ = [
     "as_text",
     "leakage_by_round_figure",
     "read_panels",
+    "read_rows",
     "reconstructions_figure",
     "render",
     "summarise",
@@ -39,10 +40,25 @@ __all__ = [
     "write_page",
 ]
 
+# What the report is made from: the keys of a row without those that it does not show.
+REPORTED = tuple(
+    name
+    for name in ROW_KEYS
+    if name not in {"commit", "version", "torch_version", "device", "gradient_norm", "residual", "details"}
+)
 ROUND_COLUMNS = ["defense", "round", "loss", "accuracy", "seconds"]
 
 
-def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
+def read_rows(out: str | os.PathLike[str]) -> pd.DataFrame:
+    """The rows of a run's folder as the report takes them: a million in about 200 MB, without what it does not show.
+
+    Raises:
+        UsageError: rows.jsonl is missing or damaged.
+    """
+    return load_rows(Path(out) / "rows.jsonl", columns=REPORTED, categories=True)
+
+
+def render(out: str | os.PathLike[str], panels: list[Panel], rows: pd.DataFrame | None = None) -> Path:
     """Make every report file of a run from what the run left in its output folder.
 
     Reads rows.jsonl, rounds.csv (may be absent) and run.json (whose `notes` are shown on the page); writes
@@ -52,6 +68,7 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     Args:
         out: the run's output folder.
         panels: at most 12 rows for the reconstructions figure; none leaves that figure out.
+        rows: of the run, as `read_rows` gives them; None to read them here.
 
     Returns:
         the path of report.html.
@@ -60,9 +77,9 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
         UsageError: rows.jsonl or run.json is missing or damaged.
     """
     out = Path(out)
-    rows, run, rounds = load_rows(out / "rows.jsonl"), _load_run(out / "run.json"), _load_rounds(out / "rounds.csv")
-    summary = summarise(rows)
-    for name, text in summary_files(rows).items():
+    rows = read_rows(out) if rows is None else rows
+    run, rounds, summary = _load_run(out / "run.json"), _load_rounds(out / "rounds.csv"), summarise(rows)
+    for name, text in summary_files(rows, summary).items():
         write_whole(out / name, text.encode("utf-8", "backslashreplace"))
     figures: dict[str, Path] = {}
     for name, draw, content in (
@@ -86,9 +103,10 @@ def render(out: str | os.PathLike[str], panels: list[Panel]) -> Path:
     return page
 
 
-def summary_files(rows: pd.DataFrame) -> dict[str, str]:
-    """Content of summary.csv and summary.tex for a run's rows."""
-    return {"summary.csv": as_csv(rows), "summary.tex": as_latex(summarise(rows))}
+def summary_files(rows: pd.DataFrame, summary: pd.DataFrame | None = None) -> dict[str, str]:
+    """Content of summary.csv and summary.tex for a run's rows; `summary` is that of the rows, None to make it here."""
+    summary = summarise(rows) if summary is None else summary
+    return {"summary.csv": as_csv(rows, summary), "summary.tex": as_latex(summary)}
 
 
 def _load_run(path: Path) -> dict[str, Any]:

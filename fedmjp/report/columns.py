@@ -84,6 +84,7 @@ KEYS = {
     "driver": "LAPACK's driver of a linear solve",
     "way": "how the same search is computed",
     "method": "a variant of MJP in the paper's words",
+    "measured": "of scale: a round or a report",
     "source": "measured, or the paper's table",
     "seed": "fixes all random numbers",
     "device": "where it was computed",
@@ -108,6 +109,7 @@ COUNTS = {
     "closed_form": "images of which a closed form and a search give the same",
     "seeds": "trainings or federations behind a mean",
     "repeats": "timed repetitions",
+    "log_rows": "rows that a report is of",
     "checks": "models that clients have checked",
     "alarms": "of them, models that a statistic finds suspicious",
     "test_images": "images behind an accuracy",
@@ -225,7 +227,11 @@ QUANTITIES = {
             ("step", "step of a search"),
         )
     },
+    "cpu_seconds": "processor time, of a round or a report",
     "peak_mib": "memory above model and images (MiB)",
+    "process_mib": "most memory of a process, libraries among it (MiB)",
+    "disk_mib": "of a log of rows (MiB)",
+    "page_mib": "of report.html (MiB)",
     **{
         f"{name}_peak_mib": f"memory above model and images (MiB), {words}"
         for name, words in (("bare", "bare pass"), ("ours", "our path"), ("peer", "breaching package"))

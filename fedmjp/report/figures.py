@@ -11,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedmjp.audit.strongest import gains_over_guesses, ranked
+from fedmjp.audit.strongest import IMAGE, gains_over_guesses, ranked
 from fedmjp.metrics.intervals import bootstrap_mean, wilson
 from fedmjp.records.rows import BASELINES
+from fedmjp.report.grouping import each_group
 from fedmjp.report.styles import (
     MOST_LINES,
     NORMAL,
@@ -27,6 +28,8 @@ from fedmjp.report.styles import (
     style,
 )
 from fedmjp.report.words import defence_words
+
+MOST_MARKED = 40  # rounds that are marked one by one
 
 
 def leakage_by_round_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) -> None:
@@ -42,8 +45,9 @@ def leakage_by_round_figure(rows: pd.DataFrame, path: str | os.PathLike[str]) ->
     """
     if rows.empty:
         raise ValueError("leakage_by_round_figure needs at least one row")
-    keys = [key for key in ("model", "block") if len(rows.groupby(["defense", key])) > rows["defense"].nunique()]
-    groups = list(rows.groupby([*keys, "defense"], sort=False))
+    defenses = rows["defense"].nunique()
+    keys = [key for key in ("model", "block") if len(rows[["defense", key]].drop_duplicates()) > defenses]
+    groups = list(each_group(rows, [*keys, "defense"], [*IMAGE, "attack", "psnr"]))
     per_line = 2 if len(groups) == 4 else min(3, len(groups))
     lines = -(-len(groups) // per_line)
     figure = Figure(figsize=(max(4.6, 2.3 * per_line), 1.05 + 2.5 * lines), layout="constrained")
@@ -102,7 +106,7 @@ def strongest_attacks(rows: pd.DataFrame, most: int = MOST_LINES) -> tuple[list[
 
 
 def draw_by_round(axes: Axes, rows: pd.DataFrame, names: list[str]) -> None:
-    """Mean PSNR by round with its 95 % bootstrap interval, of attacks as bars and of guesses as bands.
+    """Mean PSNR by round with its 95 % bootstrap interval: as bars, or as a band (guesses, over `MOST_MARKED` rounds).
 
     Args:
         rows: of one panel, with the columns attack, round and psnr (dB).
@@ -111,14 +115,14 @@ def draw_by_round(axes: Axes, rows: pd.DataFrame, names: list[str]) -> None:
     spacing = float(np.diff(sorted(rows["round"].unique())).min()) if rows["round"].nunique() > 1 else 1.0
     attacks = [name for name in names if name not in BASELINES]
     for name in attack_order(names):
-        own = rows[(rows["attack"] == name) & rows["psnr"].notna()]
+        own = rows.loc[(rows["attack"] == name) & rows["psnr"].notna(), ["round", "psnr"]]
         found = {number: bootstrap_mean(values.to_numpy()) for number, values in own.groupby("round")["psnr"]}
         if not found:
             continue
         x = np.array(list(found), dtype=float)
         table = pd.DataFrame(list(found.values()))
-        if name in BASELINES:
-            _draw_guess(axes, name, x, table)
+        if name in BASELINES or len(x) > MOST_MARKED:
+            _draw_band(axes, name, x, table)
             continue
         # Side by side, so that intervals of attacks with equal scores stay visible.
         x = x + (attacks.index(name) - (len(attacks) - 1) / 2) * 0.06 * spacing
@@ -149,8 +153,8 @@ def _draw_leakage(axes: Axes, group: pd.DataFrame) -> None:
         axes.set_xlabel("\n".join(["Round", *lines]), fontsize=SMALL)
 
 
-def _draw_guess(axes: Axes, name: str, x: np.ndarray, table: pd.DataFrame) -> None:
-    line = attack_style(name)
+def _draw_band(axes: Axes, name: str, x: np.ndarray, table: pd.DataFrame) -> None:
+    line = {key: value for key, value in attack_style(name).items() if not key.startswith("m")}
     if len(x) == 1:  # a line through one point is invisible: draw the level instead
         axes.axhline(table["mean"].iloc[0], label=name, lw=1.4, zorder=1, **line)
         axes.axhspan(table["low"].iloc[0], table["high"].iloc[0], color=line["color"], alpha=0.12, lw=0, zorder=0)

@@ -6,13 +6,12 @@ are seen side by side, and are added here. `footnotes` puts both into words, for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import numpy as np
 import pandas as pd
 
 from fedmjp.audit.strongest import gains_over_guesses
 from fedmjp.defenses.chain import known_defense
-from fedmjp.records.rows import BASELINES, CASE
+from fedmjp.records.rows import BASELINES, CASE, distinct
 
 MEANING = {
     "loss_above_start": "the search ended above its start",
@@ -36,76 +35,96 @@ _GUESSED = ["dataset", "batch_size"]
 def with_table_flags(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows, as `load_rows` gives them, with the flags that only a table can raise added to `flags`."""
     rows = rows.reset_index(drop=True)
-    extra: list[set[str]] = [set() for _ in range(len(rows))]
-    for place in _seen_once(rows):
-        extra[place].add("randomised_defence_once")
-    for place in (*_below_a_guess(rows), *_below_fewer_steps(rows)):
-        extra[place].add("weak_beats_strong")
-    flags = [[*own, *sorted(more - set(own))] for own, more in zip(rows["flags"], extra, strict=True)]
-    return rows.assign(flags=flags)
+    flags, known = rows["flags"].tolist(), {}
+    raised = {"randomised_defence_once": _seen_once(rows)}
+    raised["weak_beats_strong"] = _below_a_guess(rows) | _below_fewer_steps(rows)
+    for flag, chosen in raised.items():
+        for place in np.flatnonzero(chosen):
+            own = flags[place]
+            if flag not in own:
+                flags[place] = known.setdefault((flag, id(own)), [*own, flag])
+    return rows.assign(flags=pd.Series(flags, dtype=object, index=rows.index))
 
 
 def footnotes(rows: pd.DataFrame) -> list[str]:
     """One line a flag: what it means, and how many rows of which attacks raised it."""
-    lines = []
+    lines, flags = [], rows["flags"].tolist()
     for flag, meaning in MEANING.items():
-        raised = rows[[flag in flags for flags in rows["flags"]]]
-        if len(raised):
-            names = ", ".join(dict.fromkeys(raised["attack"]))
-            lines.append(f"{flag}: {meaning} ({len(raised)} of {len(rows)} rows; {names})")
+        raised = np.fromiter((flag in own for own in flags), dtype=bool, count=len(flags))
+        if raised.any():
+            names = ", ".join(rows["attack"][raised].unique())
+            lines.append(f"{flag}: {meaning} ({raised.sum()} of {len(rows)} rows; {names})")
     return lines
 
 
-def _alike(rows: pd.DataFrame, keys: list[str]) -> pd.Series:
+def _alike(rows: pd.DataFrame, keys: list[str]) -> np.ndarray:
     """A number for each row, the same for rows that agree in the keys: dictionaries cannot be grouped by."""
-    codes = {key: pd.factorize(pd.Series(_words(rows[key]), dtype=object), use_na_sentinel=False)[0] for key in keys}
-    return pd.DataFrame(codes, index=rows.index).groupby(keys, sort=False).ngroup()
+    numbers = np.zeros(len(rows), dtype=np.int64)
+    for key in keys:
+        codes = _codes(rows[key])
+        numbers = pd.factorize(numbers * (codes.max(initial=0) + 1) + codes)[0]
+    return numbers
 
 
-def _words(column: pd.Series) -> list[str]:
-    """The values as text; of one and the same object once, as a million rows share their parameters."""
+def _codes(column: pd.Series) -> np.ndarray:
+    """A number from 0 for each value, the same where the text of two is; of one object the text is made once."""
     if column.dtype != object:
-        return column.astype(str).tolist()
-    known: dict[int, str] = {}
-    return [known[id(v)] if id(v) in known else known.setdefault(id(v), str(v)) for v in column]
+        return pd.factorize(column, use_na_sentinel=False)[0]
+    texts: dict[str, int] = {}
+    known = {id(value): texts.setdefault(str(value), len(texts)) for value in distinct(column)}
+    return np.fromiter((known[id(value)] for value in column), dtype=np.int32, count=len(column))
 
 
-def _seen_once(rows: pd.DataFrame) -> Iterator[int]:
-    chosen = [
-        a not in BASELINES and (defense := known_defense(d)) is not None and defense.random
-        for d, a in rows[["defense", "attack"]].values
-    ]
-    random = rows[chosen]
-    if random.empty:
-        return
-    draws = _alike(random, ["seed", "round"])
-    counts = draws.groupby([_alike(random, _EXPERIMENT), random["image_id"]]).transform("nunique")
-    yield from random.index[counts == 1]
+def _seen_once(rows: pd.DataFrame) -> np.ndarray:
+    """Whether each row is of a defence that draws at random, and of an image that was seen under one draw only."""
+    random = [name for name in rows["defense"].unique() if (found := known_defense(name)) is not None and found.random]
+    chosen = (rows["defense"].isin(random) & ~rows["attack"].isin(BASELINES)).to_numpy()
+    if not chosen.any():
+        return chosen
+    own = rows[["seed", "round", "image_id"]][chosen]
+    draws = pd.Series(_alike(own, ["seed", "round"]), index=own.index)
+    keys = [_alike(rows, _EXPERIMENT)[chosen], own["image_id"]]
+    once = np.zeros(len(rows), dtype=bool)
+    once[chosen] = draws.groupby(keys, observed=True).transform("nunique") == 1
+    return once
 
 
-def _below_a_guess(rows: pd.DataFrame) -> Iterator[int]:
-    """Rows of attacks that are on average worse than the best guess without a gradient, image by image."""
-    guess = rows["attack"].isin(BASELINES)
-    own = rows[~guess & rows["psnr"].notna()]
-    for _, alike in own.groupby(_alike(own, [*_SETTING, "attack", "attack_parameters"])) if len(own) else ():
-        like = rows[guess & (rows[_GUESSED] == alike[_GUESSED].iloc[0]).all(axis=1)]
-        shared = set(alike["image_id"]) & set(like["image_id"])
-        both = pd.concat([alike, like])
-        means = both[both["image_id"].isin(shared)].groupby(["image_id", "attack"], as_index=False)["psnr"].mean()
-        if len(means) and gains_over_guesses(means, index=["image_id"])[alike["attack"].iloc[0]].mean() < 0:
-            yield from alike.index
+def _below_a_guess(rows: pd.DataFrame) -> np.ndarray:
+    """Whether each row is of an attack that is on average worse than the best guess without a gradient."""
+    guess, below = rows["attack"].isin(BASELINES), np.zeros(len(rows), dtype=bool)
+    own = (~guess & rows["psnr"].notna()).to_numpy()
+    alike = _alike(rows, [*_SETTING, "attack", "attack_parameters"])
+    slim = rows[["attack", "image_id", "psnr"]]
+    for number in np.unique(alike[own]):
+        chosen = own & (alike == number)
+        first = np.flatnonzero(chosen)[0]
+        of_one = np.logical_and.reduce([rows[name] == rows[name].iloc[first] for name in _GUESSED])
+        compared = slim[chosen | (guess & of_one)]
+        shared = compared[compared["image_id"].isin(slim["image_id"][chosen])]
+        shared = shared[shared["image_id"].isin(slim["image_id"][guess & of_one])]
+        groups = shared.groupby(["image_id", "attack"], as_index=False, observed=True)
+        means, name = groups["psnr"].mean(), rows["attack"].iloc[first]
+        if len(means) and gains_over_guesses(means, index=["image_id"])[name].mean() < 0:
+            below |= chosen
+    return below
 
 
-def _below_fewer_steps(rows: pd.DataFrame) -> Iterator[int]:
-    """Rows of searches that are on average worse than the same search with fewer steps, on the images of both."""
-    own = rows[~rows["attack"].isin(BASELINES) & rows["psnr"].notna()]
-    steps = own["attack_parameters"].map(lambda p: p.get("steps"))
-    rest = own["attack_parameters"].map(lambda p: str({k: v for k, v in p.items() if k != "steps"}))
-    for _, alike in own.groupby([_alike(own, [*_SETTING, "attack"]), rest], sort=False) if len(own) else ():
-        budgets = sorted(steps[alike.index].dropna().unique())
+def _below_fewer_steps(rows: pd.DataFrame) -> np.ndarray:
+    """Whether each row is of a search that is on average worse than with fewer steps, on the images of both."""
+    own, below = (~rows["attack"].isin(BASELINES) & rows["psnr"].notna()).to_numpy(), np.zeros(len(rows), dtype=bool)
+    parameters = distinct(rows["attack_parameters"])
+    without = {id(p): {k: v for k, v in p.items() if k != "steps"} for p in parameters}
+    steps = np.array([p.get("steps") for p in rows["attack_parameters"]], dtype=float)
+    rest = pd.Series([without[id(p)] for p in rows["attack_parameters"]], dtype=object, index=rows.index)
+    alike = _alike(rows.assign(attack_parameters=rest), [*_SETTING, "attack", "attack_parameters"])
+    searched = own & np.isfinite(steps)
+    for number in np.unique(alike[searched]):
+        chosen = searched & (alike == number)
+        budgets = np.unique(steps[chosen])
         for fewer, more in zip(budgets, budgets[1:], strict=False):
-            weak, strong = (alike[steps[alike.index] == budget] for budget in (fewer, more))
+            weak, strong = (rows[["image_id", "psnr"]][chosen & (steps == budget)] for budget in (fewer, more))
             shared = set(weak["image_id"]) & set(strong["image_id"])
-            means = [each[each["image_id"].isin(shared)]["psnr"].mean() for each in (weak, strong)]
+            means = [each["psnr"][each["image_id"].isin(shared)].mean() for each in (weak, strong)]
             if means[0] > means[1]:
-                yield from strong.index
+                below |= chosen & (steps == more)
+    return below

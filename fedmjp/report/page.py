@@ -16,15 +16,18 @@ import pandas as pd
 from jinja2 import Environment, StrictUndefined
 from PIL import Image
 
+from fedmjp.audit.strongest import image_numbers
 from fedmjp.audit.verdict import Verdict
 from fedmjp.records.files import write_whole
-from fedmjp.records.rows import BASELINES
+from fedmjp.records.rows import BASELINES, distinct
+from fedmjp.report.grouping import each_group
 from fedmjp.report.page_template import PAGE
 from fedmjp.report.remarks import Place, diagnoses, not_run, picture_words, titles, verdicts
 from fedmjp.report.tables import certified_text, heading, images_text, interval_text, measured, share_text
 from fedmjp.report.words import defence_words, grant_words, number_of, setting_words
 
 MAX_IMAGE_ROWS = 200
+UPDATE = ("defense", "round", "client")  # what tells a run's updates apart
 
 CAPTIONS = {
     "reconstructions": "One client's image a row: the original (after augmentation, where clients augment), what the "
@@ -132,8 +135,7 @@ def _opening(run: Mapping[str, Any], rows: pd.DataFrame) -> str:
     if rows.empty:
         return "This run has no results yet."
     attacks = [name for name in rows["attack"].unique() if name not in BASELINES]
-    clients = rows.groupby(["defense", "round", "client"]).ngroups
-    images = rows.groupby(["defense", "round", "client", "image"]).ngroups
+    clients, images = (1 + image_numbers(rows, [*UPDATE, *more]).max() for more in ((), ("image",)))
     updates = {"gradient": "the gradient of one batch", "weights": "the change of its weights after local training"}
     sent = " or ".join(updates.get(name, name) for name in rows["update"].unique())
     return (
@@ -152,15 +154,15 @@ def _defences(rows: pd.DataFrame) -> str:
 
 def _unique(column: pd.Series) -> list[Any]:
     """Values in order of first appearance; they may be lists or dictionaries."""
-    return list({str(value): value for value in column}.values())
+    return list({str(value): value for value in distinct(column.astype(object))}.values())
 
 
 def _parameters(rows: pd.DataFrame) -> list[dict[str, str]]:
     """The settings of each attack, in words."""
-    attacked = rows[~rows["attack"].isin(BASELINES)]
+    attacked = rows.loc[~rows["attack"].isin(BASELINES), ["attack", "attack_parameters"]]
     return [
         {"attack": name, "settings": "; or ".join(map(setting_words, _unique(group["attack_parameters"]))) or "none"}
-        for name, group in attacked.groupby("attack", sort=False)
+        for (name,), group in each_group(attacked, ["attack"])
     ]
 
 
@@ -194,8 +196,9 @@ def _training(rounds: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _images(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    worst = rows.sort_values("psnr", ascending=False, kind="stable").head(MAX_IMAGE_ROWS)
-    worst = worst.assign(defense=worst["defense"].map(defence_words))
+    order = rows["psnr"].reset_index(drop=True).sort_values(ascending=False, kind="stable").index
+    worst = rows.iloc[order[:MAX_IMAGE_ROWS]]
+    worst = worst.assign(defense=worst["defense"].astype(object).map(defence_words))
     return worst.astype(object).where(worst.notna(), None).to_dict("records")
 
 

@@ -8,13 +8,16 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from fedmjp.audit.strongest import gains_over_guesses, ranked
+from fedmjp.audit.strongest import IMAGE, gains_over_guesses, image_numbers, ranked
+from fedmjp.records.images import image_path
 from fedmjp.records.rows import BASELINES
-from fedmjp.records.run_folder import image_path
+from fedmjp.report.grouping import each_group
 from fedmjp.report.pictures import Panel, Reconstructed
 from fedmjp.report.words import defence_words
 
 MOST_PANELS, MOST_ATTACKS = 4, 4
+PLACE = ["round", "client", "image"]
+SHOWN = ["batch_size", "psnr", "diagnosis"]
 
 
 def read_panels(out: Path, rows: pd.DataFrame) -> list[Panel]:
@@ -27,22 +30,25 @@ def read_panels(out: Path, rows: pd.DataFrame) -> list[Panel]:
         out: the run's folder.
         rows: of the run, as `load_rows` gives them.
     """
-    attacked = rows[~rows["attack"].isin(BASELINES)]
+    attacked = rows.loc[~rows["attack"].isin(BASELINES), [*PLACE, "defense", "attack", *SHOWN]]
     share = max(1, MOST_PANELS // max(1, attacked["defense"].nunique()))
     found = []
-    for defense, own in attacked.groupby("defense", sort=False):
-        names = _strongest(rows[rows["defense"] == defense], own)
+    for (defense,), own in each_group(attacked, ["defense"]):
+        names = _strongest(rows.loc[rows["defense"] == defense, [*IMAGE, "attack", "psnr"]])
         shown = own[own["attack"].isin(names)]
-        images = list(shown.groupby(["round", "client", "image"], sort=False))
-        images.sort(key=lambda image: -len(image[1]))  # a stable sort
-        found += [_panel(out, defense, place, group, names) for place, group in images[:share]]
+        images = image_numbers(shown, PLACE)
+        first, counts = np.unique(images, return_index=True, return_counts=True)[1:]
+        for number in np.argsort(-counts, kind="stable")[:share]:
+            place = tuple(int(value) for value in shown[PLACE].iloc[first[number]])
+            found.append(_panel(out, defense, place, shown[images == number], names))
     return found[: 3 * MOST_PANELS]
 
 
-def _strongest(rows: pd.DataFrame, attacked: pd.DataFrame) -> list[str]:
+def _strongest(rows: pd.DataFrame) -> list[str]:
     """Attacks on a defence, the strongest first; those that never returned an image come last."""
     names = ranked(gains_over_guesses(rows))
-    return [*names, *(name for name in attacked["attack"].unique() if name not in names)][:MOST_ATTACKS]
+    ran = [name for name in dict.fromkeys(rows["attack"]) if name not in (*BASELINES, *names)]
+    return [*names, *ran][:MOST_ATTACKS]
 
 
 def _panel(out: Path, defense: str, place: tuple[int, int, int], rows: pd.DataFrame, names: list[str]) -> Panel:

@@ -13,13 +13,19 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from fedmjp.audit.strongest import IMAGE
 from fedmjp.audit.verdict import Answer, Verdict, judge
 from fedmjp.records.reasons import in_one_sentence, pattern
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.flags import footnotes, with_table_flags
+from fedmjp.report.grouping import each_group
+from fedmjp.report.tables import GROUP
 from fedmjp.report.words import defence_words, number_of
 
 Place = tuple[str, str, str]  # model, block, defence
+# What `judge` reads of a row.
+JUDGED = (*IMAGE, "attack", "defense", "defense_parameters", "threat_model", "psnr", "patch_recovery", "known")
+JUDGED += ("certified", "diagnosis")
 # The colour of an answer. Neither "no leak shown" nor "not tested" is good news, so none is green.
 COLOURS = {Answer.LEAKS: "red", Answer.PARTLY: "dark_orange", Answer.NOT_SHOWN: "grey58", Answer.NOT_TESTED: "grey58"}
 
@@ -34,7 +40,7 @@ def verdicts(rows: pd.DataFrame, run: Mapping[str, Any]) -> dict[Place, Verdict]
     not_run = run.get("not_run") or {}
     return {
         place: judge(group, not_run.get(place[2], {}))
-        for place, group in rows.groupby(["model", "block", "defense"], sort=False)
+        for place, group in each_group(rows, ["model", "block", "defense"], JUDGED)
     }
 
 
@@ -63,20 +69,28 @@ def diagnoses(rows: pd.DataFrame) -> list[dict[str, str]]:
 
     Diagnoses that differ only in numbers are one, and so are those of one attack under several defences.
     """
-    own = rows[rows["diagnosis"].fillna("") != ""]
-    totals = rows.groupby(["defense", "attack"]).size()
+    texts = rows["diagnosis"].astype(object)
+    own = rows.loc[texts.notna() & (texts != ""), ["defense", "attack"]].astype(object)
+    own = own.assign(diagnosis=texts.loc[own.index])
+    totals = rows.groupby(["defense", "attack"], observed=True).size()
     lines = []
-    for (attack, _), group in own.groupby(["attack", own["diagnosis"].map(pattern)], sort=False):
+    for (attack, _), group in each_group(own.assign(pattern=_patterns(own["diagnosis"])), ["attack", "pattern"]):
         defences = list(dict.fromkeys(group["defense"]))
         lines.append(
             {
                 "defense": "; ".join(map(defence_words, defences)),
                 "attack": attack,
                 "count": f"{len(group)} of {sum(totals[d, attack] for d in defences)}",
-                "diagnosis": in_one_sentence(group["diagnosis"]),
+                "diagnosis": in_one_sentence(dict.fromkeys(group["diagnosis"])),
             }
         )
     return lines
+
+
+def _patterns(texts: pd.Series) -> list[str]:
+    """The pattern of each text, of equal texts computed once."""
+    known = {text: pattern(text) for text in dict.fromkeys(texts)}
+    return [known[text] for text in texts]
 
 
 def not_run(found: Mapping[Place, Verdict]) -> list[dict[str, str]]:
@@ -101,12 +115,12 @@ def not_run(found: Mapping[Place, Verdict]) -> list[dict[str, str]]:
 def notes(rows: pd.DataFrame) -> list[str]:
     """Remarks under the verdicts: metrics that were not computed, few images, and every flag in words."""
     found = []
-    scored = rows[rows["mse"].notna()]
-    if scored.empty:
+    scored = rows["mse"].notna()
+    if not scored.any():
         return found
-    if scored["lpips"].isna().all():
+    if rows["lpips"][scored].isna().all():
         found.append("LPIPS was not computed: the weights of its network were not available.")
-    images = scored.groupby(["model", "block", "defense", "attack"]).size().min()
+    images = rows.loc[scored, list(GROUP)].groupby(list(GROUP), observed=True).size().min()
     if images < 10:
         words = number_of(images, "image")
         found.append(f"Some means are over {words} only; intervals over so few are too narrow, and one image has none.")
@@ -161,9 +175,9 @@ def as_terminal_lines(
 
 def picture_words(rows: pd.DataFrame) -> str:
     """What can be seen in a picture of reconstructions: for each defence the attack with the highest PSNR."""
-    attacked = rows[~rows["attack"].isin(BASELINES)]
+    attacked = rows.loc[~rows["attack"].isin(BASELINES), ["defense", "attack", "psnr"]]
     parts = []
-    for defense, group in attacked.groupby("defense", sort=False):
+    for (defense,), group in each_group(attacked, ["defense"]):
         if group["psnr"].isna().all():
             parts.append(f"{defence_words(defense)}: no attack has a score")
             continue

@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmjp.metrics import METRIC_DIRECTIONS, bootstrap_mean
-from fedmjp.records.rows import METRICS
+from fedmjp.records.rows import METRICS, distinct
+from fedmjp.report.grouping import each_group
 from fedmjp.report.words import defence_words
 
 # Columns of summary.csv that say where a line comes from, so that tables of several runs concatenate.
@@ -62,7 +63,8 @@ def summarise(rows: pd.DataFrame, by: Sequence[str] = GROUP) -> pd.DataFrame:
         `certified` (number of images whose reconstruction reproduces the update; NaN where that was not checked),
         `seconds_mean` (s) and `diagnosis` (the most common non-empty one, "" if there is none).
     """
-    records = [dict(zip(by, key, strict=True)) | _summary(group) for key, group in rows.groupby(list(by), sort=False)]
+    groups = each_group(rows, by, [*METRICS, "known", "certified", "seconds", "diagnosis"])
+    records = [dict(zip(by, key, strict=True)) | _summary(group) for key, group in groups]
     return pd.DataFrame(records, columns=_columns(by))
 
 
@@ -147,7 +149,7 @@ def _summary(group: pd.DataFrame) -> dict[str, Any]:
     line: dict[str, Any] = {"count": len(group), "failed": int(group[list(METRICS)].isna().all(axis=1).sum())}
     for metric in METRICS:
         line |= dict(zip((f"{metric}_mean", f"{metric}_low", f"{metric}_high"), _interval(group[metric]), strict=True))
-    diagnoses = group["diagnosis"][group["diagnosis"] != ""]
+    diagnoses = group["diagnosis"][group["diagnosis"] != ""].astype(object)
     # Rows that are means over seeds, and those of guesses, say neither.
     known, certified = (
         group[name].astype(float) if name in group else pd.Series(np.nan, group.index)
@@ -170,17 +172,20 @@ def _interval(values: pd.Series) -> tuple[float, float, float]:
     return interval.mean, interval.low, interval.high
 
 
-def as_csv(rows: pd.DataFrame) -> str:
+def as_csv(rows: pd.DataFrame, summary: pd.DataFrame) -> str:
     """The summary of a run's rows as CSV, full precision and NaN as an empty field, with the columns `ORIGIN`.
 
     Args:
         rows: as `load_rows` gives them. Where a line is of several values of `ORIGIN`, all are given.
+        summary: what `summarise` gives for the rows.
     """
-    summary = summarise(rows)
-    groups = [group for _, group in rows.groupby(list(GROUP), sort=False)]
-    for name in reversed(ORIGIN):
-        summary.insert(0, name, ["; ".join(dict.fromkeys(map(_plain, group[name]))) for group in groups])
-    return summary.to_csv(index=False)
+    origins = [[_values(group[name]) for name in ORIGIN] for _, group in each_group(rows, GROUP, ORIGIN)]
+    return pd.concat([pd.DataFrame(origins, columns=list(ORIGIN)), summary], axis=1).to_csv(index=False)
+
+
+def _values(column: pd.Series) -> str:
+    """All values of a column, each once."""
+    return "; ".join(dict.fromkeys(map(_plain, distinct(column.astype(object)))))
 
 
 def as_latex(summary: pd.DataFrame) -> str:

@@ -22,7 +22,7 @@ from fedmjp.leaderboard.images import DIGESTS, digests, fixed_images
 from fedmjp.leaderboard.listing import submissions
 from fedmjp.leaderboard.reidentification import Lineup, random_crops, same_picture
 from fedmjp.metrics import load_lpips
-from fedmjp.records.run_folder import save_image
+from fedmjp.records.images import save_image
 from tests.conftest import photographs
 
 ROOT = Path(__file__).resolve().parents[2]

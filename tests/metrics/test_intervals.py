@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from attacks.registry import UsageError
-from fedmjp.metrics import Interval, bootstrap_mean, bootstrap_statistic, t_interval
+from fedmjp.metrics import Interval, bootstrap_mean, bootstrap_statistic, intervals, t_interval
 from fedmjp.metrics.intervals import bootstrap_quantile
 
 SKEWED = np.random.default_rng(5).exponential(scale=10.0, size=60)
@@ -25,6 +25,38 @@ def test_agrees_with_scipy(confidence):
     assert ours.low == pytest.approx(scipys.confidence_interval.low, abs=tolerance)
     assert ours.high == pytest.approx(scipys.confidence_interval.high, abs=tolerance)
     assert ours.count == 60
+
+
+@pytest.mark.parametrize("at_once", [1, 7 * 60, 10**6])
+def test_resamples_do_not_depend_on_how_many_are_held_at_a_time(monkeypatch, at_once):
+    monkeypatch.setattr(intervals, "DRAWN", at_once)
+    draws = np.random.default_rng(0).integers(0, 60, size=(500, 60))
+    low, high = np.quantile(SKEWED[draws].mean(axis=1), [0.025, 0.975])
+    assert bootstrap_mean(SKEWED, resamples=500) == Interval(SKEWED.mean(), low, high, 60)
+
+
+MANY_VALUES = {
+    "normal": lambda draw: draw.normal(30, 10, 12_000),
+    "skewed": lambda draw: draw.lognormal(-4, 1, 12_000),  # as squared errors are
+    "share": lambda draw: (draw.random(12_000) < 0.02).astype(float),
+    "rare": lambda draw: (draw.random(12_000) < 0.0001).astype(float),  # too skewed for the limit: resampled
+    "constant": lambda draw: np.full(12_000, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", MANY_VALUES)
+def test_of_many_values_the_limit_agrees_with_resampling(monkeypatch, name):
+    values = MANY_VALUES[name](np.random.default_rng(1))
+    drawn: list[int] = []
+    resampled = intervals._resampled
+    monkeypatch.setattr(intervals, "_resampled", lambda *given: drawn.append(given[2]) or resampled(*given))
+    found = bootstrap_mean(values)
+    assert drawn == ([2000] if name == "rare" else [])
+    means = np.array([values[np.random.default_rng(s).integers(0, 12_000, 12_000)].mean() for s in range(2000)])
+    tolerance = 0.18 * means.std() + 1e-12  # three standard errors of a quantile of 2000 means
+    assert np.quantile(means, 0.025) == pytest.approx(found.low, abs=tolerance)
+    assert np.quantile(means, 0.975) == pytest.approx(found.high, abs=tolerance)
+    assert values.min() <= found.low <= found.mean <= found.high
 
 
 @pytest.mark.parametrize("quantile", [0.5, 0.9])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedmjp.records.images import image_path
 from fedmjp.records.rows import load_rows
-from fedmjp.records.run_folder import image_path
 from fedmjp.report import read_panels
 from tests.records.sample_rows import make_row, write_run
 

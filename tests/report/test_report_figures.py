@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from scipy import stats
 
 from attacks import ATTACKS
@@ -22,6 +23,7 @@ from fedmjp.report import (
     reconstructions_figure,
     training_figure,
 )
+from fedmjp.report.figures import MOST_MARKED, draw_by_round
 from fedmjp.report.styles import DEFENCES, SMALL, attack_order, attack_style, label_colour
 from tests.records.sample_rows import make_row
 
@@ -129,6 +131,19 @@ def test_leakage_by_round(tmp_path, frame, keep):
     height, width, _ = pixels(tmp_path / "leakage.png").shape
     assert 600 < height < 900
     assert 900 < width < 1300
+
+
+@pytest.mark.parametrize(("rounds", "marked"), [(MOST_MARKED, True), (MOST_MARKED + 1, False)])
+def test_many_rounds_are_bands_and_few_are_marked(rounds, marked):
+    rows = [make_row(attack="a", round=r, client=c, psnr=20.0 + c) for r in range(rounds) for c in range(2)]
+    axes = Figure().subplots()
+    draw_by_round(axes, pd.DataFrame(rows), ["a"])
+    assert bool(axes.containers) == marked
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), [20.5] * rounds)
+    if not marked:
+        (band,) = axes.collections
+        low, high = band.get_paths()[0].get_extents().get_points()[:, 1]
+        assert (low, high) == (20.0, 21.0)
 
 
 def test_training_and_no_global_figures(tmp_path):

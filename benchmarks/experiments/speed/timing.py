@@ -34,28 +34,46 @@ def peak_memory(make: Callable[..., Any], arguments: tuple, method: str) -> floa
     Raises:
         UsageError: that process failed.
     """
+    return alone(_peak, make, arguments, method)
+
+
+def alone(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` of the arguments returns, computed in a process of its own; both are pickled.
+
+    Raises:
+        UsageError: that process failed.
+    """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_peak, args=(make, arguments, method, sender))
+    process = context.Process(target=_answer, args=(sender, work, arguments))
     process.start()
     process.join()
     if process.exitcode:
-        raise UsageError(f"the process that measures the memory of {method!r} ended with code {process.exitcode}")
+        raise UsageError(f"the process that measures {work.__name__}{arguments} ended with code {process.exitcode}")
     return receiver.recv()
 
 
-def _peak(make: Callable[..., Any], arguments: tuple, method: str, sender) -> None:
+def _answer(sender, work: Callable[..., Any], arguments: tuple) -> None:
+    sender.send(work(*arguments))
+
+
+def _peak(make: Callable[..., Any], arguments: tuple, method: str) -> float:
     bench = make(*arguments)
     cuda = bench.device.type == "cuda"
+    forget_peak()
+    held = torch.cuda.memory_allocated() / 2**20 if cuda else resident("VmRSS")
+    getattr(bench, method)()
+    return (torch.cuda.max_memory_allocated() / 2**20 if cuda else resident("VmHWM")) - held
+
+
+def forget_peak() -> None:
+    """Have VmHWM begin at what the process holds now; no effect outside Linux."""
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
-        reset.write_text("5")  # forget the peak of the set-up
-    held = torch.cuda.memory_allocated() / 2**20 if cuda else _resident("VmRSS")
-    getattr(bench, method)()
-    sender.send((torch.cuda.max_memory_allocated() / 2**20 if cuda else _resident("VmHWM")) - held)
+        reset.write_text("5")
 
 
-def _resident(field: str) -> float:
+def resident(field: str) -> float:
     """Memory that this process holds (VmRSS), or the most that it has held (VmHWM), MiB; NaN outside Linux."""
     status = Path("/proc/self/status")
     if not status.exists():

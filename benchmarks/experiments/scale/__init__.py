@@ -1,0 +1,1 @@
+"""How time and memory grow with the clients of a round and with the rows of a report."""
