@@ -51,6 +51,7 @@ class RunFolder:
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
         self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}, "failures": []}
+        self.description["not_attacked"] = []
         self.description |= {"rows_expected": {}, "digests": {}}
         self._open(identity)
 
@@ -87,7 +88,8 @@ class RunFolder:
         provenance.require_same(self.out, "run", before, identity)
         for entry in ("weights", "ran", "not_run", "findings", "rows_expected", "digests"):
             self.description[entry] = before.get(entry, {})
-        self.description["failures"] = before.get("failures", [])
+        for entry in ("failures", "not_attacked"):
+            self.description[entry] = before.get(entry, [])
 
     def note_task(self, task: ClientTask) -> None:
         """Record what a federation runs on, in run.json."""
@@ -141,6 +143,13 @@ class RunFolder:
         failure = {"defense": defense, "round": round, "client": client, "reason": reason}
         if failure not in self.description["failures"]:
             self.description["failures"].append(failure)
+            self._write_description()
+
+    def note_not_attacked(self, defense: str, round: int, client: int, attack: str, reason: str) -> None:
+        """Record in run.json an attack (or guess) that was given up on one update, with the reason as a clause."""
+        line = {"defense": defense, "round": round, "client": client, "attack": attack, "reason": reason}
+        if line not in self.description["not_attacked"]:
+            self.description["not_attacked"].append(line)
             self._write_description()
 
     def check_images(self, task: ClientTask) -> None:
@@ -291,7 +300,7 @@ def test_images_of(config: RunConfig) -> int:
 def _identity(config: RunConfig) -> dict:
     """Everything that decides about numbers, so that the same command has the same id wherever it writes."""
     identity = json.loads(config.to_json())
-    for option in ("out", "resume", "log"):
+    for option in ("out", "resume", "log", "spread"):
         identity.pop(option)
     return identity
 
