@@ -130,8 +130,8 @@ def noticed(run: Mapping[str, Any]) -> list[str]:
         for failure in run.get("failures") or []
     ]
     return found + [
-        f"{defence_words(one['defense'])}: in round {one['round']}, client {one['client']}'s update was not attacked by "
-        f"{one['attack']} ({one['reason']})."
+        f"{defence_words(one['defense'])}: in round {one['round']}, client {one['client']}'s update was not attacked "
+        f"by {one['attack']} ({one['reason']})."
         for one in run.get("not_attacked") or []
     ]
 
