@@ -135,6 +135,7 @@ class FederationAudit:
         self.aggregation = Aggregation(self.config.audit.secure_aggregation, self.alone)
         self.round_started = time.perf_counter()
         self.expected = 0  # rows up to the present round
+        self.workers = folder.config.spread  # not in `task.config`, which is what clients get
         self.waiting: list[UpdateJob] = []  # whose attacks have not run yet
 
     def _memory(self) -> Memory | None:
@@ -215,7 +216,7 @@ class FederationAudit:
             audited = (seen.round, seen.client) in self.attacked[BASELINES[0]]
             if audited or (self.memory is not None and seen.client in self.config.audit.audit_clients):
                 self._audit(seen, audited)
-            if audited and self.config.spread.spread:
+            if audited and self.workers.spread:
                 return  # it is done once its attacks are
         self.progress.client_done()
 
@@ -318,30 +319,28 @@ class FederationAudit:
                 findings,
             )
         )
-        if len(self.waiting) >= self.config.spread.together():
+        if len(self.waiting) >= self.workers.together():
             self._attack_waiting()
 
     def _attack_waiting(self) -> None:
         """Run the attacks on the updates that wait for them, and write rows and pictures."""
         jobs, self.waiting = self.waiting, []
-        config = self.config.spread
-        jobs = jobs if config.spread else [one for job in jobs for one in job.single()]
-        for job, found in in_order(jobs, partial(run_job, self.score_images), config):
-            answers = dict.fromkeys(job.names, found) if isinstance(found, Lost) else found
-            for name, scored in answers.items():
-                if isinstance(scored, Lost):
-                    self._give_up(job, name, scored)
-                else:
+        jobs = jobs if self.workers.spread else [one for job in jobs for one in job.single()]
+        for job, found in in_order(jobs, partial(run_job, self.score_images), self.workers):
+            if isinstance(found, Lost):
+                self._give_up(job, found)
+            else:
+                for scored in found:
                     self._write(scored, job)
-            if config.spread:
+            if self.workers.spread:
                 self.progress.client_done()
 
-    def _give_up(self, job: UpdateJob, name: str, lost: Lost) -> None:
-        """Note an attack that has no rows on an update."""
-        self.expected -= len(job.image_ids)
-        place = job.observation.round, job.observation.client
-        self.folder.note_not_attacked(self.defense, *place, name, lost.reason)
-        for line in lost.lines([f"{self.defense}, round {place[0]}, client {place[1]}, {name}"]):
+    def _give_up(self, job: UpdateJob, lost: Lost) -> None:
+        """Note attacks that have no rows on an update."""
+        self.expected -= len(job.names) * len(job.image_ids)
+        round, client = job.observation.round, job.observation.client
+        self.folder.note_not_attacked(self.defense, round, client, job.names, lost.reason)
+        for line in lost.lines([f"{self.defense}, round {round}, client {client}"]):
             self.progress.say(line)
 
     def _write(self, scored: Scored, job: UpdateJob) -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 
 import mjp_adaptive
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Attack, Observation, Reconstruction, UsageError
+from fedmjp import simulate
 from fedmjp.audit.victims import Setting, Subject
 from fedmjp.models import build_model
 from fedmjp.records.rows import RowLog
@@ -157,6 +159,52 @@ def test_a_deadly_case_is_named_and_left_out(tmp_path: Path, subject, two) -> No
     assert [row["image_id"] for row in lines(tmp_path / "deadly.jsonl")[::2]] == [n for n in norms if n != name]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Poisoned(Attack):
+    """Kills its process on client 1's update."""
+
+    def misfit(self, observations: Sequence[Observation]) -> str:
+        return ""
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        if observations[0].client == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ATTACKS.get("patch_embedding")()(observations)
+
+
+@pytest.fixture
+def poisoned():
+    """The attack under a name."""
+    ATTACKS.register("poisoned")(Poisoned)
+    yield "poisoned"
+    for table in (ATTACKS._sources, ATTACKS._entries):
+        del table["poisoned"]
+
+
+def simulated(out: Path, *options: str) -> list[dict]:
+    """Rows of a federation of three clients."""
+    given = ["--model", "vit_micro_32", "--weights", "random", "--clients", "3", "--rounds", "1", "--test-limit", "4"]
+    assert simulate.main([*given, "--threads", "1", "--out", str(out), *options]) == 0
+    return lines(out / "rows.jsonl")
+
+
+def test_the_updates_of_a_run_are_attacked_side_by_side(tmp_path: Path, two, poisoned: str) -> None:
+    attacks = ["--defense", "mjp", "--attacks", "patch_embedding", "mjp_subspace"]
+    where = ["--workers", "2", *(["--ray", two.ray] if two.ray else [])]
+    serial = simulated(tmp_path / "serial", *attacks)
+    assert len(serial) == 3 * 4
+    rows = simulated(tmp_path / "poisoned", *attacks, poisoned, *where)
+    kept = [row | {"run_id": ""} for row in serial if row["client"] != 1]
+    assert [row | {"run_id": ""} for row in rows if row["attack"] != poisoned] == kept
+    assert [row["client"] for row in rows if row["attack"] == poisoned] == [0, 2]
+    [lost] = json.loads((tmp_path / "poisoned" / "run.json").read_text())["not_attacked"]
+    names = ["mean_image", "other_image", "patch_embedding", "mjp_subspace", poisoned]
+    assert lost == {"defense": "mjp", "round": 1, "client": 1, "attacks": names, "reason": given_up(two)}
+    assert f"client 1's update was not attacked by {', '.join(names)}" in unescape(
+        (tmp_path / "poisoned" / "report.html").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -176,3 +224,10 @@ def test_ray_that_is_not_installed_is_named_with_its_extra(tmp_path, capsys, mon
     assert (
         capsys.readouterr().err == "error: --ray auto needs Ray: pip install 'fedmjp[ray]', or use --workers NUMBER\n"
     )
+
+
+@pytest.mark.parametrize("option", [["--workers", "2"], ["--ray", "auto"]])
+def test_clients_on_ray_leave_no_cores_to_workers(tmp_path, capsys, monkeypatch, option: list[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert simulate.main(["--engine", "ray", *option, "--out", str(tmp_path / "out")]) == 2
+    assert "--engine ray gives the cores to clients" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from torch import Tensor
 from attacks import Attack, Observation
 from attacks.findings import Finding
 from fedmjp.audit.harness import Scored, ScoreImages, answer, audit_update, unscored
-from fedmjp.workers.schedule import Lost, Raised, attempt
 
 
 @dataclass(frozen=True)
@@ -57,39 +56,21 @@ class UpdateJob:
             for name in self.names
         ]
 
-    def answers(self, score_images: ScoreImages) -> dict[str, Scored | Lost]:
-        """What each guess and attack gives; one that raises is given up, and the others go on.
 
-        Raises:
-            UsageError, OSError: an attack cannot be run as it is configured.
-        """
-        found = {}
-        for one in self.single():
-            outcome = attempt(UpdateJob._answer, one, score_images)
-            if isinstance(outcome, Raised):
-                raise outcome.error
-            found[one.names[0]] = outcome
-        return found
-
-    def _answer(self, score_images: ScoreImages) -> Scored:
-        """The answer of the only guess or attack."""
-        if self.originals is None:
-            [(name, attack)] = self.attacks.items()
-            with torch.no_grad():
-                found = answer(attack, self.observations, weights_granted=self.weights_granted)
-            return unscored(attack, name, found, len(self.image_ids), self.findings)
-        [scored] = audit_update(
-            self.observations,
-            self.originals,
-            attacks=self.attacks,
-            baselines=self.baselines,
+def run_job(score_images: ScoreImages, job: UpdateJob) -> list[Scored]:
+    """What each guess and attack of a job gives, in the order of `UpdateJob.names`."""
+    if job.originals is not None:
+        found = audit_update(
+            job.observations,
+            job.originals,
+            attacks=job.attacks,
+            baselines=job.baselines,
             score_images=score_images,
-            weights_granted=self.weights_granted,
-            findings=self.findings,
+            weights_granted=job.weights_granted,
+            findings=job.findings,
         )
-        return scored
-
-
-def run_job(score_images: ScoreImages, job: UpdateJob) -> dict[str, Scored | Lost]:
-    """`UpdateJob.answers`, as the work of `fedmjp.workers.in_order`."""
-    return job.answers(score_images)
+        return list(found)
+    with torch.no_grad():
+        answers = {n: answer(a, job.observations, weights_granted=job.weights_granted) for n, a in job.attacks.items()}
+    size = len(job.image_ids)
+    return [unscored(job.attacks[name], name, found, size, job.findings) for name, found in answers.items()]

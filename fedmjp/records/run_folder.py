@@ -145,9 +145,9 @@ class RunFolder:
             self.description["failures"].append(failure)
             self._write_description()
 
-    def note_not_attacked(self, defense: str, round: int, client: int, attack: str, reason: str) -> None:
-        """Record in run.json an attack (or guess) that was given up on one update, with the reason as a clause."""
-        line = {"defense": defense, "round": round, "client": client, "attack": attack, "reason": reason}
+    def note_not_attacked(self, defense: str, round: int, client: int, attacks: Sequence[str], reason: str) -> None:
+        """Record in run.json attacks (and guesses) that were given up on one update, with the reason as a clause."""
+        line = {"defense": defense, "round": round, "client": client, "attacks": list(attacks), "reason": reason}
         if line not in self.description["not_attacked"]:
             self.description["not_attacked"].append(line)
             self._write_description()

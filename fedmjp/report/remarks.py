@@ -131,7 +131,7 @@ def noticed(run: Mapping[str, Any]) -> list[str]:
     ]
     return found + [
         f"{defence_words(one['defense'])}: in round {one['round']}, client {one['client']}'s update was not attacked "
-        f"by {one['attack']} ({one['reason']})."
+        f"by {', '.join(one['attacks'])} ({one['reason']})."
         for one in run.get("not_attacked") or []
     ]
 
