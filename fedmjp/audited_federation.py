@@ -69,6 +69,7 @@ def run_or_resume(
 
     Raises:
         UsageError, ClientFailure: see `run_experiment`.
+        Incomplete: attacks were given up; the folder is not finished.
     """
     if holds_finished(config):
         console.print(f"{title}: finished before", highlight=False)
@@ -78,6 +79,7 @@ def run_or_resume(
     run_experiment(config, folder, RunProgress(console))
     if measure is not None:
         measure(config, folder)
+    folder.require_attacked()
     folder.finish()
 
 

@@ -181,19 +181,20 @@ def poisoned():
         del table["poisoned"]
 
 
-def simulated(out: Path, *options: str) -> list[dict]:
+def simulated(out: Path, *options: str, code: int = 0) -> list[dict]:
     """Rows of a federation of three clients."""
     given = ["--model", "vit_micro_32", "--weights", "random", "--clients", "3", "--rounds", "1", "--test-limit", "4"]
-    assert simulate.main([*given, "--threads", "1", "--out", str(out), *options]) == 0
+    assert simulate.main([*given, "--threads", "1", "--out", str(out), *options]) == code
     return lines(out / "rows.jsonl")
 
 
-def test_the_updates_of_a_run_are_attacked_side_by_side(tmp_path: Path, two, poisoned: str) -> None:
+def test_the_updates_of_a_run_are_attacked_side_by_side(tmp_path: Path, capsys, two, poisoned: str) -> None:
     attacks = ["--defense", "mjp", "--attacks", "patch_embedding", "mjp_subspace"]
     where = ["--workers", "2", *(["--ray", two.ray] if two.ray else [])]
     serial = simulated(tmp_path / "serial", *attacks)
     assert len(serial) == 3 * 4
-    rows = simulated(tmp_path / "poisoned", *attacks, poisoned, *where)
+    rows = simulated(tmp_path / "poisoned", *attacks, poisoned, *where, code=1)
+    assert "lacks the attacks on 1 update, the first that of client 1 in round 1" in capsys.readouterr().err
     kept = [row | {"run_id": ""} for row in serial if row["client"] != 1]
     assert [row | {"run_id": ""} for row in rows if row["attack"] != poisoned] == kept
     assert [row["client"] for row in rows if row["attack"] == poisoned] == [0, 2]
@@ -224,6 +225,12 @@ def test_ray_that_is_not_installed_is_named_with_its_extra(tmp_path, capsys, mon
     assert (
         capsys.readouterr().err == "error: --ray auto needs Ray: pip install 'fedmjp[ray]', or use --workers NUMBER\n"
     )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_an_address_without_a_cluster_is_refused() -> None:
+    with pytest.raises(UsageError, match="--ray 127.0.0.1:1: nothing answers there"):
+        next(in_order(range(2), abs, WorkerConfig(ray="127.0.0.1:1")))
 
 
 @pytest.mark.parametrize("option", [["--workers", "2"], ["--ray", "auto"]])

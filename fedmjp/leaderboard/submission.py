@@ -98,6 +98,7 @@ def add(submission: Submission, console: Console) -> Path:
         UsageError: an unknown defence or one that does not fit, other pixels than the list's, too few images of one's
             own.
         ClientFailure: a client failed; what is finished is kept.
+        Incomplete: attacks were given up in a federation, which would flatter the defence.
     """
     digests = fixed_images(protocol.images_of(submission.track)) if submission.images is None else {}
     every, tuned = submission.parts(), submission.tuning()

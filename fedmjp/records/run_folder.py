@@ -21,6 +21,7 @@ from attacks.registry import UsageError
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.data.partitioning import statistics
+from fedmjp.errors import Incomplete
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
 from fedmjp.records.files import read_record, read_sealed, write_record, write_sealed, write_whole
@@ -188,6 +189,20 @@ class RunFolder:
         self._write_description()
         if (self.out / "state").exists():
             shutil.rmtree(self.out / "state")
+
+    def require_attacked(self) -> None:
+        """Refuse to pass over attacks that were given up.
+
+        Raises:
+            Incomplete: names the first update.
+        """
+        if given_up := self.description["not_attacked"]:
+            one, count = given_up[0], len(given_up)
+            raise Incomplete(
+                f"{self.out} lacks the attacks on {count} update{'s' * (count != 1)}, the first that of client "
+                f"{one['client']} in round {one['round']} under --defense {one['defense']} ({one['reason']}); run.json "
+                "names all; to try again, delete the folder or take another one"
+            )
 
     def is_finished(self) -> bool:
         """Whether the folder holds this very run, finished."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -75,12 +76,28 @@ def connect(config: WorkerConfig) -> None:
     """
     if ray.is_initialized():
         return
+    _require_answer(config.ray)
     own = {"num_cpus": config.workers, "include_dashboard": False} if config.ray == "local" else {}
     try:
         ray.init(config.ray, logging_level="ERROR", log_to_driver=False, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"--ray {config.ray}: no Ray cluster answers there ({line[:120]})") from error
+
+
+def _require_answer(address: str) -> None:
+    """Refuse an address at which nothing listens; Ray itself would try for minutes.
+
+    Raises:
+        UsageError: nothing does.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return  # auto or local
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--ray {address}: nothing answers there ({error})") from error
 
 
 def _outcome(reference: Any) -> Any:
