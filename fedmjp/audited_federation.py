@@ -92,7 +92,7 @@ def run_on_grid(
         simulated: the clients draw from `config.client_entropy`, so that the originals of an update are known. If not,
             they draw from entropy of their own (SuperNodes), and answers are not scored.
     """
-    if config.spread.spread:
+    if config.computing.spread:
         torch.set_num_threads(1)  # as the workers compute
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
     try:
@@ -137,7 +137,7 @@ class FederationAudit:
         self.aggregation = Aggregation(self.config.audit.secure_aggregation, self.alone)
         self.round_started = time.perf_counter()
         self.expected = 0  # rows up to the present round
-        self.workers = folder.config.spread  # not in `task.config`, which is what clients get
+        self.workers = folder.config.computing  # not in `task.config`, which is what clients get
         self.waiting: list[UpdateJob] = []  # whose attacks have not run yet
 
     def _memory(self) -> Memory | None:

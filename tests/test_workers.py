@@ -233,6 +233,16 @@ def test_an_address_without_a_cluster_is_refused() -> None:
         next(in_order(range(2), abs, WorkerConfig(ray="127.0.0.1:1")))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_a_node_with_another_version_refuses_its_task() -> None:
+    from fedmjp.workers.ray_tasks import _compute, code
+
+    wanted = code() | {"torch": "1.0"}
+    refused = _compute._function([None], b"", wanted, [])  # as on a node, without a cluster
+    assert f"has torch {torch.__version__.partition('+')[0]}" in str(refused.error)
+    assert "this machine has 1.0" in str(refused.error)
+
+
 @pytest.mark.parametrize("option", [["--workers", "2"], ["--ray", "auto"]])
 def test_clients_on_ray_leave_no_cores_to_workers(tmp_path, capsys, monkeypatch, option: list[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)

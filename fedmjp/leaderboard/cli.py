@@ -42,7 +42,7 @@ class Add:
     """Folder of the leaderboard."""
     work: Path = Path("runs/leaderboard")
     """Folder of the federations; each submission has one of its own in it."""
-    spread: WorkerConfig = field(default_factory=WorkerConfig)
+    computing: WorkerConfig = field(default_factory=WorkerConfig)
 
     def run(self, console: Console) -> None:
         """Do it.
@@ -57,7 +57,7 @@ class Add:
 
         work = self.work / f"{name}@{track.name}"
         work = work if self.images is None else work.with_name(f"{work.name}@{self.images.name}")
-        submission = Submission(self.defense, track, work, self.results, self.images, self.spread)
+        submission = Submission(self.defense, track, work, self.results, self.images, self.computing)
         console.print(f"written: {add(submission, console)}", highlight=False, soft_wrap=True)
 
 

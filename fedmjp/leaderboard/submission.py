@@ -56,7 +56,7 @@ class Submission:
         work: folder of its federations.
         results: folder of the leaderboard.
         images: a user's own folder of images, or None for the fixed list.
-        spread: where the attacks on its updates are computed.
+        computing: where the attacks on its updates are computed.
     """
 
     entry: str
@@ -64,7 +64,7 @@ class Submission:
     work: Path
     results: Path
     images: Path | None = None
-    spread: WorkerConfig = HERE
+    computing: WorkerConfig = HERE
 
     @property
     def data(self) -> str:
@@ -81,7 +81,7 @@ class Submission:
     def parts(self) -> list[Part]:
         """Its federations under attack."""
         found = protocol.parts(self.entry, self.track, self.work, self.data)
-        return [replace(part, config=replace(part.config, spread=self.spread)) for part in found]
+        return [replace(part, config=replace(part.config, computing=self.computing)) for part in found]
 
     def tuning(self) -> RunConfig:
         """Its fine-tuning federation."""

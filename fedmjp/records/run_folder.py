@@ -315,7 +315,7 @@ def test_images_of(config: RunConfig) -> int:
 def _identity(config: RunConfig) -> dict:
     """Everything that decides about numbers, so that the same command has the same id wherever it writes."""
     identity = json.loads(config.to_json())
-    for option in ("out", "resume", "log", "spread"):
+    for option in ("out", "resume", "log", "computing"):
         identity.pop(option)
     return identity
 
