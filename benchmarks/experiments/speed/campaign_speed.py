@@ -134,6 +134,8 @@ def run(options: CampaignOptions, console: Console) -> None:
     for runs in measure(options, console, known):
         write_whole(file, csv(runs, 6).encode())
     CAMPAIGN.write(options.out)
-    versions = {"cores": os.cpu_count(), "images": options.images.rpartition("/")[2]}
-    note_run(options.out, "python benchmarks/campaign_speed.py", devices=runs["device"], **versions)
+    machine = {"cores": os.cpu_count(), "images": options.images.rpartition("/")[2]}
+    program, commits = "python benchmarks/campaign_speed.py", runs["commit"]
+    fresh = not options.resume
+    note_run(options.out, program, devices=runs["device"], commits=commits, overwritten=fresh, **machine)
     console.print(pd.read_csv(options.out / "table.csv").round(2).to_string(index=False), highlight=False)

@@ -92,7 +92,8 @@ def campaign_block(folder: Path) -> str:
     lines, run = [], read_run(folder)
     for _, row in pd.read_csv(folder / "table.csv").iterrows():
         times = [interval(row, name, 2 if "speedup" in name else 0, RANGE) for name in TIMES]
-        lines.append([row.executor, *("" if "nan" in cell else cell for cell in times)])
+        where = row.executor if row.executor == SERIAL else f"`{row.executor}`"
+        lines.append([where, *("" if "nan" in cell else cell for cell in times)])
         about = f"{row['count']} images of `{run['images']}`, {row.model}, γ = {row.gamma}, {row.batch_size} a task"
     table = markdown_table(["where", *TIMES.values()], lines)
     return f"{table}\n\n{about}; {run['cores']} CPU cores, {row.repeats} turns; medians."
