@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from attacks.findings import Finding
 from attacks.fingerprints import repair, repaired
 from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
 from fedmjp.audit.drawn import drawn_by
-from fedmjp.audit.harness import Scored, answer, audit_update, scorer, unscored
+from fedmjp.audit.harness import Scored, scorer
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import SentModels, observe_update, undo_adam
 from fedmjp.audit.originals import Originals
 from fedmjp.audit.suite import Suite, active_attack, select_attacks
+from fedmjp.audit.update_job import UpdateJob, run_job
 from fedmjp.budgets import build_attack
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
@@ -41,6 +43,7 @@ from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.records.run_folder import RunFolder, holds_finished
 from fedmjp.records.server_state import ServerState
 from fedmjp.records.tracking import Tracker, open_tracker
+from fedmjp.workers import Lost, in_order
 
 
 def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
@@ -66,6 +69,7 @@ def run_or_resume(
 
     Raises:
         UsageError, ClientFailure: see `run_experiment`.
+        Incomplete: attacks were given up; the folder is not finished.
     """
     if holds_finished(config):
         console.print(f"{title}: finished before", highlight=False)
@@ -75,6 +79,7 @@ def run_or_resume(
     run_experiment(config, folder, RunProgress(console))
     if measure is not None:
         measure(config, folder)
+    folder.require_attacked()
     folder.finish()
 
 
@@ -87,6 +92,8 @@ def run_on_grid(
         simulated: the clients draw from `config.client_entropy`, so that the originals of an update are known. If not,
             they draw from entropy of their own (SuperNodes), and answers are not scored.
     """
+    if config.computing.spread:
+        torch.set_num_threads(1)  # as the workers compute
     lpips = load_lpips(config.audit.lpips_net, config.audit.lpips_weights, config.device)
     try:
         with folder.open_rows() as rows, closing(open_tracker(config.log, config.out)) as tracker:
@@ -130,6 +137,8 @@ class FederationAudit:
         self.aggregation = Aggregation(self.config.audit.secure_aggregation, self.alone)
         self.round_started = time.perf_counter()
         self.expected = 0  # rows up to the present round
+        self.workers = folder.config.computing  # not in `task.config`, which is what clients get
+        self.waiting: list[UpdateJob] = []  # whose attacks have not run yet
 
     def _memory(self) -> Memory | None:
         """Where earlier updates are kept, if an attack asks for them and the model has tokens to attack."""
@@ -209,6 +218,8 @@ class FederationAudit:
             audited = (seen.round, seen.client) in self.attacked[BASELINES[0]]
             if audited or (self.memory is not None and seen.client in self.config.audit.audit_clients):
                 self._audit(seen, audited)
+            if audited and self.workers.spread:
+                return  # it is done once its attacks are
         self.progress.client_done()
 
     def on_failure(self, number: int, client: int, reason: str) -> None:
@@ -218,6 +229,7 @@ class FederationAudit:
 
     def on_round(self, number: int, state: ServerState) -> None:
         """Evaluate the global model, note the round and save the state to resume from."""
+        self._attack_waiting()
         f = self.config.federation
         due = number % f.evaluate_every == 0 or number == f.rounds
         if due and not self.folder.has_round(self.defense, number):
@@ -267,72 +279,74 @@ class FederationAudit:
             observation = dataclasses.replace(observation, drawn=drawn_by(self.task, raw, observation, batch))
         observations = [*(self.memory.before(observation) if self.memory else []), observation]
         if audited:
-            audit = self.config.audit
-            suite = select_attacks(
-                audit.attacks,
-                observations,
-                self.threat_model,
-                budget=audit.budget_seconds(),
-                settings=self.settings,
-            )
-            self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
-            self.folder.note_findings(self.defense, findings)
-            wanted = self._wanted(view, suite)
-            if batch is None:
-                self._attack_unscored(observations, suite, wanted, view, findings)
-            else:
-                self._attack(observations, suite, wanted, batch, seen, view, findings)
+            self._prepare(observations, view, batch, seen, findings)
         if self.memory:
             self.memory.add(observation)
 
-    def _attack(
+    def _prepare(
         self,
         observations: list[Observation],
-        suite: Suite,
-        wanted: list[str],
-        batch: Batch,
-        seen: Tensor,
         view: SeenUpdate,
+        batch: Batch | None,
+        seen: Tensor | None,
         findings: Sequence[Finding],
     ) -> None:
-        """Write rows and pictures of the guesses and attacks that are wanted."""
-        originals, observation = batch.images.to(self.task.device), observations[-1]
-        if self.task.learner.objective.whole_views > 1:  # an update holds the views, and the image only through them
-            originals = self.task.whole_views(batch, view.client, view.round, 0)
-        if wanted:
-            self.folder.save_images(self.defense, view.round, view.client, "original", originals)
-            self.folder.save_images(self.defense, view.round, view.client, "seen", seen)
-        norm = observation.gradient_norm()
-        for scored in audit_update(
-            observations,
-            originals,
-            attacks=suite.chosen,
-            baselines=self.originals.guesses(view, len(originals)),
-            score_images=self.score_images,
-            skip=lambda name: name not in wanted,
-            weights_granted=Capability.MODEL_WEIGHTS in self.threat_model.grants,
-            findings=findings,
-        ):
-            self._write(scored, observation, self.originals.ids(view), norm)
+        """Choose the attacks on an update, and line them up with what they need.
 
-    def _attack_unscored(
-        self,
-        observations: list[Observation],
-        suite: Suite,
-        wanted: list[str],
-        view: SeenUpdate,
-        findings: Sequence[Finding],
-    ) -> None:
-        """Write rows and pictures of the attacks that are wanted, where the originals are not known."""
-        granted, ids = Capability.MODEL_WEIGHTS in self.threat_model.grants, self.originals.ids(view)
-        norm = observations[-1].gradient_norm()
-        for name in wanted:
-            attack = suite.chosen[name]
-            with torch.no_grad():
-                found = answer(attack, observations, weights_granted=granted)
-            self._write(unscored(attack, name, found, len(ids), findings), observations[-1], ids, norm)
+        Args:
+            batch, seen: the originals and the model's input; None where they are not known.
+        """
+        audit, place = self.config.audit, (self.defense, view.round, view.client)
+        budget = audit.budget_seconds()
+        suite = select_attacks(audit.attacks, observations, self.threat_model, budget=budget, settings=self.settings)
+        self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
+        self.folder.note_findings(self.defense, findings)
+        wanted, originals, guesses = self._wanted(view, suite), None, {}
+        if batch is not None:
+            originals = batch.images.to(self.task.device)
+            if self.task.learner.objective.whole_views > 1:  # the update holds views, and the image only through them
+                originals = self.task.whole_views(batch, view.client, view.round, 0)
+            guesses = self.originals.guesses(view, len(originals))
+            if wanted:
+                self.folder.save_images(*place, "original", originals)
+                self.folder.save_images(*place, "seen", seen)
+        self.waiting.append(
+            UpdateJob(
+                observations,
+                originals,
+                self.originals.ids(view),
+                {name: attack for name, attack in suite.chosen.items() if name in wanted},
+                {name: guess for name, guess in guesses.items() if name in wanted},
+                Capability.MODEL_WEIGHTS in self.threat_model.grants,
+                findings,
+            )
+        )
+        if len(self.waiting) >= self.workers.together():
+            self._attack_waiting()
 
-    def _write(self, scored: Scored, observation: Observation, ids: Sequence[str], norm: float) -> None:
+    def _attack_waiting(self) -> None:
+        """Run the attacks on the updates that wait for them, and write rows and pictures."""
+        jobs, self.waiting = self.waiting, []
+        jobs = jobs if self.workers.spread else [one for job in jobs for one in job.single()]
+        for job, found in in_order(jobs, partial(run_job, self.score_images), self.workers):
+            if isinstance(found, Lost):
+                self._give_up(job, found)
+            else:
+                for scored in found:
+                    self._write(scored, job)
+            if self.workers.spread:
+                self.progress.client_done()
+
+    def _give_up(self, job: UpdateJob, lost: Lost) -> None:
+        """Note attacks that have no rows on an update."""
+        self.expected -= len(job.names) * len(job.image_ids)
+        round, client = job.observation.round, job.observation.client
+        self.folder.note_not_attacked(self.defense, round, client, job.names, lost.reason)
+        for line in lost.lines([f"{self.defense}, round {round}, client {client}"]):
+            self.progress.say(line)
+
+    def _write(self, scored: Scored, job: UpdateJob) -> None:
+        observation, norm = job.observation, job.observation.gradient_norm()
         place = self.defense, observation.round, observation.client
         if scored.images is not None:
             self.folder.save_images(*place, scored.attack, scored.images)
@@ -340,7 +354,7 @@ class FederationAudit:
             mask = scored.known.float().expand(-1, 3, -1, -1)
             self.folder.save_images(*place, f"{scored.attack}_known", mask)
         case = self._case(scored.attack, scored.parameters, observation.round, observation.client)
-        for index, image_id in enumerate(ids):
+        for index, image_id in enumerate(job.image_ids):
             self.rows.append(self._provenance() | scored.row(case, image_id, norm, index))
         found = [r["psnr"] for r in scored.records]
         self.psnr[scored.attack] += filter(math.isfinite, found)  # of images that came back

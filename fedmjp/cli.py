@@ -21,7 +21,7 @@ from rich.console import Console
 
 from attacks.registry import UsageError
 from fedmjp import __version__
-from fedmjp.errors import ClientFailure
+from fedmjp.errors import ClientFailure, Incomplete
 
 T = TypeVar("T")
 
@@ -96,8 +96,8 @@ def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:
         resume: where the finished rows are and how to go on, for an interrupt or a failed client.
 
     Returns:
-        0, 1 for a failed client or a disk that is full or cannot be written to, 2 for a mistake of usage, 130 for an
-        interrupt.
+        0, 1 for a failed client, missing results, or a disk that is full or cannot be written to, 2 for a mistake of
+        usage, 130 for an interrupt.
     """
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
@@ -113,6 +113,9 @@ def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:
         return EXIT_FAILURE
     except ClientFailure as error:
         print(f"error: {error}\n{resume()}", file=sys.stderr)
+        return EXIT_FAILURE
+    except Incomplete as error:
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         print(f"\ninterrupted; {resume()}", file=sys.stderr)

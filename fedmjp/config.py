@@ -36,6 +36,7 @@ from fedmjp.federation_options import FederationConfig, LocalConfig
 from fedmjp.models import MODELS, split_name
 from fedmjp.objectives import Objective, objective_help, read_objective
 from fedmjp.settings import describe, from_plain, option_fields, read_value, replace_at
+from fedmjp.workers.options import WorkerConfig
 
 if TYPE_CHECKING:
     from fedmjp.entropy import ClientEntropy
@@ -178,6 +179,7 @@ class RunConfig:
     """Folder of the results (left at its default, a new folder in it is named after the time)."""
     resume: bool = False
     """Go on with the unfinished run in --out; finished rows are not repeated."""
+    computing: WorkerConfig = field(default_factory=WorkerConfig)
     log: Literal["none", "tensorboard"] = "none"
     """tensorboard: accuracy, loss and the PSNR of each attack by round, as event files in OUT/tensorboard
     (pip install 'fedmjp[tensorboard]')."""
@@ -233,6 +235,9 @@ class RunConfig:
                 f"--objective {self.objective} has no labels to mix or smooth; pass --augment crop+flip, not "
                 f"{self.local.augment}"
             )
+        self.computing.check(self.device, self.threads)
+        if self.computing.spread and self.federation.engine != "local":
+            raise UsageError("--engine ray gives the cores to clients; leave out --workers and --ray")
         self._validate_audited()
         for name in self.audit.named():
             ATTACKS.check(name)
@@ -360,7 +365,7 @@ class RunConfig:
 
 
 # What the server's orders leave out: the seed of what clients draw, and how the server itself runs.
-NOT_ORDERED = ("client_seed", "out", "resume", "log")
+NOT_ORDERED = ("client_seed", "out", "resume", "log", "computing")
 # A group of options a defence; only now are the names known that a run's other options take.
 DefenseOptions = defense_options(option_names(RunConfig))
 

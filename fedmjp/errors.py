@@ -33,3 +33,7 @@ def needs_extra(extra: str, purpose: str) -> Iterator[None]:
         raise MissingExtra(
             f"{purpose} needs the package {error.name!r}, which is not installed: pip install 'fedmjp[{extra}]'"
         ) from error
+
+
+class Incomplete(Exception):
+    """Results are written, and some that were asked for are not among them; the text is for the user."""

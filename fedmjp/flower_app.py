@@ -32,8 +32,8 @@ from fedmjp.settings import split_entries
 SECTION = "[tool.flwr.app.config]"
 # What a run on a SuperLink starts from, where it differs from the command line's defaults.
 BASE = RunConfig(defense=("mjp",), model=ModelConfig("deit_ti"), out=Path("runs/flower"))
-# The nodes are the clients, which draw from entropy of their own, and the grid is Flower's own.
-FIXED = ("clients", "engine", "client_seed")
+# The nodes are the clients, which draw from entropy of their own; the grid is Flower's own, and its ServerApp attacks.
+FIXED = ("clients", "engine", "client_seed", "workers", "ray")
 PLUGINS = "defense_options"
 
 

@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from statistics import fmean
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 
@@ -40,6 +48,7 @@ class RunProgress:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
         )
         with Progress(*columns, console=self.console, transient=True) as self._bar:
             self._task = self._bar.add_task(
@@ -52,6 +61,10 @@ class RunProgress:
         self._psnr[attack] += [p for p in psnr if not math.isnan(p)] or []
         self._psnr.setdefault(attack, [])
         self._bar.update(self._task, description=f"{self._defense}: {attack}")
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(line, highlight=False)
 
     def client_done(self) -> None:
         """Advance the bar after a client's update has been received and audited."""

@@ -27,6 +27,7 @@ def run(config: RunConfig, console: Console) -> Path:
 
     Raises:
         UsageError, ClientFailure: see `run_experiment`.
+        Incomplete: attacks were given up; the report is written.
     """
     config.validate()
     from fedmjp.audited_federation import run_experiment
@@ -40,7 +41,11 @@ def run(config: RunConfig, console: Console) -> Path:
     if not folder.is_finished():
         run_experiment(config, folder, RunProgress(console))
         folder.finish()
-    return report(folder, console)
+    page = report(folder, console)
+    if folder.description["not_attacked"]:
+        console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    folder.require_attacked()
+    return page
 
 
 def report(folder: RunFolder, console: Console) -> Path:
@@ -68,7 +73,8 @@ def report(folder: RunFolder, console: Console) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code: 0, 1 for a failed client, 2 for a mistake of usage, 130 for an interrupt."""
+    """Command line; returns the exit code: 0, 1 for a failed client or attacks that were given up, 2 for a mistake of
+    usage, 130 for an interrupt."""
     config = parse(RunConfig, "python -m fedmjp.simulate", RunConfig.__doc__, arguments)
     if config.out == RunConfig().out:
         config = dataclasses.replace(config, out=config.out / datetime.now().strftime("%Y%m%d-%H%M%S"))

@@ -24,6 +24,7 @@ from fedmjp.cli import EXIT_FAILURE, guarded, parse, split_commas, terminal
 from fedmjp.config import ATTACKS_HELP, DefenseOptions
 from fedmjp.defenses import DEFENSES
 from fedmjp.defenses.chain import read_defense
+from fedmjp.workers.options import WorkerConfig
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 RESULTS, PAPER = BENCHMARKS.parent / "results", BENCHMARKS / "paper"
@@ -72,21 +73,17 @@ class RowOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
-class WorkerOptions(RowOptions):
-    """Commands whose batches of images may be attacked in several processes."""
-
-    workers: int = 1
-    """Processes on this machine, each with one thread, that attack batches of images side by side. Rows are those of
-    one process with --threads 1, in the same order."""
+class WorkerOptions(RowOptions, WorkerConfig):
+    """Commands whose batches of images may be attacked in several processes, or on a Ray cluster."""
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        check_positive(self, "workers")
-        if self.workers > 1 and self.device != "cpu":
-            raise UsageError(f"--workers shares out the cores of a CPU; leave it out with --device {self.device}")
-        if self.workers > 1 and self.threads > 1:
-            raise UsageError("--workers gives each process one thread; leave out --threads")
+        self.check(self.device, self.threads)
         super().validate()
+
+    def worker_config(self) -> WorkerConfig:
+        """Where batches are computed."""
+        return WorkerConfig(self.workers, self.ray)
 
 
 @dataclass(frozen=True)

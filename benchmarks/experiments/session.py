@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attacks import ATTACKS, Attack, Observation, ThreatModel
 from attacks.registry import UsageError
 from experiments.rendering import Rendering, read_rows
-from experiments.scaffold import AttackOptions, DeviceOptions, RowOptions
+from experiments.scaffold import AttackOptions, DeviceOptions, Failure, RowOptions, WorkerOptions
 from fedmjp.audit.harness import ScoreImages, scorer
 from fedmjp.audit.suite import select_attacks
 from fedmjp.audit.victims import Victims
@@ -29,9 +29,10 @@ from fedmjp.records import provenance
 from fedmjp.records.lock import FolderLock
 from fedmjp.records.rows import RESULTS, RowLog, Schema, pack_rows, unpack_rows
 from fedmjp.records.run_record import note_rows, note_start
+from fedmjp.workers.schedule import NOT_ATTACKED
 
 # Options that decide about no number.
-_NEUTRAL = {"out", "resume", "device", "threads", "workers", "batch_size", "together"}
+_NEUTRAL = {"out", "resume", "device", "threads", "workers", "ray", "batch_size", "together"}
 
 
 def prepare_torch(options: DeviceOptions) -> torch.device:
@@ -40,7 +41,7 @@ def prepare_torch(options: DeviceOptions) -> torch.device:
     Raises:
         UsageError: no such device here.
     """
-    threads = 1 if getattr(options, "workers", 1) > 1 else options.threads
+    threads = 1 if getattr(options, "spread", False) else options.threads
     if threads:
         torch.set_num_threads(threads)
     return usable_device(options.device)
@@ -72,6 +73,21 @@ class Session:
         """Lines said of pictures that could not be read."""
         return [line for line in self._said if line.startswith("left out")]
 
+    @property
+    def not_attacked(self) -> list[str]:
+        """Lines said of batches that were given up (`fedmjp.workers.Lost.lines`)."""
+        return [line for line in self._said if line.startswith(NOT_ATTACKED)]
+
+    def require_all(self) -> None:
+        """End the command with an error where batches were given up; called once all else is written.
+
+        Raises:
+            Failure: names the first of them.
+        """
+        if given_up := self.not_attacked:
+            more = f" and {len(given_up) - 1} more lines in run.json" if len(given_up) > 1 else ""
+            raise Failure(f"{given_up[0]}{more}; the other rows are in {self.out}, --resume tries again")
+
     @contextmanager
     def rows(self, defense: Defense | None = None) -> Iterator[RowLog]:
         """The folder's rows, to append to; packed where the block ends without an exception.
@@ -100,6 +116,7 @@ class Session:
         finally:
             lock.release()
         if not path.stat().st_size:
+            self.require_all()
             raise UsageError(f"no picture of --images {self.options.images} can be read; nothing was attacked")
         pack_rows(path)
 
@@ -133,7 +150,9 @@ class Session:
             more: further entries of run.json.
         """
         rows = read_rows(self.out, self._schema)
-        note_rows(self.out, program, rows, joined={"left_out": self.left_out}, **self.notes(rows), **more)
+        lines = {"joined": {"left_out": self.left_out}}
+        lines |= {"not_attacked": self.not_attacked} if isinstance(self.options, WorkerOptions) else {}
+        note_rows(self.out, program, rows, not self.not_attacked, **lines, **self.notes(rows), **more)
         rendering.write(self.out)
         self.console.print(f"tables and figures: {self.out}", soft_wrap=True, highlight=False)
         return rows

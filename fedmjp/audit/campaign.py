@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from fedmjp.audit.harness import Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.records.image_digests import ImageDigests
 from fedmjp.records.rows import BASELINES, RowLog
-from fedmjp.workers import Lost, in_order
+from fedmjp.workers import HERE, Lost, WorkerConfig, in_order
 
 Cases = Mapping[tuple[Setting, str], dict[str, Any]]
 
@@ -71,12 +70,122 @@ def run_attacks(
 
 
 @dataclass(frozen=True)
+class _Batch:
+    """Clients that are attacked together.
+
+    Attributes:
+        clients: their numbers.
+        lacking: (setting, attack, client) of each of their rows that is missing.
+    """
+
+    clients: list[int]
+    lacking: frozenset[tuple[Setting, str, int]]
+
+
+@dataclass(frozen=True)
 class _Found:
-    """What a batch of clients gave: rows, each attack's PSNR in them (dB), and lines for the user."""
+    """What a batch of clients gave.
+
+    Attributes:
+        rows: the rows that were missing.
+        psnr: each attack's PSNR in them (dB).
+        warnings: lines for the user.
+        batch_size: clients that fit into memory at once.
+    """
 
     rows: list[dict[str, Any]]
     psnr: dict[str, list[float]]
     warnings: list[str]
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Attacks batches of clients. Holds no file and no display, so that another machine can compute it.
+
+    Attributes:
+        victims: the clients.
+        subject: the attacked model.
+        cases: what identifies the rows of each setting and attack.
+        attacks: by name.
+        columns: columns that are the same in all rows of the run.
+        score_images: see `harness.scorer`.
+    """
+
+    victims: Victims
+    subject: Subject
+    cases: Cases
+    attacks: Mapping[str, Attack]
+    columns: Mapping[str, Any]
+    score_images: ScoreImages
+
+    def __call__(self, batch: _Batch) -> _Found:
+        """The missing rows of a batch, which is halved as long as it does not fit into memory.
+
+        Raises:
+            UsageError: not even one client fits.
+        """
+        warnings: list[str] = []
+        victims = self.victims.with_warnings(warnings.append)
+        rows: list[dict[str, Any]] = []
+        psnr: dict[str, list[float]] = defaultdict(list)
+        clients, size = batch.clients, len(batch.clients)
+        while clients:
+            some = clients[:size]
+            found = self._attack_if_it_fits(victims, some, batch.lacking)
+            if found is None:  # outside the handler, because its traceback keeps the tensors of the failed pass alive
+                if victims.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                size = len(some) // 2
+                victims.warn(f"out of memory with {len(some)} clients per batch; continuing with {size}")
+                continue
+            for setting, name, client, one, norm in found:
+                rows += _rows_of(victims, self.cases[setting, name], client, one, norm, self.columns)
+                psnr[name] += [record["psnr"] for record in one.records]
+            clients = clients[size:]
+        return _Found(rows, dict(psnr), warnings, size)
+
+    def _attack_if_it_fits(
+        self, victims: Victims, batch: list[int], lacking: Collection[tuple[Setting, str, int]]
+    ) -> list[tuple[Setting, str, int, Scored, float]] | None:
+        """(setting, attack, client, scored answer, gradient norm) of each missing row; None where memory runs out."""
+        try:
+            return self._attack(victims, batch, lacking)
+        except OUT_OF_MEMORY as error:
+            if len(batch) == 1:
+                raise UsageError(
+                    f"{self.subject.built.name} does not fit into memory with a single image; use a smaller model or "
+                    "a CPU"
+                ) from error
+            return None
+
+    def _attack(
+        self, victims: Victims, batch: list[int], lacking: Collection[tuple[Setting, str, int]]
+    ) -> list[tuple[Setting, str, int, Scored, float]]:
+        clients, originals = victims.decode(batch, self.subject.dtype)
+        if not clients:
+            return []
+        settings = list(dict.fromkeys(setting for setting, _ in self.cases))
+        done = set(self.attacks) - {name for _, name, client in lacking if client in clients}
+        found = run_attacks(
+            victims, self.subject, settings, clients, originals, self.attacks, self.score_images, skip=done
+        )
+        return [
+            (setting, name, client, self._with_label_accuracy(victims, client, one), norm)
+            for (setting, name), lines in found.items()
+            for client, (norm, one) in zip(clients, lines, strict=True)
+            if (setting, name, client) in lacking
+        ]
+
+    def _with_label_accuracy(self, victims: Victims, client: int, one: Scored) -> Scored:
+        """Add the share of the client's labels that the attack inferred correctly, if it inferred any."""
+        found = one.reconstruction.labels
+        if found is None:
+            return one
+        true = Counter(victims.labels(self.subject.built, [client]).tolist())
+        share = (true & Counter(found.tolist())).total() / true.total()
+        details = {**one.reconstruction.details, "label_accuracy": share}
+        return replace(one, reconstruction=replace(one.reconstruction, details=details))
 
 
 class Campaign:
@@ -91,8 +200,8 @@ class Campaign:
         score_images: see `harness.scorer`.
         batch_size: clients per pass; halved permanently whenever memory runs out.
         on_batch: called after each batch with the number of clients processed, and each attack's PSNR on them (dB).
-        workers: processes that compute batches; rows are the same, and in the same order, for any number. A batch whose
-            processes die is left out with a warning that names its images.
+        workers: where batches are computed; the rows are the same, and in the same order, wherever that is. A batch
+            that is given up is left out with a warning that names its images (`workers.Lost.lines`).
     """
 
     def __init__(
@@ -106,7 +215,7 @@ class Campaign:
         score_images: ScoreImages,
         batch_size: int,
         on_batch: Callable[[int, Mapping[str, list[float]]], None],
-        workers: int = 1,
+        workers: WorkerConfig = HERE,
     ) -> None:
         self.victims, self.defense, self.rows, self.columns = victims, defense, rows, columns
         self.attacks = dict(attacks)
@@ -128,27 +237,23 @@ class Campaign:
                 for setting in alike
                 for name, attack in self.attacks.items()
             }
-            batches = self._batches(list(cases.values()))
-            for clients, found in in_order(batches, partial(self._found, subject, cases), self.workers):
-                self._write_found(clients, found)
+            work = _Work(
+                self.victims.with_warnings(print), subject, cases, self.attacks, self.columns, self.score_images
+            )
+            for batch, found in in_order(self._batches(cases), work, self.workers):
+                self._write_found(batch, found)
             self._require_complete(list(cases.values()))
 
-    def _found(self, subject: Subject, cases: Cases, clients: list[int]) -> _Found:
-        """What the attacks find of some clients; it is written, and warnings are given, by `_write_found`."""
-        warnings: list[str] = []
-        warn, self.victims.warn = self.victims.warn, warnings.append
-        try:
-            return _Found(*self._attack_or_halve(subject, clients, cases), warnings)
-        finally:
-            self.victims.warn = warn
-
-    def _write_found(self, clients: list[int], found: _Found | Lost) -> None:
-        psnr: Mapping[str, list[float]] = {}
+    def _write_found(self, batch: _Batch, found: _Found | Lost) -> None:
+        clients, psnr = batch.clients, {}
         if isinstance(found, Lost):
             self._lost |= set(clients)
-            self.victims.warn(found.left_out(name for client in clients for name in self.victims.ids(client)))
+            for line in found.lines(name for client in clients for name in self.victims.ids(client)):
+                self.victims.warn(line)
         else:
             psnr = found.psnr
+            if found.batch_size < len(clients):
+                self.batch_size = found.batch_size
             for line in found.warnings:
                 self.victims.warn(line)
             for row in found.rows:
@@ -163,9 +268,9 @@ class Campaign:
             mean: (1, C, H, W) in [0, 1], the mean image; by default that of the victims' images.
         """
         cases = {name: self.victims.case(None, self.defense, setting, name, {}) for name in BASELINES}
-        for batch in self._batches(list(cases.values())):
+        for batch in self._batches({(setting, name): case for name, case in cases.items()}):
             mean = self.victims.mean_image(self.batch_size) if mean is None else mean
-            clients, originals = self.victims.decode(batch)
+            clients, originals = self.victims.decode(batch.clients)
             if not clients:
                 continue
             others = self.victims.others(clients, originals)
@@ -175,10 +280,11 @@ class Campaign:
                     if not self._lacks([cases[name]], client):
                         continue
                     own = scores[index * self.victims.group : (index + 1) * self.victims.group]
-                    for row in self._rows_of(cases[name], client, Scored(name, {}, None, own, 0.0, ""), float("nan")):
+                    one = Scored(name, {}, None, own, 0.0, "")
+                    for row in _rows_of(self.victims, cases[name], client, one, float("nan"), self.columns):
                         self.rows.append(row)
 
-    def _batches(self, cases: list[dict[str, Any]]) -> Iterator[list[int]]:
+    def _batches(self, cases: Mapping[tuple[Any, str], dict[str, Any]]) -> Iterator[_Batch]:
         """Batches of clients of the current batch size, without those whose rows are complete.
 
         A batch with missing rows is always computed as a whole: an image's gradient is rounded differently when the
@@ -189,8 +295,9 @@ class Campaign:
             batch = clients[: self.batch_size]
             clients = clients[len(batch) :]
             self._check_images(batch)
-            if any(self._lacks(cases, client) for client in batch):
-                yield batch
+            lacking = [(*key, c) for key, case in cases.items() for c in batch if self._lacks([case], c)]
+            if lacking:
+                yield _Batch(batch, frozenset(lacking))
             else:
                 self.on_batch(len(batch), {})
 
@@ -220,66 +327,10 @@ class Campaign:
     def _lacks(self, cases: Sequence[Mapping[str, Any]], client: int) -> bool:
         return not all(self.rows.done(case, self.victims.ids(client)) for case in cases)
 
-    def _attack_or_halve(
-        self, subject: Subject, clients: list[int], cases: Cases
-    ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-        try:
-            return self._attack(subject, clients, cases)
-        except OUT_OF_MEMORY as error:
-            if len(clients) == 1:
-                raise UsageError(
-                    f"{subject.built.name} does not fit into memory with a single image; use a smaller model or a CPU"
-                ) from error
-        # Outside the handler, because the exception's traceback keeps the tensors of the failed pass alive.
-        if self.victims.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.batch_size = len(clients) // 2
-        self.victims.warn(f"out of memory with {len(clients)} clients per batch; continuing with {self.batch_size}")
-        rows, psnr = [], defaultdict(list)
-        while clients:
-            size = self.batch_size  # the next part may halve it again
-            some, values = self._attack_or_halve(subject, clients[:size], cases)
-            rows += some
-            for name, own in values.items():
-                psnr[name] += own
-            clients = clients[size:]
-        return rows, dict(psnr)
 
-    def _attack(
-        self, subject: Subject, batch: list[int], cases: Cases
-    ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-        """The missing rows of a batch, and each attack's PSNR in them (dB)."""
-        clients, originals = self.victims.decode(batch, subject.dtype)
-        settings = list(dict.fromkeys(setting for setting, _ in cases))
-        lacking = {name for (_, name), case in cases.items() if any(self._lacks([case], c) for c in clients)}
-        done = set(self.attacks) - lacking
-        found = {}
-        if clients:
-            found = run_attacks(
-                self.victims, subject, settings, clients, originals, self.attacks, self.score_images, skip=done
-            )
-        rows: list[dict[str, Any]] = []
-        psnr: dict[str, list[float]] = {name: [] for name in lacking}
-        for (setting, name), lines in found.items():
-            for client, (norm, one) in zip(clients, lines, strict=True):
-                if not self._lacks([cases[setting, name]], client):
-                    continue
-                rows += self._rows_of(
-                    cases[setting, name], client, self._with_label_accuracy(subject, client, one), norm
-                )
-                psnr[name] += [record["psnr"] for record in one.records]
-        return rows, psnr
-
-    def _with_label_accuracy(self, subject: Subject, client: int, one: Scored) -> Scored:
-        """Add the share of the client's labels that the attack inferred correctly, if it inferred any."""
-        found = one.reconstruction.labels
-        if found is None:
-            return one
-        true = Counter(self.victims.labels(subject.built, [client]).tolist())
-        share = (true & Counter(found.tolist())).total() / true.total()
-        details = {**one.reconstruction.details, "label_accuracy": share}
-        return replace(one, reconstruction=replace(one.reconstruction, details=details))
-
-    def _rows_of(self, case: Mapping[str, Any], client: int, one: Scored, norm: float) -> list[dict[str, Any]]:
-        ids = self.victims.ids(client)
-        return [{**self.columns, **one.row(case, image_id, norm, place)} for place, image_id in enumerate(ids)]
+def _rows_of(
+    victims: Victims, case: Mapping[str, Any], client: int, one: Scored, norm: float, columns: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """One row for each of the client's images."""
+    ids = victims.ids(client)
+    return [{**columns, **one.row(case, image_id, norm, place)} for place, image_id in enumerate(ids)]

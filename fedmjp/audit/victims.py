@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -134,6 +134,12 @@ class Victims:
 
     def __len__(self) -> int:
         return len(self.gallery.images) // self.group
+
+    def with_warnings(self, warn: Callable[[str], None]) -> Victims:
+        """The same clients, with another receiver of warnings."""
+        found = copy(self)
+        found.warn = warn
+        return found
 
     def members(self, client: int) -> list[int]:
         """Indices of a client's images in the gallery."""

@@ -16,7 +16,7 @@ from fedmjp.federation.boundary import CheckedGrid, Expected
 from fedmjp.federation.client_app import pack_state, read_kept, read_state
 from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.strategy import FederatedMean
-from fedmjp.federation.tap import TapGrid, Turn
+from fedmjp.federation.tap import OrderedGrid, TapGrid, Turn
 from fedmjp.federation.wire import LAYERS, count_of, flat, layout_of, pack, unpack
 from fedmjp.records.server_state import ServerState
 
@@ -83,7 +83,7 @@ def run_rounds(
         on_round(server_round + first_round - 1, state)
         return None
 
-    checked = CheckedGrid(grid, server_side.expected())
+    checked = OrderedGrid(CheckedGrid(grid, server_side.expected()))  # rows follow the clients' order under any engine
     rounds = f.rounds - first_round + 1
     strategy.start(
         TapGrid(checked, server_side), state, num_rounds=rounds, timeout=f.round_timeout, evaluate_fn=evaluate

@@ -6,6 +6,7 @@ active server too: it is asked before a training message is sent, and may send a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,21 @@ class WrappedGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """See the wrapped grid; these replies are not observed."""
         return self._grid.pull_messages(message_ids)
+
+
+class OrderedGrid(WrappedGrid):
+    """`grid`, whose replies come in the order of the messages; early ones are kept (never under the local engine)."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        """At most one reply of each node that was asked."""
+        outgoing = list(messages)
+        queue = deque(message.metadata.dst_node_id for message in outgoing)
+        waiting: dict[int, Message] = {}
+        for reply in self._grid.send_and_receive(outgoing, timeout=timeout):
+            waiting[reply.metadata.src_node_id] = reply
+            while queue and queue[0] in waiting:
+                yield waiting.pop(queue.popleft())
+        yield from (waiting[node] for node in queue if node in waiting)
 
 
 class TapGrid(WrappedGrid):

@@ -10,7 +10,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from attacks import UsageError
 from fedmjp.cli import EXIT_FAILURE, guarded, parse, terminal
 from fedmjp.leaderboard.protocol import TRACKS, slug, track_of
+from fedmjp.workers.options import WorkerConfig
 
 TRACK_HELP = "How much is run: " + "; ".join(f"{track.name}: {track.meaning}" for track in TRACKS.values()) + "."
 
@@ -41,6 +42,7 @@ class Add:
     """Folder of the leaderboard."""
     work: Path = Path("runs/leaderboard")
     """Folder of the federations; each submission has one of its own in it."""
+    computing: WorkerConfig = field(default_factory=WorkerConfig)
 
     def run(self, console: Console) -> None:
         """Do it.
@@ -55,7 +57,7 @@ class Add:
 
         work = self.work / f"{name}@{track.name}"
         work = work if self.images is None else work.with_name(f"{work.name}@{self.images.name}")
-        submission = Submission(self.defense, track, work, self.results, self.images)
+        submission = Submission(self.defense, track, work, self.results, self.images, self.computing)
         console.print(f"written: {add(submission, console)}", highlight=False, soft_wrap=True)
 
 

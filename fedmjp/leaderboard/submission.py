@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from fedmjp.records.images import image_path
 from fedmjp.records.rows import RowLog, load_rows, pack_rows
 from fedmjp.records.run_record import note_run
 from fedmjp.report.words import defence_words
+from fedmjp.workers.options import HERE, WorkerConfig
 
 PROGRAM = "fedmjp-leaderboard"
 NO_ADAPTIVE = "no adaptive attack"
@@ -55,6 +56,7 @@ class Submission:
         work: folder of its federations.
         results: folder of the leaderboard.
         images: a user's own folder of images, or None for the fixed list.
+        computing: where the attacks on its updates are computed.
     """
 
     entry: str
@@ -62,6 +64,7 @@ class Submission:
     work: Path
     results: Path
     images: Path | None = None
+    computing: WorkerConfig = HERE
 
     @property
     def data(self) -> str:
@@ -77,7 +80,8 @@ class Submission:
 
     def parts(self) -> list[Part]:
         """Its federations under attack."""
-        return list(protocol.parts(self.entry, self.track, self.work, self.data))
+        found = protocol.parts(self.entry, self.track, self.work, self.data)
+        return [replace(part, config=replace(part.config, computing=self.computing)) for part in found]
 
     def tuning(self) -> RunConfig:
         """Its fine-tuning federation."""
@@ -94,6 +98,7 @@ def add(submission: Submission, console: Console) -> Path:
         UsageError: an unknown defence or one that does not fit, other pixels than the list's, too few images of one's
             own.
         ClientFailure: a client failed; what is finished is kept.
+        Incomplete: attacks were given up in a federation, which would flatter the defence.
     """
     digests = fixed_images(protocol.images_of(submission.track)) if submission.images is None else {}
     every, tuned = submission.parts(), submission.tuning()

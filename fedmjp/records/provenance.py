@@ -40,7 +40,7 @@ FOLDERS = re.compile(r"(^|[=:,])/(?:[^/,=:]+/)*(?=[^/,=:])")
 
 
 # Options whose values are nobody else's business.
-SECRETS = re.compile(r"token|password|passwd|secret|credential|api[-_]?key|private[-_]?key", re.IGNORECASE)
+SECRETS = re.compile(r"token|password|passwd|secret|credential|api[-_]?key|private[-_]?key|^--ray$", re.IGNORECASE)
 
 
 @lru_cache

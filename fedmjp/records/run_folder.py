@@ -23,6 +23,7 @@ from attacks.registry import UsageError
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.data.partitioning import statistics
+from fedmjp.errors import Incomplete
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
 from fedmjp.records.files import read_record, read_sealed, write_record, write_sealed, write_whole
@@ -53,6 +54,7 @@ class RunFolder:
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
         self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}, "failures": []}
+        self.description["not_attacked"] = []
         self.description |= {"rows_expected": {}, "digests": {}}
         self._open(identity)
 
@@ -89,7 +91,8 @@ class RunFolder:
         provenance.require_same(self.out, "run", before, identity)
         for entry in ("weights", "ran", "not_run", "findings", "rows_expected", "digests"):
             self.description[entry] = before.get(entry, {})
-        self.description["failures"] = before.get("failures", [])
+        for entry in ("failures", "not_attacked"):
+            self.description[entry] = before.get(entry, [])
 
     def note_task(self, task: ClientTask) -> None:
         """Record what a federation runs on, in run.json."""
@@ -145,6 +148,13 @@ class RunFolder:
             self.description["failures"].append(failure)
             self._write_description()
 
+    def note_not_attacked(self, defense: str, round: int, client: int, attacks: Sequence[str], reason: str) -> None:
+        """Record in run.json attacks (and guesses) that were given up on one update, with the reason as a clause."""
+        line = {"defense": defense, "round": round, "client": client, "attacks": list(attacks), "reason": reason}
+        if line not in self.description["not_attacked"]:
+            self.description["not_attacked"].append(line)
+            self._write_description()
+
     def check_images(self, task: ClientTask) -> None:
         """Refuse to go on with other pictures than those that were attacked (images.sha256)."""
         train, digests = task.data.train, ImageDigests(self.out, task.data.name)
@@ -182,6 +192,20 @@ class RunFolder:
         self._write_description()
         if (self.out / "state").exists():
             shutil.rmtree(self.out / "state")
+
+    def require_attacked(self) -> None:
+        """Refuse to pass over attacks that were given up.
+
+        Raises:
+            Incomplete: names the first update.
+        """
+        if given_up := self.description["not_attacked"]:
+            one, count = given_up[0], len(given_up)
+            raise Incomplete(
+                f"{self.out} lacks the attacks on {count} update{'s' * (count != 1)}, the first that of client "
+                f"{one['client']} in round {one['round']} under --defense {one['defense']} ({one['reason']}); run.json "
+                "names all; to try again, delete the folder or take another one"
+            )
 
     def is_finished(self) -> bool:
         """Whether the folder holds this very run, finished."""
@@ -294,6 +318,6 @@ def test_images_of(config: RunConfig) -> int:
 def _identity(config: RunConfig) -> dict:
     """Everything that decides about numbers, so that the same command has the same id wherever it writes."""
     identity = json.loads(config.to_json())
-    for option in ("out", "resume", "log"):
+    for option in ("out", "resume", "log", "computing"):
         identity.pop(option)
     return identity

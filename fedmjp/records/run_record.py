@@ -55,11 +55,12 @@ def note_start(out: Path) -> None:
     write_record(file, before | {"finished": False})
 
 
-def note_rows(out: Path, program: str, rows: pd.DataFrame, **more: Any) -> None:
+def note_rows(out: Path, program: str, rows: pd.DataFrame, finished: bool = True, **more: Any) -> None:
     """`note_run` with what the rows say of themselves.
 
     Args:
         rows: all rows of the folder, with the columns commit, device, model and weights.
+        finished: whether they are all rows that were asked for.
     """
     weights = sorted(set(zip(rows["model"], rows["weights"], strict=True)))
     own = {
@@ -67,6 +68,6 @@ def note_rows(out: Path, program: str, rows: pd.DataFrame, **more: Any) -> None:
         "devices": rows["device"],
         "weights": weights,
         "rows": len(rows),
-        "finished": True,
+        "finished": finished,
     }
     note_run(out, program, **more, **own)

@@ -130,17 +130,23 @@ def notes(rows: pd.DataFrame) -> list[str]:
 def noticed(run: Mapping[str, Any]) -> list[str]:
     """What was noticed about the updates of each defence, from run.json; one sentence a finding and its defences.
 
-    Updates that are missing, because clients failed or their replies were refused, come last.
+    Last come updates that are missing, because clients failed or their replies were refused, and attacks that were
+    given up.
     """
     together: dict[str, list[str]] = {}
     for defense, own in (run.get("findings") or {}).items():
         for sentence in own.values():
             together.setdefault(sentence, []).append(defence_words(defense))
     found = [f"{'; '.join(defences)}: {sentence}." for sentence, defences in together.items()]
-    return found + [
+    found += [
         f"{defence_words(failure['defense'])}: in round {failure['round']}, client {failure['client']} "
         f"{failure['reason']}; its update is in no mean and was not attacked."
         for failure in run.get("failures") or []
+    ]
+    return found + [
+        f"{defence_words(one['defense'])}: in round {one['round']}, client {one['client']}'s update was not attacked "
+        f"by {', '.join(one['attacks'])} ({one['reason']})."
+        for one in run.get("not_attacked") or []
     ]
 
 

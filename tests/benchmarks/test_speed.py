@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 
+import campaign_speed
 import mjp_overhead
 import pandas as pd
 import pytest
@@ -113,3 +114,20 @@ def test_overheads_write_their_tables(tmp_path) -> None:
     assert pd.read_csv(tmp_path / "round" / "overhead.csv")["ratio_median"].gt(0).all()
     for name in ("step", "round"):
         assert json.loads((tmp_path / name / "run.json").read_text())["devices"]
+
+
+def test_a_campaign_is_timed_in_one_process_and_in_two(tmp_path, capsys) -> None:
+    given = ["--model", "vit_micro_32", "--num-images", "4", "--batch-size", "2", "--out", str(tmp_path)]
+    assert campaign_speed.main([*given, "--repeats", "1"]) == 0
+    assert campaign_speed.main([*given, "--repeats", "2", "--resume"]) == 0
+    runs = pd.read_csv(tmp_path / "runs.csv")
+    assert list(zip(runs["repeat"], runs["executor"], strict=True)) == [
+        (repeat, executor) for repeat in (0, 1) for executor in ("one process", "--workers 2")
+    ]
+    table = pd.read_csv(tmp_path / "table.csv").set_index("executor")
+    assert table.loc["one process", "speedup_median"] == 1
+    pairs = runs.pivot(index="repeat", columns="executor", values="core_seconds")
+    expected = (pairs["one process"] / pairs["--workers 2"]).median()
+    assert table.loc["--workers 2", "core_speedup_median"] == pytest.approx(expected, rel=1e-3)
+    assert campaign_speed.main([*given, "--workers", "1"]) == 2
+    assert "--workers must be at least 2, not 1" in capsys.readouterr().err

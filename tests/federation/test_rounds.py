@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import pytest
 import torch
 
 from attacks import UsageError
+from fedmjp import simulate
 from fedmjp.client import ClientTask, float_buffers
 from fedmjp.config import RunConfig
 from fedmjp.federation import ENGINES, ClientFailure, run_rounds
@@ -164,6 +166,22 @@ def test_ray_gives_identical_updates(small) -> None:
     here, there = train(small, "mjp")[0], train(small, "mjp", engine="ray")[0]
     assert sorted(here) == sorted(there)
     assert all(torch.equal(here[k][n], there[k][n]) for k in here for n in here[k])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_ray_gives_the_rows_of_the_local_engine_in_its_order(tmp_path) -> None:
+    """Clients end in any order on Ray; rows follow the clients' ids within a round."""
+    given = ["--model", "vit_micro_32", "--weights", "random", "--clients", "6", "--rounds", "2", "--threads", "1"]
+    given += ["--audit-clients", *"012345", "--attacks", "patch_embedding", "--test-limit", "4"]
+    rows = []
+    for engine in ("local", "ray"):
+        out = tmp_path / engine
+        assert simulate.main([*given, "--engine", engine, "--out", str(out)]) == 0
+        read = map(json.loads, (out / "rows.jsonl").read_text().splitlines())
+        rows.append([row | {"seconds": 0.0, "run_id": ""} for row in read])
+    assert [(row["round"], row["client"]) for row in rows[0][::3]] == [(r, c) for r in (1, 2) for c in range(6)]
+    assert rows[1] == rows[0]
 
 
 def test_ray_without_ray(monkeypatch) -> None:

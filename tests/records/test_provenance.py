@@ -68,6 +68,7 @@ def test_no_committed_record_holds_an_absolute_path() -> None:
     [
         (["--token", "abc", "--seed", "1"], "run --token '***' --seed 1"),
         (["--hub.api-key=abc"], "run '--hub.api-key=***'"),
+        (["--ray", "10.0.0.7:6379", "--workers", "4"], "run --ray '***' --workers 4"),
         (["--password=abc", "token"], "run '--password=***' token"),
         (["--out", "/home/me/runs"], "run --out .../runs"),
     ],

@@ -6,92 +6,33 @@ updates the server attacks with all it has received. What is compared: `options.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pandas as pd
-import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn import functional as F
 
 from attacks import Attack, Capability, Observation, ThreatModel
-from attacks.memory import remember
 from experiments.adaptive.options import OTHER_UPDATES, UPDATES, Options
 from experiments.adaptive.render import MASKS, RENDERINGS
 from experiments.adaptive.table import round_by_round_figure
+from experiments.adaptive.updates import Case, Found, Plan, Updates
 from experiments.session import AttackSession
-from fedmjp.audit.harness import Scored, score_found
-from fedmjp.audit.victims import Setting, Subject, Victims, drifted
+from fedmjp.audit.victims import Subject, Victims
 from fedmjp.budgets import ALL, AUTO, build_attack
 from fedmjp.data import load_gallery
-from fedmjp.defenses import Defense
-from fedmjp.metrics.pixel import LEAST_MSE
 from fedmjp.models import build_model, resize_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
 from fedmjp.workers import Lost, in_order
 
-MASKED = Setting("masked", defended=True, hidden=True, against="original")
 NAIVE = "april"
 SAMPLED = 8  # clients by whose updates attacks are chosen
 PICTURED, PICTURED_GAMMA, PICTURED_UPDATES = 3, 0.5, (1, 2, 4, 6, 8, 12, 16)
 PICTURED_ATTACK = "mjp_rounds"
-
-
-Plan = dict[int, dict[str, Attack]]  # number of updates -> the attacks that follow, by name
-
-
-@dataclass(frozen=True)
-class Case:
-    """One curve's clients.
-
-    Attributes:
-        defense: of the clients.
-        schedule: "paper", or "released" where half the steps are not jigsawed.
-        once: what `--attacks` asks for, after the first update.
-        counts: numbers of updates after which the attacks of `--update-attacks` follow.
-        block: the model's first block.
-    """
-
-    defense: Defense
-    schedule: str
-    once: tuple[str, ...] = ()
-    counts: tuple[int, ...] = ()
-    block: str = "standard"
-
-    @property
-    def title(self) -> str:
-        """For a line of progress."""
-        gamma = f"gamma {self.defense.gamma}, " if hasattr(self.defense, "gamma") else ""
-        choice = getattr(self.defense, "mask_choice", "block")
-        masks = f"{choice} masks, " if choice != "block" else ""
-        return f"{gamma}{masks}{self.schedule} schedule"
-
-    @property
-    def updates(self) -> int:
-        """How many updates the clients send."""
-        return max((1, *self.counts))
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What clients of one image each sent their last update of.
-
-    Attributes:
-        clients: their numbers.
-        originals: (clients, C, H, W) in [0, 1].
-        masks: (clients, N) bool, the patches without their position.
-        patch_size: side of a patch in pixels.
-    """
-
-    clients: list[int]
-    originals: Tensor
-    masks: Tensor
-    patch_size: int
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -125,7 +66,8 @@ class Run:
         blocks = dict.fromkeys(["standard", *(case.block for case in cases(options))])
         self.subjects = {block: self.subject(block) for block in blocks}
         sent = self.subjects["standard"].built
-        self.score = self.session.scorer(sent.patch_size)
+        score = self.session.scorer(sent.patch_size)
+        self.updates = Updates(options, self.subjects, score, self.session.columns)
         self.gallery = load_gallery(options.images, size=sent.image_size, limit=options.num_images)
 
     def subject(self, block: str) -> Subject:
@@ -153,6 +95,7 @@ class Run:
         for file in (out / name for name in ("one_update.csv", "updates.csv", "table.csv")):
             if file.exists():
                 self.console.print(pd.read_csv(file).to_string(index=False), highlight=False)
+        self.session.require_all()
 
     def attack(self, rows: RowLog) -> None:
         """Write every row that is missing."""
@@ -161,26 +104,33 @@ class Run:
                 victims = self.session.victims(self.gallery, case.defense, self.options.seed)
                 plan = self.plan(case, victims)
                 lines = [
-                    self.case(victims, case, count, name, attack)
+                    self.updates.case(victims, case, count, name, attack)
                     for count, attacks in plan.items()
                     for name, attack in attacks.items()
                 ]
                 batches = [b for b in victims.batches(self.options.batch_size) if _lacking(rows, lines, victims, b)]
-                updates, workers = max(plan, default=0), self.options.workers
+                updates, spread = max(plan, default=0), self.options.spread
                 task = bar.add_task(case.title, total=len(batches) * updates)
-                # A worker must leave the bar alone: its thread and its lock are the parent's.
-                advance = partial(bar.advance, task) if workers == 1 else lambda: None
-                work = partial(self.rows_of, case, plan, victims, advance)
-                for batch, found in in_order(batches, work, workers):
-                    if isinstance(found, Lost):
-                        self.session.say(found.left_out(self.gallery.images.ids[client] for client in batch))
-                        found = []
-                    for line, image_id, row in found:
-                        if not rows.done(line, [image_id]):
-                            rows.append(row)
-                    bar.advance(task, updates if workers > 1 else 0)
+                # Another process must leave the bar alone: its thread and its lock are this one's.
+                advance = no_display if spread else partial(bar.advance, task)
+                work = partial(self.updates.rows_of, case, plan, victims.with_warnings(print), advance)
+                for batch, found in in_order(batches, work, self.options.worker_config()):
+                    self.write(rows, batch, found)
+                    bar.advance(task, updates if spread else 0)
                 bar.remove_task(task)
                 self.console.print(f"{case.title}: done", highlight=False)
+
+    def write(self, rows: RowLog, batch: Sequence[int], found: Found | Lost) -> None:
+        """Write the rows of a batch of clients that are missing, and what there is to say of it."""
+        if isinstance(found, Lost):
+            for line in found.lines(self.gallery.images.ids[client] for client in batch):
+                self.session.say(line)
+            return
+        for line in found.warnings:
+            self.session.say(line)
+        for line, image_id, row in found.rows:
+            if not rows.done(line, [image_id]):
+                rows.append(row)
 
     def plan(self, case: Case, victims: Victims) -> Plan:
         """Number of updates -> the attacks that follow, by name, chosen for all clients of a case alike.
@@ -193,7 +143,7 @@ class Run:
         asked = (*case.once, *(self.options.update_attacks if case.counts else ()))
         if AUTO not in asked:
             return {count: self.chosen(case, count, [], threat) for count in plan}
-        for number, histories, _ in self.sent(case, victims, range(min(SAMPLED, len(victims)))):
+        for number, histories, _ in self.updates.sent(case, victims, range(min(SAMPLED, len(victims)))):
             for history in histories if number in plan else ():
                 plan[number] |= self.chosen(case, number, history, threat)
         return plan
@@ -210,71 +160,6 @@ class Run:
             found |= {n: a for n, a in suite.items() if n in asked or Capability.SEVERAL_ROUNDS in a.needs}
         return found
 
-    def rows_of(
-        self, case: Case, plan: Plan, victims: Victims, advance: Callable[[], None], batch: Sequence[int]
-    ) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
-        """(what identifies a row, its image, the row) of every attack on a batch of clients."""
-        found = []
-        for number, client, name, one, last, _ in self.follow(case, plan, victims, batch, advance):
-            line, image_id = self.case(victims, case, number, name, plan[number][name]), self.gallery.images.ids[client]
-            found.append((line, image_id, {**self.session.columns, **one.row(line, image_id, last.gradient_norm())}))
-        return found
-
-    def sent(
-        self, case: Case, victims: Victims, batch: Sequence[int], plan: Plan | None = None
-    ) -> Iterator[tuple[int, list[list[Observation]], Sent]]:
-        """Let clients send one update after the other.
-
-        Args:
-            plan: the attacks that read the updates; without them, gradients of the layers that make the tokens alone.
-
-        Yields:
-            (updates so far, each client's, what they sent of); all but the last update of a client are compressed.
-        """
-        clients, originals = victims.decode(batch)
-        histories: list[list[Observation]] = [[] for _ in clients]
-        built = self.subjects[case.block].built
-        for number in range(1, (case.updates if clients else 0) + 1):
-            built = drifted(built, self.options.drift, self.options.seed, number) if number > 1 else built
-            seen = victims.seen(built, MASKED, clients, originals, update=number - 1)
-            due = (plan or {}).get(number, {})
-            terms = victims.defense.loss_weights()
-            observations = victims.observe(built, seen, clients, due.values(), terms, update=number - 1)
-            for history, observation in zip(histories, observations, strict=True):
-                history.append(observation)
-            masks = torch.zeros(len(clients), math.prod(built.grid), dtype=torch.bool)
-            masks = masks if seen.position_mask is None else seen.position_mask
-            yield number, histories, Sent(clients, originals, masks, built.patch_size)
-            for history in histories:
-                history[-1] = remember(history[-1])
-
-    def follow(
-        self, case: Case, plan: Plan, victims: Victims, batch: Sequence[int], advance: Callable[[], None]
-    ) -> Iterator[tuple[int, int, str, Scored, Observation, Tensor]]:
-        """Let clients send one update after the other, and attack.
-
-        Yields:
-            (updates so far, client, attack, its scored answer, last observation, mask of the last update (N,)).
-        """
-        for number, histories, sent in self.sent(case, victims, batch, plan):
-            for name, attack in plan.get(number, {}).items():
-                found = attack.attack_many(histories)
-                scored = score_found(attack, name, found, list(sent.originals[:, None]), self.score)
-                pairs = zip(sent.clients, sent.originals, scored, histories, sent.masks, strict=True)
-                for client, original, one, history, mask in pairs:
-                    visible = psnr_of_patches(one.images, original, ~mask, sent.patch_size)
-                    details = {**one.reconstruction.details, "psnr_visible": visible}
-                    answer = replace(one.reconstruction, details=details)
-                    yield number, client, name, replace(one, reconstruction=answer), history[-1], mask
-            advance()
-
-    def case(self, victims: Victims, case: Case, number: int, name: str, attack: Attack) -> dict[str, Any]:
-        """The values that identify a row (`records.rows.CASE`)."""
-        subject, parameters = self.subjects[case.block], attack.parameters()
-        found = victims.case(subject, self.options.defense, case.schedule, name, parameters, round=number)
-        pixels = self.options.image_size
-        return found if pixels is None else found | {"model": f"{found['model']}, {pixels} px"}
-
     def pictures(self) -> dict[str, tuple[Tensor, dict[int, Tensor]]]:
         """Embedded photographs, and what the first attack of the second experiment finds after 1, 2, ... updates.
 
@@ -288,7 +173,7 @@ class Run:
         attack = build_attack(name, self.options.attack_settings().get(name))
         plan = {count: {name: attack} for count in PICTURED_UPDATES}
         found: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}
-        for number, client, _, one, _, _ in self.follow(case, plan, victims, range(len(victims)), lambda: None):
+        for number, client, _, one, _, _ in self.updates.follow(case, plan, victims, range(len(victims)), no_display):
             name = gallery.images.ids[client].split("/")[0]
             found.setdefault(name, (gallery.images.images([client])[0], {}))[1][number] = (
                 None if one.images is None else one.images[0].cpu()
@@ -296,14 +181,10 @@ class Run:
         return found
 
 
+def no_display() -> None:
+    """Progress where there is nothing to show it on."""
+
+
 def _lacking(rows: RowLog, lines: Sequence[dict[str, Any]], victims: Victims, batch: Sequence[int]) -> bool:
     """Whether a row of these lines is missing for one of the clients."""
     return not all(rows.done(line, victims.ids(client)) for line in lines for client in batch)
-
-
-def psnr_of_patches(images: Tensor | None, original: Tensor, chosen: Tensor, patch_size: int) -> float:
-    """PSNR (dB) over the chosen patches (N,) of one image; NaN where there is no image or nothing is chosen."""
-    if images is None or not chosen.any():
-        return float("nan")
-    error = F.avg_pool2d((images[0] - original).square().mean(dim=0)[None, None], patch_size).flatten()  # (N,)
-    return float(-10 * error[chosen.to(error.device)].mean().clamp(min=LEAST_MSE).log10())

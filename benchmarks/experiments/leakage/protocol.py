@@ -103,6 +103,7 @@ class Run:
         for block in dict.fromkeys(s.built.block for s in subjects):
             self.picture([s for s in subjects if s.built.block == block])
             self.console.print(leakage_text(table, block))
+        self.session.require_all()
 
     def attack(self, rows: RowLog) -> list[Subject]:
         """Write every row that is missing; returns the subjects of the first seed."""
@@ -136,7 +137,7 @@ class Run:
             score_images=self.session.scorer(built.patch_size),
             batch_size=self.options.batch_size,
             on_batch=on_batch,
-            workers=self.options.workers,
+            workers=self.options.worker_config(),
         )
         for alike in by_input(settings):
             views = victims.sample(subject, alike[0])

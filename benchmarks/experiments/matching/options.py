@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
-from experiments.scaffold import DefendedOptions, check_names, check_positive
+from experiments.scaffold import DefendedOptions, WorkerOptions, check_names, check_positive
 from fedmjp.budgets import ALL, AUTO
 
 ATTACKS_USED = (
@@ -19,7 +19,7 @@ ATTACKS_USED = (
 
 
 @dataclass(frozen=True)
-class Options(DefendedOptions):
+class Options(DefendedOptions, WorkerOptions):
     """How far does gradient matching get on Vision Transformers?
 
     Clients send the whole gradient of one batch; attacks search for images that give the same gradient. Rows by model,

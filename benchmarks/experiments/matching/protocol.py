@@ -90,6 +90,7 @@ class Run:
         self.console.print(rendered_table(out)[SHOWN].round(2).to_string(index=False), highlight=False)
         for line in warnings:
             self.console.print(line, highlight=False)
+        self.session.require_all()
 
     def attack(self, rows: RowLog) -> None:
         """Write every row that is missing."""
@@ -104,16 +105,19 @@ class Run:
 
                 budgets = list(self.options.steps)
                 bar.update(task, total=len(budgets) * len(victims))
+                # Another process must leave the bar alone: its thread and its lock are this one's.
+                shown = None if self.options.spread else on_step
                 for steps in budgets:
                     campaign = Campaign(
                         victims,
                         defense=cell.defense,
-                        attacks=self.options.build_attacks(steps, on_step),
+                        attacks=self.options.build_attacks(steps, shown),
                         rows=rows,
                         columns=self.session.columns,
                         score_images=self.session.scorer(subject.built.patch_size),
                         batch_size=max(1, self.options.together // cell.batch),
                         on_batch=lambda count, psnr, task=task: bar.advance(task, count),
+                        workers=self.options.worker_config(),
                     )
                     campaign.attack(subject, cell.settings)
                     if cell.defense == "none":

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from attacks import UsageError
 from experiments.scaffold import RESULTS, DeviceOptions, check_positive
+from fedmjp.workers.options import WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -104,3 +106,52 @@ class RoundOptions:
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
         check_positive(self, "clients", "batch_sizes", "repeats")
+
+
+@dataclass(frozen=True)
+class CampaignOptions:
+    """How much faster is a campaign of attacks in several processes?
+
+    The campaign is `mjp_subspace` on one update of each client, which holds one photograph and is defended by MJP:
+    decoding, gradients, attack and metrics, without LPIPS. It is run in one process, then with --workers, then on Ray
+    where --ray is given, and so on in turn, one thread each; the rows must be the same. Wall-clock time, CPU time and
+    the load average at the start of each run stand in runs.csv, the ratios within a turn in table.csv. On a machine
+    that does other work, wall-clock times are distorted; the CPU time of the parent and an even share of that of its
+    workers (core_seconds) is what a core has to do in any case.
+
+    Writes runs.csv after every run, table.csv and run.json to --out; --resume adds the runs that are missing.
+    """
+
+    model: str = "deit_s"
+    """Plain model; the defence turns it into the variant it needs."""
+    weights: str = "random"
+    """random, timm, auto, or a checkpoint's path."""
+    images: str = "photos"
+    """photos (embedded), a folder of pictures, or a data set's name."""
+    num_images: int = 100
+    """Most images (photos has 96)."""
+    gamma: float = 0.5
+    """Masking ratio."""
+    batch_size: int = 4
+    """Images of a task."""
+    workers: int = 2
+    """Processes of the runs in several."""
+    ray: str = ""
+    """Address of a Ray cluster to compare, too, as the campaigns take it (local: one on this machine)."""
+    repeats: int = 3
+    """Turns."""
+    resume: bool = False
+    """Keep the runs that are in --out."""
+    out: Path = RESULTS / "campaign_speed"
+    """Folder of the tables."""
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options out of range."""
+        check_positive(self, "num_images", "batch_size", "repeats")
+        WorkerConfig(self.workers, self.ray).check("cpu", 1)
+        if self.workers < 2:
+            raise UsageError(f"--workers must be at least 2, not {self.workers}: one process is measured anyway")
+
+    def resume_hint(self) -> str:
+        """How to go on after an interrupt."""
+        return f"finished runs are in {self.out}; go on with --resume"

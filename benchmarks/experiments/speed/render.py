@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import Rendering, interval, markdown_table, read_run
+from experiments.rendering import Rendering, csv, interval, markdown_table, read_run
 
 RANGE = ("_median", "_min", "_max")
 WAYS = {
@@ -67,7 +67,53 @@ def overhead_block(folder: Path) -> str:
     return markdown_table(["what", "setting", "ratio"], lines)
 
 
+def campaign_table(folder: Path) -> pd.DataFrame:
+    """Seconds and speed-up of each executor, paired within each turn (`campaign_speed`)."""
+    runs = pd.read_csv(folder / "runs.csv")
+    serial = runs[runs["executor"] == SERIAL].set_index("repeat")
+    lines = []
+    for keys, own in runs.groupby(["model", "gamma", "batch_size", "executor", "count"], sort=False):
+        line = dict(zip(("model", "gamma", "batch_size", "executor", "count"), keys, strict=True))
+        quantities = {
+            "seconds": own["seconds"],
+            "speedup": own["repeat"].map(serial["seconds"]) / own["seconds"],
+            "core_seconds": own["core_seconds"],
+            "core_speedup": own["repeat"].map(serial["core_seconds"]) / own["core_seconds"],
+            "load": own["load"],
+        }
+        for name, values in quantities.items():
+            line |= {f"{name}_{part}": getattr(values, part)() for part in ("median", "min", "max")}
+        lines.append(line | {"repeats": len(own)})
+    return pd.DataFrame(lines)
+
+
+def campaign_block(folder: Path) -> str:
+    """How long a campaign takes in one process, in several, and on Ray."""
+    lines, run = [], read_run(folder)
+    for _, row in pd.read_csv(folder / "table.csv").iterrows():
+        times = [interval(row, name, 2 if "speedup" in name else 0, RANGE) for name in TIMES]
+        where = row.executor if row.executor == SERIAL else f"`{row.executor}`"
+        lines.append([where, *("" if "nan" in cell else cell for cell in times)])
+        about = f"{row['count']} images of `{run['images']}`, {row.model}, γ = {row.gamma}, {row.batch_size} a task"
+    table = markdown_table(["where", *TIMES.values()], lines)
+    return f"{table}\n\n{about}; {run['cores']} CPU cores, {row.repeats} turns; medians."
+
+
+SERIAL = "one process"
+TIMES = {
+    "seconds": "seconds [min, max]",
+    "speedup": "times faster",
+    "load": "load average before",
+    "core_seconds": "CPU seconds of a core",
+    "core_speedup": "times fewer",
+}
+CAMPAIGN = Rendering(
+    "campaign_speed",
+    files=lambda folder: {"table.csv": csv(campaign_table(folder), 5)},
+    blocks={"campaign_speed": campaign_block},
+)
 RENDERINGS = (
+    CAMPAIGN,
     Rendering("speed", blocks={"speed": speed_block, "matching_speed": matching_speed_block}),
     Rendering("mjp_overhead", blocks={"overhead": overhead_block}),
 )
