@@ -26,8 +26,8 @@ derivatives alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -101,10 +101,6 @@ class GaussNewton(Attack):
         products = self.steps * (self.iterations + self.probes / 2)
         return SECONDS_OF_A_PRODUCT * products * tokens * sum(p.numel() for p in model.parameters())
 
-    def parameters(self) -> dict[str, Any]:
-        """See `Attack.parameters`."""
-        return asdict(self)
-
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds the misfit per entry, at the start and at the end."""
         target = observations[-1]
@@ -151,6 +147,9 @@ def check(observation: Observation) -> Tokenizer:
         raise UsageError("the update holds no position gradient or none of the patch projection to start from")
     if observation.num_examples > 1 or observation.local_steps > 1:
         raise UsageError("the update is not that of one image and one step")
+    hidden = int((rows[tokenizer.prefix :] == 0).all(dim=1).sum()) if tokenizer.hides_positions else 0
+    if hidden:
+        raise UsageError(f"{hidden} position rows are exactly zero: those patches hide behind a shared embedding (MJP)")
     if coarseness(observation, (tokenizer.positions, tokenizer.weight)) <= COARSE:
         raise UsageError("the message has the digits of float32: patch_embedding is as exact")
     return tokenizer
@@ -167,8 +166,6 @@ class Message:
     def __init__(self, observation: Observation, tokenizer: Tokenizer) -> None:
         self.observation, self.tokenizer = observation, tokenizer
         update = extract_matched_update(observation)
-        if update.mask is not None:
-            raise UsageError(f"{int(update.mask.sum())} positions are hidden (MJP)")
         self.simulation, target = build_simulation(observation, [update], 1, exact=True)
         self.sent = {name: values[0].double() for name, values in target.values.items()}
         self.deviations = {name: _deviation(observation, name, sent) for name, sent in self.sent.items()}
