@@ -23,6 +23,7 @@ from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.budgets import build_attack
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
+from fedmjp.metrics import METRIC_DIRECTIONS
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
@@ -160,7 +161,8 @@ def _read_part(history: Sequence[Observation]) -> list[Observation]:
 def _bound(exact: Observation, sent: Observation, originals: torch.Tensor) -> Scored:
     """The bound as a row that has an error and no image."""
     error = least_error(exact, sent, originals)
-    return Scored("patch_embedding", {}, None, [{"mse": error, "psnr": psnr_of(error)}], 0.0, "")
+    record = dict.fromkeys(METRIC_DIRECTIONS, float("nan")) | {"mse": error, "psnr": psnr_of(error)}
+    return Scored("patch_embedding", {}, None, [record], 0.0, "")
 
 
 def _is_rounded(precision: str) -> bool:
