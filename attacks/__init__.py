@@ -51,6 +51,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
     {
         "april_optimisation": "attacks.gradient_matching.april_optimisation:AprilOptimisation",
         "dlg": "attacks.gradient_matching.dlg:DeepLeakage",
+        "gauss_newton": "attacks.gradient_matching.gauss_newton:GaussNewton",
         "gradvit": "attacks.gradient_matching.gradvit:GradViT",
         "idlg": "attacks.gradient_matching.idlg:ImprovedDeepLeakage",
         "inverting_gradients": "attacks.gradient_matching.inverting_gradients:InvertingGradients",

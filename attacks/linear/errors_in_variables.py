@@ -123,6 +123,29 @@ def marginal_misfit(system: RoundedSystem, patches: Tensor) -> tuple[float, Tens
     return at.misfit / 2, -at.score
 
 
+def information(system: RoundedSystem, patches: Tensor) -> Tensor:
+    """Fisher information of the patches, with the factors eliminated: sum_d g_d g_d^T (x) C_d^-1.
+
+    The error of every unbiased estimate from this system has at least its inverse as covariance (Cramer 1946, Rao
+    1945), for normal errors of the variances that the system names. An image prior is a bias: where the system says
+    little, an estimate with one can be better.
+
+    Args:
+        system: with the true factors, not the rounded ones; its products are not used.
+        patches: (N, P), the true ones.
+
+    Returns:
+        (N P, N P) float64, by patch and pixel.
+    """
+    term = _Term(system)
+    at, (n, p) = _Linearised(term, patches), patches.shape
+    scaled = at.inverse[:, None] * at.extended  # (D, N, Q)
+    inverses = torch.diag_embed(at.inverse) - scaled.mT @ at.inner @ scaled  # C_d^-1, (D, Q, Q)
+    squares = term.factors[:, :, None] * term.factors[:, None]  # (D, N, N)
+    summed = squares.flatten(1).T @ inverses[:, :p, :p].flatten(1)
+    return summed.view(n, n, p, p).transpose(1, 2).reshape(n * p, n * p)
+
+
 class _Term:
     """A system, a channel a row, with the variances of its entries."""
 

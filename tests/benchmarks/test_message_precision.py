@@ -59,6 +59,15 @@ def test_a_memory_is_carried_from_one_message_to_the_next() -> None:
     assert int((with_memory[1] != 0).logical_and(with_memory[0] == 0).sum()) > 500
 
 
+def test_known_errors_come_near_the_bound_in_float16_and_no_plain_solve_does(tmp_path) -> None:
+    options = ["--attacks", "patch_embedding", "--bounds", "--precisions", "float16", "--num-images", "1"]
+    assert run(tmp_path / "out", *options) == 0
+    values = pd.read_csv(tmp_path / "out" / "table.csv").set_index("way")["psnr_median"]
+    assert abs(values["errors known"] - values["bound"]) < 1.5
+    assert values["plain"] < values["bound"] - 3
+    assert run(tmp_path / "large", *options, "--model", "vit_mini_64") == 2
+
+
 def test_known_errors_gain_and_a_finished_run_is_not_repeated(tmp_path) -> None:
     out = tmp_path / "out"
     assert run(out, "--attacks", "patch_embedding") == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from attacks.registry import UsageError
 from experiments.scaffold import AttackOptions, check_positive
 
-ATTACKS = ("patch_embedding", "token_span", "mjp_subspace", "mjp_rounds", "sparse_rounds")
+ATTACKS = ("patch_embedding", "token_span", "mjp_subspace", "mjp_rounds", "sparse_rounds", "gauss_newton")
 RETURNED, DECAYED, FEEDBACK = "returned weights", "weight decay", " with feedback"
 # Message -> entry of the defence that makes it; none for those that a client's recipe makes.
 PRECISIONS = {
@@ -44,11 +44,13 @@ PRECISIONS = {
 class Options(AttackOptions):
     """How much do closed forms lose when a message has fewer digits, and how much do the known errors give back?
 
-    One image an update. `patch_embedding` and `token_span` read the update of an undefended client of --model,
+    One image an update. `patch_embedding`, `token_span` and `gauss_newton`, which refines the answer of the first and
+    reads rounded messages alone, take the update of an undefended client of --model,
     `mjp_subspace` the last and `mjp_rounds` all of --updates updates of a client under MJP with --gamma (its variant
     with the suffix _mjp; every step jigsawed, with its localisation loss, weights drifting by --drift between two of
     them). Every message is sent in each of --precisions. Attacks that know the errors of a message's entries run twice,
-    without and with them; weight decay is left in the update for the first and removed for the second.
+    without and with them; weight decay is left in the update for the first and removed for the second. Of small images
+    --bounds adds what no unbiased estimate from the equations of `patch_embedding` goes below.
 
     `sparse_rounds` reads --sparse-updates updates, weights drifting likewise, of an undefended client that sends a
     share of the entries; messages with feedback are for it alone.
@@ -64,7 +66,10 @@ class Options(AttackOptions):
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     """Of the message."""
     attacks: tuple[str, ...] = ATTACKS
-    """Of patch_embedding, token_span, mjp_subspace, mjp_rounds and sparse_rounds."""
+    """Of patch_embedding, token_span, mjp_subspace, mjp_rounds, sparse_rounds and gauss_newton."""
+    bounds: bool = False
+    """Also the Cramer-Rao bound of the equations of patch_embedding, of images up to 4,096 values and rounded messages
+    that leave no entries out."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None

@@ -12,9 +12,10 @@ from rich.console import Console
 from attacks import Attack, Observation, find_tokenizer
 from attacks.fingerprints import repair
 from attacks.registry import UsageError
-from experiments.message_precision.options import DECAYED, Options
+from experiments.message_precision.bounds import LARGEST, least_error, psnr_of
+from experiments.message_precision.options import DECAYED, RETURNED, Options
 from experiments.message_precision.precisions import has_memory, is_sparse, send
-from experiments.message_precision.render import KNOWN, MESSAGE_PRECISION, PLAIN
+from experiments.message_precision.render import BOUND, KNOWN, MESSAGE_PRECISION, PLAIN
 from experiments.session import TableRun
 from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
@@ -22,12 +23,13 @@ from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.budgets import build_attack
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
+from fedmjp.metrics import METRIC_DIRECTIONS
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
-UNDEFENDED = ("patch_embedding", "token_span", "sparse_rounds")
+UNDEFENDED = ("patch_embedding", "token_span", "sparse_rounds", "gauss_newton")
 
 
 def run(options: Options, console: Console) -> None:
@@ -56,6 +58,8 @@ class Run(TableRun):
         classes = classes_of(name, o.weights) or IMAGENET_CLASSES
         built = build_model(name, num_classes=classes, weights=o.weights, seed=o.seed, **_term(acting))
         built.module.to(self.session.device).eval()
+        if o.bounds and 3 * built.image_size**2 > LARGEST:
+            raise UsageError(f"--bounds: images of {built.image_size} px have more than {LARGEST} values")
         gallery = load_gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
         victims, subject = self.session.victims(gallery, acting, o.seed), Subject(built)
         with self.session.bar() as bar:
@@ -98,6 +102,9 @@ class Run(TableRun):
             o = self.options
             history = _read_part(histories[length]) if name == "sparse_rounds" else histories[length]
             sent = send(history, precision, rate=o.rate, decay=o.decay, seed=100 * o.seed + client)
+            if way == BOUND:
+                yield case, _bound(history[-1], sent[-1], originals), sent[-1].gradient_norm()
+                continue
             if way == KNOWN and precision == DECAYED:
                 sent = [repair(view)[0] for view in sent]
             found = run_attack(attack, name, sent, originals, score, weights_granted=True)
@@ -109,6 +116,8 @@ class Run(TableRun):
             for name in names:
                 if _reads(name, precision):
                     yield from ((precision, name, way, attack) for way, attack in _ways(name, precision).items())
+            if self.options.bounds and "patch_embedding" in names and _is_rounded(precision):
+                yield precision, "patch_embedding", BOUND, build_attack("patch_embedding")
 
     def length(self, name: str, defense: str) -> int:
         """How many updates an attack reads."""
@@ -149,8 +158,22 @@ def _read_part(history: Sequence[Observation]) -> list[Observation]:
     return [replace(view, gradients={n: view.gradients[n] for n in names}) for view in history]
 
 
+def _bound(exact: Observation, sent: Observation, originals: torch.Tensor) -> Scored:
+    """The bound as a row that has an error and no image."""
+    error = least_error(exact, sent, originals)
+    record = dict.fromkeys(METRIC_DIRECTIONS, float("nan")) | {"mse": error, "psnr": psnr_of(error)}
+    return Scored("patch_embedding", {}, None, [record], 0.0, "")
+
+
+def _is_rounded(precision: str) -> bool:
+    """Whether every entry of a message is sent, rounded."""
+    return precision not in ("float32", RETURNED, DECAYED) and not is_sparse(precision) and "signs" not in precision
+
+
 def _reads(name: str, precision: str) -> bool:
     """Whether an attack is for such messages."""
+    if name == "gauss_newton":
+        return not has_memory(precision) and precision not in ("float32", DECAYED) and "signs" not in precision
     return is_sparse(precision) and "update" not in precision if name == "sparse_rounds" else not has_memory(precision)
 
 
@@ -158,7 +181,7 @@ def _ways(name: str, precision: str) -> dict[str, Attack]:
     """The attack without and with what the message's precision says of its errors, where that makes a difference."""
     if precision == "float32":
         return {PLAIN: build_attack(name)}
-    if name == "sparse_rounds":
+    if name in ("sparse_rounds", "gauss_newton"):
         return {KNOWN: build_attack(name)}
     if precision == DECAYED:
         return {PLAIN: build_attack(name), KNOWN: build_attack(name)}

@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import least_squares, linprog, lsq_linear
 
 from attacks import ATTACKS
-from attacks.linear.errors_in_variables import LEAST_VARIANCE, RoundedSystem, correct, marginal_misfit
+from attacks.linear.errors_in_variables import LEAST_VARIANCE, RoundedSystem, correct, information, marginal_misfit
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.intervals import bounds_of
 from attacks.tokenizer import find_tokenizer
@@ -55,6 +55,27 @@ def test_the_misfit_is_that_of_the_dense_covariance_and_its_gradient_that_of_the
     flat, shift = near.numpy().ravel(), 1e-5
     numeric = [(least(flat + shift * e) - least(flat - shift * e)) / (2 * shift) for e in np.eye(12)]
     np.testing.assert_allclose(gradient.numpy().ravel(), numeric, rtol=2e-3, atol=1e-2)
+
+
+def test_the_information_is_that_of_factors_and_patches_together_less_what_the_factors_take() -> None:
+    system, x = rounded_case(0.05)
+    spread = torch.rand(7, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.5
+    uneven = dataclasses.replace(
+        system, factor_bounds=0.1 * spread[:, :3].T, product_bounds=0.02 * spread[:, 3:], factors=drawn(1, 3, 7)
+    )
+
+    def whitened(unknowns: torch.Tensor) -> torch.Tensor:
+        """What both sides should be, in units of their deviations, from patches (3, 4) and factors (3, 7)."""
+        y, g = unknowns[:12].view(3, 4), unknowns[12:].view(3, 7)
+        products = g.T @ torch.cat([y, y.new_ones(3, 1)], dim=1)
+        sides = (products / uneven.product_bounds, g / uneven.factor_bounds)
+        return 3**0.5 * torch.cat([side.flatten() for side in sides])
+
+    unknowns = torch.cat([x.flatten(), uneven.factors.flatten()])
+    jacobian = torch.autograd.functional.jacobian(whitened, unknowns)
+    joint = jacobian.T @ jacobian
+    expected = joint[:12, :12] - joint[:12, 12:] @ torch.linalg.inv(joint[12:, 12:]) @ joint[12:, :12]
+    torch.testing.assert_close(information(uneven, x), expected, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("step", [0.01, 0.1])

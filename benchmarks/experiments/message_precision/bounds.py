@@ -1,0 +1,58 @@
+"""The error that no unbiased estimate from the two equations of `patch_embedding` goes below.
+
+In dL/dE = G^T X both sides are sent with errors of known size. No unbiased estimate of X has a smaller covariance than
+the inverse of the Fisher information (Cramer 1946, Rao 1945), here with the factors G as unknowns of their own
+(`attacks.linear.errors_in_variables.information`):
+
+    E |x_np - X_np|^2 >= (H^-1)_np,np,    H = sum_d g_d g_d^T (x) (diag(s_d) + X^T diag(v_d) X)^-1
+
+s_d and v_d are the variances of the entries of dL/dE and G in channel d. Rounding errors are uniform and are taken for
+normal ones of the same variance: with three equations an unknown, as here, the difference is 0.4 dB (see the module).
+An image prior is a bias, so that an estimate with one can be better where the message says little; a server that
+computes G from the weights has more equations (`gauss_newton`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attacks import Observation, find_tokenizer
+from attacks.linear.errors_in_variables import RoundedSystem, information
+from attacks.linear.position_rows import bounds_of_update, position_gradient, projection_products
+
+# Unknowns up to which the information is inverted as a dense matrix, and what is added to its diagonal, relative.
+LARGEST, JITTER = 4096, 1e-12
+
+
+def least_error(exact: Observation, sent: Observation, original: Tensor) -> float:
+    """Mean squared error of a pixel in [0, 1] by the bound.
+
+    Args:
+        exact: the update before it was rounded.
+        sent: the message.
+        original: (1, C, H, W) in [0, 1], of at most `LARGEST` values.
+
+    Raises:
+        ValueError: the message has the digits of float32.
+    """
+    tokenizer = find_tokenizer(exact.model, exact.image_shape)
+    bounds = bounds_of_update(sent, tokenizer)
+    if bounds is None:
+        raise ValueError("the message has the digits of float32: its errors are not those of rounding")
+    mean, std = (torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1) for v in (exact.mean, exact.std))
+    patches = tokenizer.patchify((original.double() - mean) / std)[0]  # (N, P)
+    rows = position_gradient(exact, tokenizer)[tokenizer.prefix :].double()
+    system = RoundedSystem(rows, bounds[0], projection_products(exact, tokenizer).double(), bounds[1])
+    found = information(system, patches)
+    lifted = found + JITTER * found.diagonal().mean() * torch.eye(len(found), dtype=found.dtype)
+    variances = torch.cholesky_inverse(torch.linalg.cholesky(lifted)).diagonal().view_as(patches)
+    scale = tokenizer.patchify(std.expand_as(original))[0]
+    return float((variances * scale.square()).mean())
+
+
+def psnr_of(error: float) -> float:
+    """PSNR in dB of a mean squared error of pixels in [0, 1]."""
+    return -10 * math.log10(error)

@@ -1,0 +1,74 @@
+"""Gauss-Newton on rounded messages: products against finite differences, what is gained, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from small_vit import psnr, small_vit, view
+
+from attacks import ATTACKS, Observation
+from attacks.gradient_matching.gauss_newton import Message
+from attacks.tokenizer import find_tokenizer
+from fedmjp.defenses.chain import read_defense
+
+FLOAT16, INT8 = "quantise:quantise_format=float16", "quantise"
+
+
+def sent(observation: Observation, defense: str) -> Observation:
+    """The update as it arrives under a defence."""
+    gradients, _ = read_defense(defense).message(dict(observation.gradients), torch.Generator().manual_seed(0), {})
+    return dataclasses.replace(observation, gradients=gradients)
+
+
+@pytest.fixture(scope="module")
+def rounded() -> tuple[Observation, torch.Tensor]:
+    """A float16 message of one photograph, and the photograph."""
+    observation, images = view(small_vit())
+    return sent(observation, FLOAT16), images
+
+
+def test_the_products_are_those_of_finite_differences(rounded) -> None:
+    observation, images = rounded
+    model = small_vit()
+    model.module.double()
+    double = dataclasses.replace(observation, model=model.module)
+    message = Message(double, find_tokenizer(model.module, double.image_shape))
+    image, generator = message.normalised(images), torch.Generator().manual_seed(1)
+    at = message.linearise(image)
+    along = torch.randn(image.shape, generator=generator, dtype=torch.float64)
+    pushed, shift = at.push(along), 1e-4
+    ahead, behind = (message.linearise(image + s * shift * along).residual for s in (1, -1))
+    for product, plus, minus in zip(pushed, ahead, behind, strict=True):
+        expected = (minus - plus) / (2 * shift)  # the residual falls with the gradient
+        assert float((product - expected).norm()) <= 1e-3 * float(expected.norm()) + 1e-9
+    entries = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in pushed]
+    onward = sum(float((p * w).sum()) for p, w in zip(pushed, entries, strict=True))
+    assert float((along * at.pull(entries)).sum()) == pytest.approx(onward, rel=1e-8)
+
+
+@pytest.mark.parametrize("defense", [FLOAT16, INT8])
+def test_it_gains_6_db_on_the_plain_solve_and_ends_at_the_rounding(defense: str) -> None:
+    exact, images = view(small_vit())
+    observation = sent(exact, defense)
+    plain = ATTACKS.get("patch_embedding")(intervals=False)([observation])
+    found = ATTACKS.get("gauss_newton")()([observation])
+    assert psnr(found, images) > psnr(plain, images) + 6
+    assert found.diagnosis == ""
+    assert bool(found.known.all())
+    assert found.details["misfit"] == pytest.approx(1, abs=0.05)
+
+
+def test_what_it_cannot_use_is_said_in_words(rounded) -> None:
+    observation, _ = rounded
+    attack, (exact, _) = ATTACKS.get("gauss_newton")(), view(small_vit())
+    two, _ = view(small_vit(), count=2)
+    for given, words in (
+        (exact, "digits of float32"),
+        (sent(two, FLOAT16), "not that of one image"),
+        (dataclasses.replace(observation, gradients={"head.bias": observation.gradients["head.bias"]}), "no position"),
+    ):
+        assert words in attack.obstacle([given])
+        assert words in attack([given]).diagnosis
+    assert attack.obstacle([observation]) == ""
