@@ -122,7 +122,7 @@ def leaderboard(folder: Path) -> str:
         "</div>",
         *_older(found),
         "## Accuracy against leakage",
-        figure.plane(points, tiers),
+        figure.plane(points, tiers, _accuracy_interval(usual)),
         figure.SCRIPT,
         "## Cards",
         *cards,
@@ -210,7 +210,11 @@ def _point(number: int, document: Document) -> dict[str, Any]:
 
 def _place(document: Document, result: Document) -> tuple[float | None, str, str]:
     line = measure.line_of(result)
-    words = f"{title(document)}: {result['worst']['headline']} ({tier_title(result['tier'])}, {result['model']})"
+    tuned = document["accuracy"]
+    words = (
+        f"{title(document)}: {result['worst']['headline']} ({tier_title(result['tier'])}, {result['model']}); accuracy "
+        f"{tuned['accuracy']:.0%} {_accuracy_bounds(tuned)}"
+    )
     return (line["psnr_median"] if line else None, result["worst"]["answer"], words)
 
 
@@ -278,11 +282,19 @@ def _worth(document: Document, usual: Document | None) -> str:
     """Accuracy with its interval, and that without a defence."""
     tuned = document["accuracy"]
     beside = "" if usual is None or usual is document else f"; without a defence {usual['accuracy']['accuracy']:.0%}"
-    bounds = f"[{tuned['accuracy_low']:.0%}, {tuned['accuracy_high']:.0%}]"
     return (
-        f"Accuracy {tuned['accuracy']:.0%} {bounds} on {tuned['test_images']} test images after {tuned['rounds']} "
-        f"rounds (`{tuned['model']}`){beside}."
+        f"Accuracy {tuned['accuracy']:.0%} {_accuracy_bounds(tuned)} on {tuned['test_images']} test images after "
+        f"{tuned['rounds']} rounds (`{tuned['model']}`){beside}."
     )
+
+
+def _accuracy_bounds(tuned: Document) -> str:
+    return f"[{tuned['accuracy_low']:.0%}, {tuned['accuracy_high']:.0%}]"
+
+
+def _accuracy_interval(usual: Document | None) -> tuple[float, float] | None:
+    """Of the accuracy without a defence, shares; None where that was not submitted."""
+    return None if usual is None else (usual["accuracy"]["accuracy_low"], usual["accuracy"]["accuracy_high"])
 
 
 def _cost(cost: Document) -> str:

@@ -311,6 +311,14 @@ def test_crops_are_squares_of_the_photograph_and_overlap_is_by_area() -> None:
 FILES = sorted(path for path in COMMITTED.glob("*.json") if path.name != "run.json")
 
 
+def test_every_built_in_defence_has_an_entry_or_the_page_says_why_not() -> None:
+    entered = {defence["name"] for path in FILES for defence in schema.read(path)["defences"]}
+    own = {name for name in DEFENSES.names() if DEFENSES.get(name).__module__.startswith("fedmjp.")}
+    text = (ROOT / "docs" / "leaderboard.md").read_text()
+    assert all(f"**Not here: `{name}`.**" in text for name in own - entered)
+    assert {name for name in own if f"**Not here: `{name}`.**" in text} == own - entered
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_committed_submissions_are_what_the_schema_wants(path: Path) -> None:
     document = schema.read(path)
