@@ -11,6 +11,7 @@ import pytest
 from experiments.fishing.batches import draw_batches
 
 from attacks import UsageError
+from fedmjp.models.weights import SHIPPED
 from fedmjp.records.rows import load_rows
 
 SMALL = ["--batch-sizes", "4", "--clients", "1", "--threads", "1"]
@@ -77,6 +78,13 @@ def test_sums_and_local_epochs_are_lines_of_their_own(finished) -> None:
     assert list(table[table["setting"] == setting]["count"].unique()) == [4]
 
 
+def test_a_trained_encoder_with_a_new_classifier_is_named_so(tmp_path) -> None:
+    weights = ["--weights", "random", "--from", str(SHIPPED / "vit_mini_32.safetensors")]
+    assert run(tmp_path / "out", "--cases", "fishing=distinct", "--rounds", "2", *weights) == 0
+    rows = load_rows(tmp_path / "out" / "rows.jsonl.gz")
+    assert set(rows["weights"]) == {"encoder of vit_mini_32.safetensors (head new)"}
+
+
 def test_resuming_a_finished_run_adds_nothing(finished) -> None:
     before = len(load_rows(finished / "rows.jsonl.gz"))
     assert run(finished, "--cases", "fishing=distinct", "--resume") == 0
@@ -92,6 +100,7 @@ def test_resuming_a_finished_run_adds_nothing(finished) -> None:
         (["--cases", "fishing=distinct", "--batch-sizes", "50"], "need more images or labels"),
         (["--cases", "fishing=distinct", "--attack-options", "fishing.single_out=true"], "pass --sum-of NUMBER"),
         (["--cases", "fishing=distinct", "--epochs", "1", "--defense", "mjp"], "trains clients without a defence"),
+        (["--cases", "fishing=distinct", "--from", "model.safetensors"], "gives the encoder alone"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, options: list[str], message: str) -> None:

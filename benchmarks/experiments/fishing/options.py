@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import tyro
 
 from attacks import ATTACKS
 from attacks.registry import UsageError
@@ -50,6 +52,8 @@ class Options(DefendedOptions):
     """Plain model; the defence turns it into the variant it needs."""
     weights: str = "auto"
     """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    encoder: Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT")] = None
+    """Take the encoder of this checkpoint, with a new classifier of 1000 classes (with --weights random)."""
     image_size: int | None = None
     """Pixels of a side, for a plain ViT, whose position embedding is resampled (None: the model's own)."""
     images: str = "photos"
@@ -115,6 +119,8 @@ class Options(DefendedOptions):
             raise UsageError("--rounds, --epochs and --minibatch must not be negative, and --learning-rate be above 0")
         if self.epochs and self.defense != "none":
             raise UsageError("--epochs trains clients without a defence here; run python -m fedmjp.simulate for others")
+        if self.encoder is not None and (self.weights != "random" or self.defense != "none"):
+            raise UsageError(f"--from {self.encoder} gives the encoder alone: pass --weights random and no defence")
         check_names(ATTACKS, [attack for attack, _ in self.pairs()])
         self.chosen_defense()
         super().validate()

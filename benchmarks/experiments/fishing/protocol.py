@@ -26,6 +26,7 @@ from fedmjp.audit.victims import Setting, Subject, Victims
 from fedmjp.budgets import build_attack
 from fedmjp.data import load_gallery
 from fedmjp.models import BuiltModel, build_model, resize_model
+from fedmjp.models.encoder import load_encoder
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
 
@@ -86,6 +87,8 @@ class Run:
         classes = classes_of(name, options.weights) or IMAGENET_CLASSES
         adapt = self.defense.adapt if self.defense.adapts else None
         built = build_model(name, num_classes=classes, weights=options.weights, seed=options.seed, adapt=adapt)
+        if options.encoder is not None:
+            built = replace(built, provenance=load_encoder(built.module, options.encoder).provenance)
         built = built if options.image_size is None else resize_model(built, options.image_size)
         built.module.to(self.session.device).eval()
         self.built, self.shape = built, (3, built.image_size, built.image_size)

@@ -42,13 +42,20 @@ def fishing_block(folder: Path) -> str:
         for name in active:
             row = of.loc[name]
             labels, _, update = setting.partition(" labels")
-            cells = [f"{model}, {'random' if 'NOT TRAINED' in weights else 'trained'}", labels]
+            cells = [f"{model}, {_training(weights)}", labels]
             cells += [update.removeprefix(", ") or "one step", str(size)]
             came = f"{row['recovered']} of {row['count']}"
             figures = [f"{row[name]:.1f}" if row[name] == row[name] else "–" for name in ("psnr_median", "psnr_min")]
             figures.append(f"{row['rounds']}")
             lines.append([*cells, defence_words(defense), f"`{name}`", came, *figures])
     return markdown_table(heads, lines)
+
+
+def _training(weights: str) -> str:
+    """What a line says of the weights."""
+    if "NOT TRAINED" in weights:
+        return "random"
+    return "trained encoder" if weights.startswith("encoder of") else "trained"
 
 
 def passive_block(folder: Path) -> str:
@@ -93,7 +100,8 @@ def rounds_figure(folder: Path) -> None:
     needed.set_ylabel("rounds until the last came back", fontsize=NORMAL)
     for axes in (shares, needed):
         dress(axes, "y")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
+    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
     save(figure, folder / "rounds.png")
 
 
