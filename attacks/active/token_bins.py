@@ -112,6 +112,7 @@ class TokenBins(BrightnessBins):
             raise UsageError(unmet_assumptions(1, observation.local_steps)[0])
         places = codes.tokenizer.num_patches
         bins, per_place = self.occupied(observation, codes)
+        bins = bins.where(codes.readable(bins.inputs))
         alone = codes.spread(bins.inputs).abs() <= MIXED
         image_of, place_of = bins.places % per_place, bins.places // per_place
         found = []
