@@ -110,5 +110,6 @@ def _better(one: pd.Series, other: pd.Series) -> bool:
 def by_image(rows: pd.DataFrame, metric: str, index: list[str] = IMAGE) -> pd.DataFrame:
     """images x attacks and guesses: the metric, NaN where there is no image."""
     values = rows.groupby([*index, "attack"], sort=False, dropna=False)[metric].max().unstack("attack")
+    values.index = pd.MultiIndex.from_frame(values.index.to_frame())  # of one column too, as pandas 2 needs it
     images = pd.MultiIndex.from_frame(rows[index].drop_duplicates())
     return values.reindex(index=images, columns=list(dict.fromkeys(rows["attack"]))).astype(float)

@@ -101,9 +101,12 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         """SIGKILL to the process and all that it started."""
-        process = self.processes.pop(name)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
+        self.signal(name, signal.SIGKILL)
+        self.processes.pop(name).wait(timeout=30)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to the process and all that it started."""
+        os.killpg(self.processes[name].pid, number)
 
     def link(self) -> None:
         tls = ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt", "--ssl-keyfile", "server.key"]
@@ -247,6 +250,31 @@ def test_a_killed_node_is_named_then_left_out_then_taken_back(deployment, tmp_pa
     assert "client 1" in (out / "report.html").read_text(encoding="utf-8")
     deployment.node("node1", 1, key="node1")
     wait_until(lambda: deployment.online() == NODES, 180, "the killed node is not online again")
+
+
+@whole
+@pytest.mark.slow
+def test_a_slow_node_is_waited_for_and_then_left_out(deployment, tmp_path) -> None:
+    """One run waits for a node that stands still for 20 s, one with a shorter timeout goes on without it."""
+    out = tmp_path / "waits"
+    streamed = in_thread(lambda: deployment.run(out, rounds=4, round_timeout=300))
+    wait_until(lambda: rounds_done(out) >= 2, 240, "no round was finished")
+    deployment.signal("node1", signal.SIGSTOP)
+    time.sleep(20)
+    deployment.signal("node1", signal.SIGCONT)
+    assert "report:" in streamed()
+    assert not json.loads((out / "run.json").read_text(encoding="utf-8")).get("failures")
+    out = tmp_path / "goes_on"
+    streamed = in_thread(lambda: deployment.run(out, rounds=4, round_timeout=25, least_share=0.5))
+    wait_until(lambda: rounds_done(out) >= 2, 240, "no round was finished")
+    deployment.signal("node1", signal.SIGSTOP)
+    try:
+        assert "report:" in streamed()
+    finally:
+        deployment.signal("node1", signal.SIGCONT)
+    failures = json.loads((out / "run.json").read_text(encoding="utf-8"))["failures"]
+    assert {failure["client"] for failure in failures} == {1}
+    wait_until(lambda: deployment.online() == NODES, 180, "the slow node is not online again")
 
 
 @whole

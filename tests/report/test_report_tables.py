@@ -70,7 +70,8 @@ def test_no_rows_make_an_empty_summary(frame):
 
 def test_csv_round_trip(frame, summary, tmp_path):
     (tmp_path / "summary.csv").write_text(summary_files(frame)["summary.csv"])
-    back = pd.read_csv(tmp_path / "summary.csv", keep_default_na=False, na_values={"psnr_mean": [""]})
+    options = {"keep_default_na": False, "na_values": {"psnr_mean": [""]}, "float_precision": "round_trip"}
+    back = pd.read_csv(tmp_path / "summary.csv", **options)
     np.testing.assert_array_equal(back["psnr_mean"], summary["psnr_mean"])
     origin = back[["run_id", "dataset", "defense_parameters", "update", "batch_size"]].drop_duplicates()
     assert origin.values.tolist() == [["sample", "faces", '{"ratio": 0.3}', "gradient", 1]]
