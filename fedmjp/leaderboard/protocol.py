@@ -75,7 +75,7 @@ class Track:
 TRACKS = {
     track.name: track
     for track in (
-        Track("small", "8 photographs; took 0.9 to 2.5 minutes of a CPU core for eight defences", 8),
+        Track("small", "8 photographs; about 1.3 to 3 minutes of a CPU core for most defences", 8),
         Track(
             "full",
             "32 photographs on more federations with longer searches; not timed",

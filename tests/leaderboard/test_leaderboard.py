@@ -272,18 +272,6 @@ def test_tiers_are_nested_and_each_grants_what_its_attacks_need() -> None:
             assert set(granted) <= set(tier.grants)
 
 
-@pytest.mark.parametrize(
-    ("entry", "own"), [("lora", ["lora_trap"]), ("adapters+noise", ["adapter_trap"]), ("noise", [])]
-)
-def test_traps_are_set_for_those_who_train_what_they_read(entry: str, own: list[str]) -> None:
-    parts = [part for part in protocol.parts(entry, protocol.TRACKS["small"], Path("x")) if part.prepared]
-    everyone = ["fishing", "feature_fishing", "token_bins", *own, "imprint"]
-    assert list(dict.fromkeys(part.prepared.attack for part in parts)) == everyone
-    assert len(parts) == 2 * len(everyone)
-    assert len({part.config.out for part in parts}) == len(parts)
-    assert {part.config.federation.clients for part in parts if part.prepared.attack in own} <= {8}
-
-
 def test_an_original_is_found_among_candidates_and_noise_is_not() -> None:
     ids = list(DIGESTS)[:4]
     originals = photographs(32, 4)

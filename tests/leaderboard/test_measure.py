@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,18 @@ def test_attacks_that_know_a_defence_get_the_updates_that_they_want(name: str) -
     rounds = protocol.layout(several, protocol.TRACKS["small"], RunConfig().defence(name).known_by).rounds
     assert rounds >= max([attack.updates_wanted for attack in joining], default=protocol.TRACKS["small"].rounds)
     assert all(attack.updates_wanted > 1 for attack in joining if attack.__name__ != "UnmixRounds")
+
+
+@pytest.mark.parametrize(
+    ("entry", "own"), [("lora", ["lora_trap"]), ("adapters+noise", ["adapter_trap"]), ("noise", [])]
+)
+def test_traps_are_set_for_those_who_train_what_they_read(entry: str, own: list[str]) -> None:
+    parts = [part for part in protocol.parts(entry, protocol.TRACKS["small"], Path("x")) if part.prepared]
+    everyone = ["fishing", "feature_fishing", "token_bins", *own, "imprint"]
+    assert list(dict.fromkeys(part.prepared.attack for part in parts)) == everyone
+    assert len(parts) == 2 * len(everyone)
+    assert len({part.config.out for part in parts}) == len(parts)
+    assert {part.config.federation.clients for part in parts if part.prepared.attack in own} <= {8}
 
 
 def submission(entry: str, answer: str, *, ran: bool, recovered: int = 0, gain: float = 0.0) -> dict[str, Any]:
