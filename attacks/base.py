@@ -86,7 +86,7 @@ class Attack(ABC):
         open_cases = [case for case, reason in zip(cases, refused, strict=True) if not reason]
         with torch.no_grad(), exact_arithmetic():
             found = iter(self._answers(open_cases) if open_cases else [])
-        results = [Reconstruction(images=None, diagnosis=reason) if reason else next(found) for reason in refused]
+        results = [Reconstruction(None, diagnosis=reason) if reason else _finite(next(found)) for reason in refused]
         share = (time.perf_counter() - started) / max(len(cases), 1)
         small = [("gradient_near_zero",) if case[-1].gradient_norm() < SMALL_NORM else () for case in cases]
         return [
@@ -207,6 +207,14 @@ def _found_or_why_not(work: Callable[[], T]) -> T | str:
     except Exception as error:  # an attack may be anybody's code, and a run goes on without it
         logging.getLogger(__name__).debug("an attack failed", exc_info=True)
         return f"the attack failed: {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+
+
+def _finite(found: Reconstruction) -> Reconstruction:
+    """An answer without its images where these hold NaN or infinity, which nothing can be compared with."""
+    if found.images is None or torch.isfinite(found.images).all():
+        return found
+    reason = "; ".join(filter(None, ["the images that were computed are not finite", found.diagnosis]))
+    return replace(found, images=None, known=None, diagnosis=reason)
 
 
 def _refusal(observations: Sequence[Observation]) -> str:

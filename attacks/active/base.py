@@ -19,9 +19,15 @@ from torch import Tensor, nn
 
 from attacks.active.architecture import change_layers
 from attacks.base import Attack
+from attacks.linear.position_rows import position_gradient
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
+
+MOVED = (
+    "the client hides positions (MJP), or sends nothing that would show it: images are as the model was fed them, with "
+    "patches that it may have moved, and the update of a batch does not say which"
+)
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,13 @@ class ActiveAttack(Attack):
 
 
 def hides_positions(observation: Observation) -> bool:
-    """Whether the client hid positions in this step: the embedding that hidden ones share has a gradient."""
+    """Whether the client hid positions in this step, or may have: the embedding that hidden ones share has a gradient,
+    or a model that can hide them sends no gradient of positions, which would show it."""
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    shared = tokenizer.shared_embedding(observation.gradients) if tokenizer.hides_positions else None
-    return shared is not None and bool(shared.any())
+    if not tokenizer.hides_positions:
+        return False
+    shared = tokenizer.shared_embedding(observation.gradients)
+    return position_gradient(observation, tokenizer) is None or (shared is not None and bool(shared.any()))
 
 
 def nobody(diagnosis: str, details: Mapping[str, float]) -> Reconstruction:

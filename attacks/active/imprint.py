@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.active.architecture import IMPRINT, BinLayer, layers_with_bins
-from attacks.active.base import SendContext, Sending, hides_positions, nobody
+from attacks.active.base import MOVED, SendContext, Sending, hides_positions, nobody
 from attacks.active.bins import Bins, read_bins, round_off
 from attacks.active.brightness import BrightnessBins
 from attacks.linear.position_rows import unmet_assumptions
@@ -38,10 +38,6 @@ GAIN = 1e-3
 # Largest difference of a recovered image's mean square from the recovered q, of images of unit variance. Two images at
 # 30 dB from each other differ by less in a mixture of halves.
 MIXED = 1e-3
-MOVED = (
-    "the client hides positions (MJP): images are as the model was fed them, with patches that it may have moved, and "
-    "the update of a batch does not say which"
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ CONDITION = 1e6
 class LoRATrap(TokenTrap):
     """The image of a client that sends LoRA's factors alone."""
 
+    updates_wanted: ClassVar[int] = 2  # of rank 8 in four blocks: 64 patches
     left: ClassVar[int] = 2
     kind: ClassVar[str] = "low-rank terms (LoRA) in the attentions"
 

@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.base import ActiveAttack, SendContext, Sending, nobody
+from attacks.active.base import MOVED, ActiveAttack, SendContext, Sending, hides_positions, nobody
 from attacks.active.bins import Bins, read_bins, round_off
 from attacks.active.blocks import Block, blocks_of, plain_norms, same_direction, zeros_in
 from attacks.active.brightness import BrightnessBins
@@ -112,6 +112,7 @@ class TokenBins(BrightnessBins):
             raise UsageError(unmet_assumptions(1, observation.local_steps)[0])
         places = codes.tokenizer.num_patches
         bins, per_place = self.occupied(observation, codes)
+        bins = bins.where(codes.readable(bins.inputs))
         alone = codes.spread(bins.inputs).abs() <= MIXED
         image_of, place_of = bins.places % per_place, bins.places // per_place
         found = []
@@ -132,11 +133,11 @@ class TokenBins(BrightnessBins):
         shown = found[: observation.num_examples]
         patches = torch.stack([image.whole(codes) for image in shown])
         known = torch.stack([image.known(codes) for image in shown])
-        several = len(found) - len(single)
+        several, moved = len(found) - len(single), hides_positions(observation)
         return Reconstruction(
             observation.to_pixels(codes.tokenizer.unpatchify(patches)).float(),
-            known,
-            diagnosis=_several(several) if several else "",
+            known & (not moved),
+            diagnosis="; ".join([MOVED] * moved + [_several(several)] * bool(several)),
             details=details,
         )
 

@@ -133,8 +133,12 @@ class TokenCodes:
         """1 - cos of the angle between places that follow each other."""
         return 1 - math.cos(2 * math.pi / self.tokenizer.num_patches)
 
+    def readable(self, normed: Tensor) -> Tensor:
+        """(n,) bool, whether tokens (n, D) show the norm's deviation; of a rounded message they may not."""
+        return normed[:, PLUS] > normed[:, MINUS]
+
     def patches(self, normed: Tensor) -> Tensor:
-        """Patches (n, P) float64, normalised pixels, of tokens (n, D) float64 after the norm."""
+        """Patches (n, P) float64, normalised pixels, of `readable` tokens (n, D) float64 after the norm."""
         sigma = 2 * AMPLITUDE / (normed[:, PLUS] - normed[:, MINUS])
         mu = AMPLITUDE - sigma * normed[:, PLUS]
         content = normed[:, self.first : self.first + self.coefficients] * sigma[:, None] + mu[:, None]

@@ -53,6 +53,11 @@ class Picked:
             return cls(nothing, like.new_zeros(0, like.shape[1]).double(), nothing.bool())
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("places", "normed", "alone")))
 
+    def readable(self, codes: TokenCodes) -> Picked:
+        """Those of them that patches can be computed of."""
+        kept = codes.readable(self.normed)
+        return Picked(self.places.to(kept.device)[kept], self.normed[kept], self.alone[kept])
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTrap(ActiveAttack):
@@ -118,7 +123,7 @@ class TokenTrap(ActiveAttack):
         t, like = codes.tokenizer, next(iter(last.gradients.values()))
         patches = torch.zeros(t.num_patches, t.patch_dim, dtype=torch.float64, device=like.device)
         read, alone = torch.zeros(2, t.num_patches, dtype=torch.bool, device=like.device)
-        for found in (self.picked(one, codes) for one in prepared):
+        for found in (self.picked(one, codes).readable(codes) for one in prepared):
             patches[found.places], read[found.places] = codes.patches(found.normed), True
             alone[found.places] = found.alone
         details = {"patches": int(read.sum()), "rounds": len(prepared)}

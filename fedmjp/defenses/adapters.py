@@ -2,7 +2,8 @@
 
 A way to train with few numbers, and no defence by design. An adapter's gradients are sums over its inputs h_t,
 outputs of an MLP: dL/dV = sum_t d_t h_t^T lies in their span. Those of the first block are a function of all
-patches together, not of one, so that no closed form here reads an image from them; searches match what is sent.
+patches together, not of one, so that no closed form here reads an image from them; searches match what is sent. A
+server that sets the backbone reads a patch in every hidden unit (`attacks.active.adapter_trap`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Adapters(Defense):
     """Options of --defense adapters."""
 
     hides_positions: ClassVar[bool] = True
-    known_by: ClassVar[tuple[str, ...]] = ("inverting_gradients", "dlg")
+    known_by: ClassVar[tuple[str, ...]] = ("inverting_gradients", "dlg", "adapter_trap")
 
     adapter_size: int = 16
     """Hidden units r of an adapter (Houlsby et al.: 8 to 256)."""

@@ -26,8 +26,9 @@ class LowRankAdaptation(Defense):
     """Options of --defense lora."""
 
     hides_positions: ClassVar[bool] = True
-    # lora_span collects the factors' gradients over rounds; a search matches what is sent.
-    known_by: ClassVar[tuple[str, ...]] = ("lora_span", "inverting_gradients")
+    # lora_span collects the factors' gradients over rounds; a search matches what is sent; lora_trap sets what is sent
+    # so that the factors read patches.
+    known_by: ClassVar[tuple[str, ...]] = ("lora_span", "inverting_gradients", "lora_trap")
 
     lora_rank: int = 8
     """Rank r of the terms (the paper: 1 to 64, mostly 4 or 8)."""

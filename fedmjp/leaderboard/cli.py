@@ -43,22 +43,25 @@ class Add:
     work: Path = Path("runs/leaderboard")
     """Folder of the federations; each submission has one of its own in it."""
     computing: WorkerConfig = field(default_factory=WorkerConfig)
+    only_missing: bool = False
+    """Run only what the protocol has gained since the submission was made; its other rows stay as they are."""
 
     def run(self, console: Console) -> None:
         """Do it.
 
         Raises:
-            UsageError, ClientFailure: see `submission.add`.
+            UsageError, ClientFailure: see `submission.add` and `submission.extend`.
         """
         track, name = track_of(self.track), slug(self.defense)
         if self.images is not None and not self.images.is_dir():
             raise UsageError(f"--images {self.images} is no folder; lay images out as CLASS/FILE")
-        from fedmjp.leaderboard.submission import Submission, add
+        from fedmjp.leaderboard.submission import Submission, add, extend
 
         work = self.work / f"{name}@{track.name}"
         work = work if self.images is None else work.with_name(f"{work.name}@{self.images.name}")
         submission = Submission(self.defense, track, work, self.results, self.images, self.computing)
-        console.print(f"written: {add(submission, console)}", highlight=False, soft_wrap=True)
+        written = (extend if self.only_missing else add)(submission, console)
+        console.print(f"written: {written}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -62,15 +62,19 @@ SCRIPT = """<script>
 </script>"""
 
 
-def plane(points: Sequence[Mapping[str, Any]], tiers: Mapping[str, str]) -> str:
+def plane(
+    points: Sequence[Mapping[str, Any]], tiers: Mapping[str, str], interval: tuple[float, float] | None = None
+) -> str:
     """The figure.
 
     Args:
         points: each with number, link (of its card), accuracy (share in [0, 1]) and places: tier (or "worst") ->
-            (PSNR in dB or None, answer, words).
+            (PSNR in dB or None, answer, words). A submission stands at 0 dB where no attack returned an image, and is
+            left out of a tier that it was not run under.
         tiers: name -> title, of those that the reader can choose.
+        interval: 95 % interval of the accuracy without a defence, shares in [0, 1].
     """
-    shares = [point["accuracy"] for point in points]
+    shares = [point["accuracy"] for point in points] + list(interval or ())
     low, high = max(0.0, min(shares) - 0.05), min(1.0, max(shares) + 0.05)
 
     def across(share: float) -> float:
@@ -86,6 +90,7 @@ def plane(points: Sequence[Mapping[str, Any]], tiers: Mapping[str, str]) -> str:
         'style="max-width:min(100%, 900px);font:12px sans-serif" '
         f'aria-label="Accuracy against leakage of {len(points)} submissions">',
         *_axes(low, high, across),
+        *(_interval(*map(across, interval)) if interval else ()),
         *(_point(point, spread) for point, spread in zip(points, _spread(points, across), strict=True)),
         *_legend({answer for point in points for _, answer, _ in point["places"].values()}),
         "</svg>",
@@ -123,6 +128,15 @@ def _axes(low: float, high: float, across: Any) -> list[str]:
     return lines
 
 
+def _interval(left: float, right: float) -> list[str]:
+    """How far an accuracy is known, as a bar above the axis."""
+    y = HEIGHT - BOTTOM - 12
+    return [
+        f'<path d="M{left} {y - 4}v8M{left} {y}H{right}M{right} {y - 4}v8" fill="none" stroke="currentColor"/>'
+        f'<text x="{left + 6}" y="{y - 6}" fill="currentColor">95 % interval of the accuracy without a defence</text>'
+    ]
+
+
 def _spread(points: Sequence[Mapping[str, Any]], across: Any) -> list[dict[str, float]]:
     """For each point the x of each tier: that of its accuracy, or beside the points that stand there already."""
     taken: dict[str, list[tuple[float, float]]] = {}
@@ -148,11 +162,10 @@ def _spread(points: Sequence[Mapping[str, Any]], across: Any) -> list[dict[str, 
 def _point(point: Mapping[str, Any], spread: Mapping[str, float]) -> str:
     """A numbered circle that links to its card; `data-y` holds its places under all tiers."""
     places = {
-        tier: None if psnr is None else [_down(psnr), COLOURS[answer], words, spread[tier]]
+        tier: [_down(psnr or 0.0), COLOURS[answer], words, spread[tier]]
         for tier, (psnr, answer, words) in point["places"].items()
     }
-    worst = places["worst"] or [_down(0), COLOURS["not tested"], point["places"]["worst"][2], spread["worst"]]
-    data = escape(json.dumps(places | {"worst": worst}, ensure_ascii=False), quote=True)
+    worst, data = places["worst"], escape(json.dumps(places, ensure_ascii=False), quote=True)
     return (
         f'<g data-y="{data}" transform="translate({worst[3]} {worst[0]})"><a href="#{point["link"]}">'
         f'<title>{escape(worst[2])}</title><circle r="{RADIUS}" fill="{worst[1]}" fill-opacity=".85"/>'

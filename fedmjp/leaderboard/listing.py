@@ -10,7 +10,8 @@ from rich import box
 from rich.table import Table
 
 from attacks import UsageError
-from fedmjp.leaderboard import protocol, schema
+from fedmjp.leaderboard import schema
+from fedmjp.leaderboard.tiers import tier_called
 
 
 def submissions(results: Path) -> list[dict[str, Any]]:
@@ -28,7 +29,7 @@ def submissions(results: Path) -> list[dict[str, Any]]:
 
 def tier_title(name: str) -> str:
     """A tier's name in words."""
-    return next(tier.title for tier in protocol.TIERS if tier.name == name)
+    return tier_called(name).title
 
 
 def worst_words(document: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from fedmjp.audit.strongest import EXACT_GAIN
 from fedmjp.audit.verdict import Answer, judge
 from fedmjp.metrics import Interval, bootstrap_mean
 from fedmjp.metrics.intervals import bootstrap_quantile, wilson
@@ -89,13 +90,25 @@ def best_round(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.merge(best, on=[*image, "round"])
 
 
+def by_photograph(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows in which a photograph that several federations hold is one image: of one round and client.
+
+    Attacks on it are then compared with each other. Of a batch all images come from one update, which is too few to
+    choose the strongest attack on one half and report it on the other.
+    """
+    places = rows[["image_id", "round", "client", "image"]].drop_duplicates()
+    if not places["image_id"].duplicated().any():
+        return rows
+    return rows.assign(round=0, client=0, image=pd.factorize(rows["image_id"])[0])
+
+
 def worst_line(rows: pd.DataFrame, not_run: Mapping[str, str]) -> dict[str, Any]:
     """The verdict of `fedmjp.audit.verdict` on one tier and model, with the figures of the attack that decides.
 
     Where the verdict finds nothing under a defence, the answer is `UNTESTED` unless an attack that knows it was run
     (`ran_enough`), and `INCONCLUSIVE` where the assumptions of all those failed.
     """
-    verdict = judge(rows, not_run)
+    verdict = judge(by_photograph(rows), not_run)
     ran = ran_enough(rows, verdict.knowing)
     tried = sorted(set(ran) & set(verdict.held))
     found = verdict.answer in (Answer.LEAKS, Answer.PARTLY)
@@ -136,10 +149,12 @@ def ran_enough(rows: pd.DataFrame, knowing: Sequence[str]) -> list[str]:
 
     attacked = rows[~rows["attack"].isin(BASELINES)]
     answered = attacked.dropna(subset="psnr").groupby("attack")["image_id"].nunique()
-    images, updates = attacked["image_id"].nunique(), rows["round"].max()
+    images, updates = attacked["image_id"].nunique(), attacked.groupby("attack")["round"].max()
     known = [name for name in knowing if name in answered.index and name in ATTACKS]
     return sorted(
-        name for name in known if answered[name] >= ENOUGH * images and updates >= ATTACKS.get(name).updates_wanted
+        name
+        for name in known
+        if answered[name] >= ENOUGH * images and updates[name] >= ATTACKS.get(name).updates_wanted
     )
 
 
@@ -147,17 +162,17 @@ def severity(result: Mapping[str, Any]) -> tuple[float, ...]:
     """Sort key of a tier's and model's result, the worst for the defence first.
 
     By the answer, the share of images recovered, where nothing was found the number of attacks that know the defence
-    and ran, then the strongest attack's gain over the best guess (dB).
+    and ran, then the strongest attack's gain over the best guess (dB), of which `EXACT_GAIN` count at most.
     """
     worst = result["worst"]
     ran = 0 if worst["answer"] in ORDER[:2] else len(worst["adaptive_ran"])
     share = worst["recovered"] / worst["images"] if worst["images"] else 0.0
     gain = worst["gain_mean"] if worst["gain_mean"] is not None else -math.inf
-    return (ORDER.index(worst["answer"]), -share, -ran, -gain)
+    return (ORDER.index(worst["answer"]), -share, -ran, -min(gain, EXACT_GAIN))
 
 
 def worst_of(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The worst case of a submission over its tiers and models."""
+    """The worst case of a submission over tiers and models; of equal ones the first, which asks least of a server."""
     return min(results, key=severity)
 
 

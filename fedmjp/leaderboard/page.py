@@ -12,6 +12,7 @@ from attacks import UsageError
 from fedmjp.audit.verdict import Answer
 from fedmjp.leaderboard import figure, measure, protocol
 from fedmjp.leaderboard.listing import submissions, tier_title
+from fedmjp.leaderboard.tiers import TIERS, Tier, tier_called
 from fedmjp.records.reasons import grouped
 from fedmjp.report.blocks import differing_blocks, markdown_table
 
@@ -112,7 +113,7 @@ def leaderboard(folder: Path) -> str:
         raise UsageError(f"no submission in {folder} is comparable; run fedmjp-leaderboard add DEFENSE")
     usual = _without_defence(found)
     table = markdown_table(HEADS, [_cells(number, one) for number, one in enumerate(found, 1)])
-    tiers = {tier.name: tier.title for tier in protocol.RUN_TIERS}
+    tiers = {tier.name: tier.title for tier in TIERS}
     points = [_point(number, one) for number, one in enumerate(found, 1)]
     cards = [_card(one, usual) for one in found]
     parts = [
@@ -121,7 +122,7 @@ def leaderboard(folder: Path) -> str:
         "</div>",
         *_older(found),
         "## Accuracy against leakage",
-        figure.plane(points, tiers),
+        figure.plane(points, tiers, _accuracy_interval(usual)),
         figure.SCRIPT,
         "## Cards",
         *cards,
@@ -162,7 +163,7 @@ def _cells(number: int, document: Document) -> list[str]:
         answer_of(document),
         f"`{worst['attack']}`" if worst["attack"] else NONE,
         f"{tier_title(worst['tier'])}, {worst['model']}",
-        f"{len(document['results'])} of {len(document['results']) + _missing(document)}",
+        attacked(document),
         *leak,
         _percent(document["accuracy"]["accuracy"]),
         _figure(cost["ratio"], 2),
@@ -174,7 +175,7 @@ def _cells(number: int, document: Document) -> list[str]:
 
 def _older(found: Sequence[Document]) -> list[str]:
     """A sentence on submissions that were not run under the whole protocol; none if there are none."""
-    older = sum(_missing(document) > 0 for document in found)
+    older = sum(bool(protocol.missing(document)) for document in found)
     if not older:
         return []
     return [
@@ -189,15 +190,17 @@ def _some(names: Sequence[str], most: int = 2) -> str:
     return ", ".join(f"`{name}`" for name in names[:most]) + (f" and {len(names) - most} more" * (len(names) > most))
 
 
-def _missing(document: Document) -> int:
-    """Tiers and models of the protocol that an older submission was not run under."""
-    return sum(one["reason"] == protocol.OLDER for one in document["not_covered"])
+def attacked(document: Document) -> str:
+    """Federations that a submission was run under, of those of the protocol."""
+    defences = [defence["name"] for defence in document["defences"]]
+    every = list(protocol.federations(protocol.track_of(document["track"]), document["known_by"], defences))
+    return f"{len(every) - len(protocol.missing(document))} of {len(every)}"
 
 
 def _point(number: int, document: Document) -> dict[str, Any]:
     """A point of the plane: under each tier the result that is worst of its models."""
     places = {"worst": _place(document, worst_result(document))}
-    for tier in protocol.RUN_TIERS:
+    for tier in TIERS:
         own = [result for result in document["results"] if result["tier"] == tier.name]
         if own:
             places[tier.name] = _place(document, measure.worst_of(own))
@@ -207,7 +210,11 @@ def _point(number: int, document: Document) -> dict[str, Any]:
 
 def _place(document: Document, result: Document) -> tuple[float | None, str, str]:
     line = measure.line_of(result)
-    words = f"{title(document)}: {result['worst']['headline']} ({tier_title(result['tier'])}, {result['model']})"
+    tuned = document["accuracy"]
+    words = (
+        f"{title(document)}: {result['worst']['headline']} ({tier_title(result['tier'])}, {result['model']}); accuracy "
+        f"{tuned['accuracy']:.0%} {_accuracy_bounds(tuned)}"
+    )
     return (line["psnr_median"] if line else None, result["worst"]["answer"], words)
 
 
@@ -226,8 +233,9 @@ def _card(document: Document, usual: Document | None) -> str:
 
 def _tier_cells(result: Document, track: protocol.Track) -> list[str]:
     """A tier and model in a card: the attack that decides, on all images that it was run on, with intervals."""
-    line, tier = measure.line_of(result), next(tier for tier in protocol.TIERS if tier.name == result["tier"])
-    updates = protocol.layout(tier, track, ()).rounds if tier.batches else result["updates"]
+    line, tier = measure.line_of(result), tier_called(result["tier"])
+    prepared = tier.prepared_for(result["worst"]["attack"])
+    updates = protocol.layout(tier, track, (), prepared).rounds if prepared else result["updates"]
     cells = [f"{tier.title}, {result['model']}", str(updates), result["worst"]["answer"]]
     if line is None:
         return [*cells, *[NONE] * 9]
@@ -255,7 +263,7 @@ def _facts(document: Document, usual: Document | None) -> list[str]:
         facts.append(_knowledge(document))
     left = [
         f"{', '.join(titles)} ({reason})"
-        for reason, titles in grouped({one["title"]: one["reason"] for one in document["not_covered"]}).items()
+        for reason, titles in grouped({one["title"]: one["reason"] for one in protocol.not_covered(document)}).items()
     ]
     facts += [f"Not attacked: {'; '.join(left)}."] if left else []
     facts += [_worth(document, usual), _cost(document["cost"])]
@@ -274,11 +282,19 @@ def _worth(document: Document, usual: Document | None) -> str:
     """Accuracy with its interval, and that without a defence."""
     tuned = document["accuracy"]
     beside = "" if usual is None or usual is document else f"; without a defence {usual['accuracy']['accuracy']:.0%}"
-    bounds = f"[{tuned['accuracy_low']:.0%}, {tuned['accuracy_high']:.0%}]"
     return (
-        f"Accuracy {tuned['accuracy']:.0%} {bounds} on {tuned['test_images']} test images after {tuned['rounds']} "
-        f"rounds (`{tuned['model']}`){beside}."
+        f"Accuracy {tuned['accuracy']:.0%} {_accuracy_bounds(tuned)} on {tuned['test_images']} test images after "
+        f"{tuned['rounds']} rounds (`{tuned['model']}`){beside}."
     )
+
+
+def _accuracy_bounds(tuned: Document) -> str:
+    return f"[{tuned['accuracy_low']:.0%}, {tuned['accuracy_high']:.0%}]"
+
+
+def _accuracy_interval(usual: Document | None) -> tuple[float, float] | None:
+    """Of the accuracy without a defence, shares; None where that was not submitted."""
+    return None if usual is None else (usual["accuracy"]["accuracy_low"], usual["accuracy"]["accuracy_high"])
 
 
 def _cost(cost: Document) -> str:
@@ -337,12 +353,18 @@ def _percent(value: float | None, digits: int = 0, unit: str = "") -> str:
 
 def tiers(folder: Path) -> str:
     """The threat tiers, with the capabilities that each grants."""
-    heads = ["tier", "the server", "nearest in Carletti et al.", "grants", "attacked here"]
+    heads = ["tier", "the server", "nearest in Carletti et al.", "grants", "attacks"]
     lines = []
-    for tier in protocol.TIERS:
+    for tier in TIERS:
         grants = ", ".join(f"`{grant.value}`" for grant in tier.grants)
-        lines.append([tier.title, tier.meaning, tier.published, grants, tier.why_not or "yes"])
+        lines.append([tier.title, tier.meaning, tier.published, grants, _attacks_of(tier)])
     return markdown_table(heads, lines)
+
+
+def _attacks_of(tier: Tier) -> str:
+    """What runs under a tier, in words."""
+    named = [f"`{one.attack}`" + (f" (of `{one.defence}`)" if one.defence else "") for one in tier.prepared]
+    return ", ".join(named or [f"`{name}`" for name in tier.attacks] + [f"`{protocol.SEARCH}`"] * tier.searched)
 
 
 BLOCKS: Mapping[str, Callable[[Path], str]] = {

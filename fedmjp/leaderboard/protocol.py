@@ -1,117 +1,26 @@
-"""What every submission runs: images, models, threat tiers, budgets, and the federations that follow from them.
-
-A tier is a threat model of the literature, as a set of capabilities (`attacks.observation.Capability`) and a number of
-updates. An attack belongs to the tiers that grant what it needs. Tiers for which this protocol has no attack are listed
-with the reason, so that a reader sees what was not tested. Imports torch only to lay out federations.
+"""What every submission runs: images, models, budgets, and the federations that follow from them and from the threat
+tiers (`fedmjp.leaderboard.tiers`). Imports torch only to lay out federations.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from attacks import ATTACKS, Capability, ThreatModel, UsageError
 from fedmjp.budgets import AUTO
 from fedmjp.config import AuditConfig, DataConfig, ModelConfig, RunConfig
+from fedmjp.defenses.chain import split_chain
 from fedmjp.federation_options import FederationConfig
+from fedmjp.leaderboard.tiers import OLDER, PLAIN, SLOWEST, TIERS, Prepared, Tier
 
 SEARCH = "inverting_gradients"  # the one search that every submission gets, beside the suite
 SLOW = ("unmix", "unmix_rounds")  # seconds an update
-SLOWEST = "batch_tokens"  # up to a minute a sum
 BATCH = 8  # images of a client in a step, where the server is active
 IMAGES = "photos-in-order"
-PLAIN = (Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT)
-NOT_RUN = "no attack in this protocol yet"
-OLDER = "not run for this submission, which is older than this part of the protocol"
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A threat model under which every defence is attacked.
-
-    Attributes:
-        name: in files.
-        title: in tables.
-        grants: capabilities of the server.
-        several: whether the attacked update is the last of several of the same image.
-        searched: whether `SEARCH` runs beside the suite.
-        attacks: what runs, as --attacks takes it.
-        batches: whether a client holds several images in a step. The update of every round is then attacked, and of an
-            image the best answer counts.
-        group: clients of whose updates the server sees the sum alone; 0 where it sees each.
-        meaning: one sentence.
-        published: the nearest threat model of Carletti et al. (USENIX Security 2025).
-        why_not: why this protocol runs nothing under it; "" where it does.
-    """
-
-    name: str
-    title: str
-    grants: tuple[Capability, ...]
-    meaning: str
-    published: str = "none"
-    several: bool = False
-    searched: bool = False
-    attacks: tuple[str, ...] = (AUTO,)
-    batches: bool = False
-    group: int = 0
-    why_not: str = ""
-
-
-TIERS = (
-    Tier(
-        "passive_one",
-        "passive, one update",
-        PLAIN,
-        "an honest-but-curious server that has one update of a client and knows the model that it sent",
-        "B, informed eavesdropper",
-        searched=True,
-    ),
-    Tier(
-        "passive_several",
-        "passive, several updates",
-        (*PLAIN, Capability.SEVERAL_ROUNDS),
-        "the same server, which keeps a client's updates over the rounds; the client uses its image in every round",
-        "B, over several rounds",
-        several=True,
-    ),
-    Tier(
-        "passive_auxiliary",
-        "passive with auxiliary data",
-        (*PLAIN, Capability.SEVERAL_ROUNDS, Capability.AUXILIARY_DATA),
-        "the same server, which also has public photographs to fit priors and predictors to",
-        "D, data-enhanced eavesdropper",
-        several=True,
-    ),
-    Tier(
-        "active_parameters",
-        "active on parameters",
-        (*PLAIN, Capability.ACTIVE_PARAMETERS),
-        "a malicious server that chooses the weights it sends, to clients with several images in a batch",
-        "F, active manipulator",
-        attacks=("fishing",),
-        batches=True,
-    ),
-    Tier(
-        "active_architecture",
-        "active on architecture",
-        (*PLAIN, Capability.MODIFIED_MODEL),
-        "a malicious server that chooses the architecture it sends",
-        "F, active manipulator",
-        why_not=NOT_RUN,
-    ),
-    Tier(
-        "aggregate_only",
-        "aggregate only",
-        (*PLAIN, Capability.SEVERAL_ROUNDS, Capability.AGGREGATE_ONLY),
-        "a server that sees the sums of two clients' updates over the rounds, and none of them alone",
-        attacks=(AUTO, SLOWEST),
-        group=2,
-    ),
-)
-RUN_TIERS = tuple(tier for tier in TIERS if not tier.why_not)
-PASSIVE = tuple(tier for tier in RUN_TIERS if not tier.batches and not tier.group)  # nested
 
 
 @dataclass(frozen=True)
@@ -166,7 +75,7 @@ class Track:
 TRACKS = {
     track.name: track
     for track in (
-        Track("small", "8 photographs; took 0.9 to 2.5 minutes of a CPU core for eight defences", 8),
+        Track("small", "8 photographs; about 1.3 to 3 minutes of a CPU core for most defences", 8),
         Track(
             "full",
             "32 photographs on more federations with longer searches; not timed",
@@ -212,11 +121,13 @@ class Part:
         tier: under which its updates are attacked.
         model: name of the attacked model.
         config: the run.
+        prepared: what the server prepares; None for an honest one.
     """
 
     tier: Tier
     model: str
     config: RunConfig
+    prepared: Prepared | None = None
 
 
 def slug(entry: str) -> str:
@@ -255,15 +166,16 @@ class Layout:
     updates: int
 
 
-def layout(tier: Tier, track: Track, knowing: Sequence[str]) -> Layout:
-    """The federation of a tier.
+def layout(tier: Tier, track: Track, knowing: Sequence[str], prepared: Prepared | None = None) -> Layout:
+    """A federation of a tier.
 
     Args:
         knowing: attacks that know the defence. A tier of several updates runs as many rounds as they want.
+        prepared: what the server prepares, in every round; None for an honest one.
     """
-    if tier.batches:  # fishing finds an image a round, after one that counts the labels
-        batch = min(track.images, BATCH)
-        clients, rounds = track.images // batch, batch + 1
+    if prepared is not None:
+        batch = min(track.images, BATCH) if prepared.batches else 1
+        clients, rounds = track.images // batch, prepared.rounds or batch + 1
         return Layout(clients, track.images, batch, rounds, tuple(range(1, rounds + 1)), clients)
     if tier.group:
         rounds, clients = wanted(track, ("batch_rounds",)), track.summed_clients
@@ -283,8 +195,8 @@ def idle(tier: Tier, knowing: Sequence[str]) -> str:
 
     Auxiliary data serve attacks that place patches. Without one, the tier gives what `passive_several` gives.
     """
-    if tier.why_not or Capability.AUXILIARY_DATA not in tier.grants:
-        return tier.why_not
+    if Capability.AUXILIARY_DATA not in tier.grants:
+        return ""
     threat, plain = ThreatModel(frozenset(tier.grants)), ThreatModel(frozenset(PLAIN))
     own = [ATTACKS.get(name)() for name in knowing if name in ATTACKS]
     uses = any(attack.granted(threat) != attack.granted(plain) for attack in own)
@@ -293,11 +205,11 @@ def idle(tier: Tier, knowing: Sequence[str]) -> str:
 
 def images_of(track: Track) -> int:
     """Photographs of the list that a submission uses, in all its federations."""
-    return max(layout(tier, track, ()).images for tier in RUN_TIERS)
+    return max(layout(tier, track, (), next(iter(tier.prepared), None)).images for tier in TIERS)
 
 
 def parts(entry: str, track: Track, out: Path, data: str = IMAGES) -> Iterator[Part]:
-    """The federations whose updates are attacked, one for each tier and model.
+    """The federations whose updates are attacked, one for each tier, model, and attack of a server that prepares.
 
     Args:
         entry: the defence, as --defense takes it.
@@ -308,42 +220,87 @@ def parts(entry: str, track: Track, out: Path, data: str = IMAGES) -> Iterator[P
         UsageError: no such defence, or a setting that does not fit.
     """
     knowing = RunConfig().defence(entry).known_by
-    for tier in RUN_TIERS:
-        if idle(tier, knowing):
-            continue
-        own = layout(tier, track, knowing)
-        for model in track.summed if tier.group else track.models:
-            config = RunConfig(
-                defense=(entry,),
-                federation=FederationConfig(
-                    clients=own.clients, rounds=own.rounds, batch_size=own.batch, evaluate_every=own.rounds
-                ),
-                model=ModelConfig(model=model),
-                data=DataConfig(data=data, train_limit=own.images, test_limit=track.test_images),
-                audit=_audit(tier, track, own),
-                threads=1,
-                seed=SEED,
-                out=out / f"{tier.name}-{model}",
-                resume=True,  # whether it is the same run is decided by its folder
-            )
-            yield Part(tier, model, config)
+    for tier, prepared, model in federations(track, knowing, [name for name, _ in split_chain(entry)]):
+        own = layout(tier, track, knowing, prepared)
+        config = RunConfig(
+            defense=(entry,),
+            federation=FederationConfig(
+                clients=own.clients, rounds=own.rounds, batch_size=own.batch, evaluate_every=own.rounds
+            ),
+            model=ModelConfig(model=model),
+            data=DataConfig(data=data, train_limit=own.images, test_limit=track.test_images),
+            audit=_audit(tier, track, own, prepared),
+            threads=1,
+            seed=SEED,
+            out=out / "-".join([tier.name, *([prepared.attack] if prepared else []), model]),
+            resume=True,  # whether it is the same run is decided by its folder
+        )
+        yield Part(tier, model, config, prepared)
 
 
-def _audit(tier: Tier, track: Track, own: Layout) -> AuditConfig:
+def federations(
+    track: Track, knowing: Sequence[str], defences: Sequence[str]
+) -> Iterator[tuple[Tier, Prepared | None, str]]:
+    """Tier, what the server prepares, and model of every federation under attack.
+
+    Args:
+        knowing: attacks that know the defence.
+        defences: its name, several of a chain.
+    """
+    for tier in TIERS:
+        if not idle(tier, knowing):
+            for prepared in tier.federations(defences):
+                for model in track.summed if tier.group else track.models:
+                    yield tier, prepared, model
+
+
+def missing(document: Mapping[str, Any]) -> list[tuple[Tier, Prepared | None, str]]:
+    """The federations of the protocol that a submission was not run under, from its file alone."""
+    lines = {(r["tier"], r["model"]): {line["attack"] for line in r["attacks"]} for r in document["results"]}
+
+    def lacks(tier: Tier, prepared: Prepared | None, model: str) -> bool:
+        """Whether there is no row of the federation. An attack that is asked for by name always has one."""
+        ran = lines.get((tier.name, model), set())
+        return not ran or (prepared is not None and prepared.attack not in ran)
+
+    defences = [defence["name"] for defence in document["defences"]]
+    every = federations(track_of(document["track"]), document["known_by"], defences)
+    return [one for one in every if lacks(*one)]
+
+
+def not_covered(document: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The tiers that a submission was not, or not wholly, run under: tier, title, reason."""
+    found = []
+    older = missing(document)
+    for tier in TIERS:
+        reason = idle(tier, document["known_by"])
+        lacking = {one.attack if one else "" for own, one, _ in older if own is tier}
+        models = {model for own, _, model in older if own is tier}
+        if lacking:
+            ran = any(result["tier"] == tier.name for result in document["results"])
+            which = sorted(filter(None, lacking)) or sorted(models)
+            reason = OLDER + (f" ({', '.join(which)})" if ran else "")
+        if reason:
+            found.append({"tier": tier.name, "title": tier.title, "reason": reason})
+    return found
+
+
+def _audit(tier: Tier, track: Track, own: Layout, prepared: Prepared | None) -> AuditConfig:
     """The tier's attacks within the budget on every update; of slow ones and of a search, on some."""
-    named = tuple(name for name in tier.attacks if name != AUTO)
-    limits = dict.fromkeys(SLOW, track.slow_updates) if AUTO in tier.attacks else {}
-    limits |= {SLOWEST: track.slowest_updates} if SLOWEST in named else {}
+    attacks = (prepared.attack,) if prepared else tier.attacks
+    grants = (*PLAIN, *prepared.grants) if prepared else tier.grants
+    limits = dict.fromkeys(SLOW, track.slow_updates) if AUTO in attacks else {}
+    limits |= {SLOWEST: track.slowest_updates} if SLOWEST in attacks else {}
     limits |= {SEARCH: track.search_updates} if tier.searched else {}
     return AuditConfig(
-        attacks=(*tier.attacks, SEARCH) if tier.searched else tier.attacks,
+        attacks=(*attacks, SEARCH) if tier.searched else attacks,
         budget=track.budget,
         audit_clients=tuple(range(own.updates)),
         audit_rounds=own.attacked_rounds,
         secure_aggregation=tier.group,
         at_most=tuple(f"{name}={count}" for name, count in limits.items()),
         steps=(f"{SEARCH}={track.search_steps}",) if tier.searched else (),
-        grants=tuple(sorted(grant.value for grant in tier.grants if grant is not Capability.AGGREGATE_ONLY)),
+        grants=tuple(sorted(grant.value for grant in grants if grant is not Capability.AGGREGATE_ONLY)),
     )
 
 
@@ -379,7 +336,7 @@ def for_rows(
     """
     audit, federation = part.config.audit, part.config.federation
     steps = audit.steps if SEARCH in attacks else ()
-    if not part.tier.batches:
+    if part.prepared is None:
         federation = replace(federation, rounds=max(rounds), evaluate_every=max(rounds))
         audit = replace(audit, audit_rounds=rounds)
     audit = replace(audit, attacks=attacks, audit_clients=clients, at_most=(), steps=steps)

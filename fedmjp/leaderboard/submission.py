@@ -14,12 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import torch
-from PIL import Image
 from rich.console import Console
-from torch import Tensor
 
 from attacks import UsageError
 from fedmjp.audited_federation import run_or_resume
@@ -30,14 +26,14 @@ from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import Chain, split_chain
 from fedmjp.leaderboard import measure, protocol
 from fedmjp.leaderboard.cost import client_cost
+from fedmjp.leaderboard.gathering import base_of, deciding_part, gather, picture
 from fedmjp.leaderboard.images import fixed_images
 from fedmjp.leaderboard.protocol import Part, Track
-from fedmjp.leaderboard.reidentification import Lineup, lineup_of
-from fedmjp.leaderboard.schema import SCHEMA, check
+from fedmjp.leaderboard.schema import SCHEMA, check, read
+from fedmjp.leaderboard.tiers import TIERS
 from fedmjp.records import provenance
 from fedmjp.records.files import write_whole
-from fedmjp.records.images import image_path
-from fedmjp.records.rows import RowLog, load_rows, pack_rows
+from fedmjp.records.rows import unpack_rows
 from fedmjp.records.run_record import note_run
 from fedmjp.report.words import defence_words
 from fedmjp.workers.options import HERE, WorkerConfig
@@ -78,6 +74,21 @@ class Submission:
         own = "" if self.images is None else f"@{self.images.resolve().name}"
         return protocol.slug(self.entry) + track + own
 
+    @property
+    def path(self) -> Path:
+        """Of its JSON file."""
+        return self.results / f"{self.name}.json"
+
+    @property
+    def log(self) -> Path:
+        """Its rows before they are packed, in the folder of the leaderboard."""
+        return self.results / "rows" / f"{self.name}.jsonl"
+
+    @property
+    def packed(self) -> Path:
+        """Its packed rows."""
+        return self.log.with_suffix(".jsonl.gz")
+
     def parts(self) -> list[Part]:
         """Its federations under attack."""
         found = protocol.parts(self.entry, self.track, self.work, self.data)
@@ -100,28 +111,90 @@ def add(submission: Submission, console: Console) -> Path:
         ClientFailure: a client failed; what is finished is kept.
         Incomplete: attacks were given up in a federation, which would flatter the defence.
     """
-    digests = fixed_images(protocol.images_of(submission.track)) if submission.images is None else {}
+    digests = _digests(submission)
     every, tuned = submission.parts(), submission.tuning()
     for config in (tuned, *(part.config for part in every)):
         check_before_start(config)
         _require_images(config, submission)
-    path = submission.results / f"{submission.name}.json"
-    _require_own(path, submission.entry)
+    _require_own(submission.path, submission.entry)
     run_or_resume(tuned, "accuracy", console)
-    for number, part in enumerate(every, 1):
-        title = f"federation {number} of {len(every)}: {part.tier.title}, {part.model}"
-        run_or_resume(part.config, title, console)
+    run_parts(every, console)
     console.print("cost and re-identification", style="bold", highlight=False)
     cost = _cached(submission.work / "cost.json", lambda: client_cost(tuned, submission.track.timed))
-    packed = gather(submission, every)
-    rows = load_rows(packed, measure.ROWS)
-    document = _document(submission, every, rows, cost, digests)
+    submission.log.unlink(missing_ok=True)
+    rows = gather(submission, every)
+    measured = {"accuracy": _accuracy(tuned), "cost": dict(cost), "provenance": _provenance(rows), "rerun": None}
+    not_run = not_run_of(every, {})
+    document = _document(submission, rows, not_run, digests) | measured
+    worst = document["worst"]
+    document["picture"] = picture(submission, deciding_part(submission, worst), worst, rows)
+    return write(submission, document, rows)
+
+
+def extend(submission: Submission, console: Console) -> Path:
+    """Run what the protocol has gained since a submission was made, and write its file again by the present rules.
+
+    Its other rows, its accuracy and its cost stay as they are, and so does the picture unless the worst case is a new
+    one.
+
+    Returns:
+        path of the JSON file.
+
+    Raises:
+        UsageError: no such submission, or as for `add`.
+        ClientFailure: a client failed; what is finished is kept.
+    """
+    old, digests = read(submission.path), _digests(submission)
+    _require_own(submission.path, submission.entry)
+    if _digest(submission.packed) != old["rows"]["sha256"]:
+        raise UsageError(f"{submission.packed} is not the file that {submission.path.name} names (SHA-256)")
+    lacking = {(tier.name, prepared, model) for tier, prepared, model in protocol.missing(old)}
+    new = [part for part in submission.parts() if (part.tier.name, part.prepared, part.model) in lacking]
+    for part in new:
+        check_before_start(part.config)
+        _require_images(part.config, submission)
+    run_parts(new, console)
+    submission.log.unlink(missing_ok=True)
+    unpack_rows(submission.log)
+    rows = gather(submission, new)
+    not_run = not_run_of(new, {(r["tier"], r["model"]): r["not_run"] for r in old["results"]})
+    document = _document(submission, rows, not_run, digests)
+    document |= {name: old[name] for name in ("accuracy", "cost", "picture", "rerun")}
+    document["provenance"] = old["provenance"] | {"commits": sorted(set(rows["commit"]))}
+    if new:
+        document["rerun"] = None  # what was run again then is not a tenth of what there is now
+    worst, deciding = document["worst"], ("tier", "model", "attack")
+    if [worst[name] for name in deciding] != [old["worst"][name] for name in deciding]:
+        part = deciding_part(submission, worst)
+        run_parts([part] if part else [], console)  # an earlier one, of which nothing but the rows is kept
+        document["picture"] = picture(submission, part, worst, rows)
+    return write(submission, document, rows)
+
+
+def run_parts(every: Sequence[Part], console: Console) -> None:
+    """Run federations, or take them up."""
+    for number, part in enumerate(every, 1):
+        what = f"{part.tier.title}, {part.prepared.attack}" if part.prepared else part.tier.title
+        run_or_resume(part.config, f"federation {number} of {len(every)}: {what}, {part.model}", console)
+
+
+def write(submission: Submission, document: dict[str, Any], rows: pd.DataFrame) -> Path:
+    """Check and write a submission's file beside its rows.
+
+    Returns:
+        its path.
+    """
+    packed = submission.packed
     document["rows"] = {"file": f"rows/{packed.name}", "sha256": _digest(packed), "count": len(rows)}
-    document["picture"] = _picture(submission, every, document["worst"], rows)
-    check(document, path.name)
-    write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
+    check(document, submission.path.name)
+    write_whole(submission.path, (json.dumps(document, indent=1) + "\n").encode())
     note_run(submission.results, PROGRAM, devices=set(rows["device"]), commits=set(rows["commit"]))
-    return path
+    return submission.path
+
+
+def _digests(submission: Submission) -> dict[str, str]:
+    """Of the list's images, by name; {} for a user's own."""
+    return fixed_images(protocol.images_of(submission.track)) if submission.images is None else {}
 
 
 def _require_images(config: RunConfig, submission: Submission) -> None:
@@ -148,64 +221,6 @@ def _cached(path: Path, make: Any) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def gather(submission: Submission, every: Sequence[Part]) -> Path:
-    """Write the rows of all federations, with their tier and the original's rank, into one packed log.
-
-    Returns:
-        path of the log.
-    """
-    log = submission.results / "rows" / f"{submission.name}.jsonl"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.unlink(missing_ok=True)
-    with RowLog(log, measure.ROWS) as written:
-        for part, lineup in zip(every, _lineups(submission, every), strict=True):
-            for row in ranked_rows(part, lineup, submission):
-                written.append(row)
-    return pack_rows(log)
-
-
-def _lineups(submission: Submission, every: Sequence[Part]) -> list[Lineup | None]:
-    """One for each part; parts whose images have the same size share it."""
-    sizes: dict[str, int] = {}
-    for part in every:
-        if part.model not in sizes:
-            sizes[part.model] = _read_image(next(part.config.out.glob("images/**/*_original.png"))).shape[-1]
-    return [lineup_of(sizes[part.model], submission.track.candidates) for part in every]
-
-
-def ranked_rows(part: Part, lineup: Lineup | None, submission: Submission) -> list[dict[str, Any]]:
-    """The rows of a finished federation with the columns of `measure.ROWS`.
-
-    Ranks are of the 8-bit pictures that the run wrote. A user's folder is named without its path. Of a client that is
-    attacked in every round, an image has the rows of one round.
-    """
-    loaded = load_rows(part.config.out / "rows.jsonl")
-    rows = (measure.best_round(loaded) if part.tier.batches else loaded).to_dict("records")
-    for row in rows:
-        row |= {measure.TIER: part.tier.name, measure.RANK: None}
-        if submission.images is not None:
-            row["dataset"] = f"folder:{submission.images.resolve().name}"
-    pairs = [(row, _pictures(part, row)) for row in rows]
-    shown = [(row, pictures) for row, pictures in pairs if pictures is not None]
-    if shown and lineup is not None:
-        originals, found = (torch.stack([pictures[i] for _, pictures in shown]) for i in (0, 1))
-        ranks = lineup.ranks(originals, found, [row["image_id"] for row, _ in shown])
-        for (row, _), rank in zip(shown, ranks, strict=True):
-            row[measure.RANK] = rank
-    return rows
-
-
-def _pictures(part: Part, row: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Original and reconstruction of a row, (3, H, W) each; None where the attack returned none, and for guesses'."""
-    place = part.config.out, row["defense"], row["round"], row["client"], row["image"]
-    paths = [image_path(*place, what) for what in ("original", row["attack"])]
-    return tuple(map(_read_image, paths)) if all(path.exists() for path in paths) else None
-
-
-def _read_image(path: Path) -> Tensor:
-    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1).float() / 255
-
-
 def results_of(rows: pd.DataFrame, not_run: Mapping[tuple[str, str], Mapping[str, str]]) -> list[dict[str, Any]]:
     """The figures of every tier and model of a submission, from its rows alone.
 
@@ -216,28 +231,22 @@ def results_of(rows: pd.DataFrame, not_run: Mapping[tuple[str, str], Mapping[str
     found = []
     for (tier, base), own in rows.assign(base=rows["model"].map(base_of)).groupby([measure.TIER, "base"], sort=False):
         about = {"tier": tier, "model": base, "trained": own["model"].iloc[0], "weights": own["weights"].iloc[0]}
-        grants = list(own["threat_model"].iloc[0])
+        grants = list(dict.fromkeys(grant for granted in own["threat_model"] for grant in granted))
         about |= {"grants": grants, "updates": int(own["round"].max())}
         found.append(about | measure.leakage(own, not_run.get((tier, base), {})))
-    return found
-
-
-def base_of(model: str) -> str:
-    """The model that the protocol names, of which a defence trains the variant `model`."""
-    from fedmjp.models import split_name
-
-    return split_name(model)[0]
+    order = [tier.name for tier in TIERS]
+    return sorted(found, key=lambda result: order.index(result["tier"]))
 
 
 def _document(
-    submission: Submission, every: Sequence[Part], rows: pd.DataFrame, cost: Mapping[str, Any], digests: Mapping
+    submission: Submission, rows: pd.DataFrame, not_run: Mapping[tuple[str, str], Mapping[str, str]], digests: Mapping
 ) -> dict[str, Any]:
-    """All of the file but where rows and picture are."""
+    """All of the file that follows from the rows and from today's protocol and defences."""
     entry, track = submission.entry, submission.track
     defense = submission.tuning().defence(entry)
-    results = results_of(rows, {(part.tier.name, part.model): _not_run(part) for part in every})
+    results = results_of(rows, not_run)
     worst = measure.worst_of(results)
-    return {
+    document = {
         "schema": SCHEMA,
         "entry": entry,
         "name": defence_words(entry),
@@ -250,23 +259,21 @@ def _document(
         "data": {"name": rows["dataset"].iloc[0], "images": dict(digests) or dict.fromkeys(rows["image_id"], "")},
         "protocol": _protocol(track),
         "results": results,
-        "not_covered": [
-            {"tier": tier.name, "title": tier.title, "reason": reason}
-            for tier in protocol.TIERS
-            if (reason := protocol.idle(tier, defense.known_by))
-        ],
+        "not_covered": [],
         "worst": {"tier": worst["tier"], "model": worst["model"], **worst["worst"]},
-        "accuracy": _accuracy(submission.tuning()),
-        "cost": dict(cost),
-        "provenance": {
-            "commits": sorted(set(rows["commit"])),
-            "version": rows["version"].iloc[0],
-            "versions": provenance.versions(),
-            "device": rows["device"].iloc[0],
-            "command": provenance.command(PROGRAM),
-            "seed": protocol.SEED,
-        },
-        "rerun": None,
+    }
+    return document | {"not_covered": protocol.not_covered(document)}
+
+
+def _provenance(rows: pd.DataFrame) -> dict[str, Any]:
+    """What produced the rows."""
+    return {
+        "commits": sorted(set(rows["commit"])),
+        "version": rows["version"].iloc[0],
+        "versions": provenance.versions(),
+        "device": rows["device"].iloc[0],
+        "command": provenance.command(PROGRAM),
+        "seed": protocol.SEED,
     }
 
 
@@ -294,10 +301,22 @@ def about(entry: str, defense: Defense) -> list[dict[str, Any]]:
     return found
 
 
-def _not_run(part: Part) -> dict[str, str]:
-    """Registered attack -> why it ran on no update of a federation."""
-    described = json.loads((part.config.out / "run.json").read_text(encoding="utf-8"))
-    return dict(described["not_run"].get(part.config.defense[0], {}))
+def not_run_of(
+    every: Sequence[Part], known: Mapping[tuple[str, str], Mapping[str, str]]
+) -> dict[tuple[str, str], dict[str, str]]:
+    """(tier, model) -> registered attack -> why it ran in no federation of them.
+
+    Args:
+        every: federations that are finished.
+        known: the same of earlier federations.
+    """
+    found = {place: dict(reasons) for place, reasons in known.items()}
+    for part in every:
+        described = json.loads((part.config.out / "run.json").read_text(encoding="utf-8"))
+        own = described["not_run"].get(part.config.defense[0], {})
+        earlier = found.get((part.tier.name, part.model), own)
+        found[part.tier.name, part.model] = {name: reason for name, reason in earlier.items() if name in own}
+    return found
 
 
 def _accuracy(config: RunConfig) -> dict[str, Any]:
@@ -312,34 +331,3 @@ def _accuracy(config: RunConfig) -> dict[str, Any]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-SHOWN, SIDE = 4, 64  # images of a card's picture, and pixels of each
-
-
-def _picture(submission: Submission, every: Sequence[Part], worst: Mapping[str, Any], rows: pd.DataFrame) -> str:
-    """Write the originals, and below them what the deciding attack makes of them, as one picture.
-
-    Of the images that the attack was run on, the first ones of the list; grey where it returned nothing.
-
-    Returns:
-        path of the PNG file in the folder of the leaderboard; "" for a user's own images, or without an attack.
-    """
-    if submission.images is not None or not worst["attack"]:
-        return ""
-    part = next(part for part in every if (part.tier.name, part.model) == (worst["tier"], worst["model"]))
-    of_model = (rows[measure.TIER] == worst["tier"]) & (rows["model"].map(base_of) == worst["model"])
-    own = rows[of_model & (rows["attack"] == worst["attack"])].set_index("image_id")
-    shown = [image for image in fixed_images(protocol.images_of(submission.track)) if image in own.index][:SHOWN]
-    sheet = Image.new("RGB", (SHOWN * SIDE, 2 * SIDE), (128, 128, 128))
-    for column, image_id in enumerate(shown):
-        row = own.loc[image_id]
-        for line, what in enumerate(("original", worst["attack"])):
-            path = image_path(part.config.out, row["defense"], row["round"], row["client"], row["image"], what)
-            if path.exists():
-                cell = Image.open(path).resize((SIDE, SIDE), Image.Resampling.NEAREST)
-                sheet.paste(cell, (column * SIDE, line * SIDE))
-    target = submission.results / "pictures" / f"{submission.name}.png"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    sheet.quantize(256).save(target, optimize=True)  # a quarter of the size
-    return f"pictures/{target.name}"

@@ -21,8 +21,10 @@ from rich.console import Console
 from attacks import UsageError
 from fedmjp.audited_federation import run_or_resume
 from fedmjp.leaderboard import measure, schema
+from fedmjp.leaderboard.gathering import base_of
 from fedmjp.leaderboard.protocol import Part, for_rows, track_of
-from fedmjp.leaderboard.submission import Submission, base_of, results_of
+from fedmjp.leaderboard.submission import Submission, results_of
+from fedmjp.leaderboard.tiers import tier_called
 from fedmjp.records import provenance
 from fedmjp.records.files import write_whole
 from fedmjp.records.rows import BASELINES, load_rows
@@ -86,21 +88,30 @@ def static_differences(document: Mapping[str, Any], path: Path) -> Iterator[str]
 
 
 def chosen_updates(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
-    """A random tenth of the attacked updates, at least one: tier, base, client."""
-    updates = rows.assign(base=rows["model"].map(base_of))[["tier", "base", "client"]].drop_duplicates()
+    """A random tenth of the attacked updates, at least one: tier, base, federation, client."""
+    named = rows.assign(base=rows["model"].map(base_of), federation=federation_of(rows))
+    updates = named[["tier", "base", "federation", "client"]].drop_duplicates()
     count = max(1, math.ceil(SHARE * len(updates)))
     return updates.iloc[sorted(np.random.default_rng(seed).permutation(len(updates))[:count])]
 
 
+def federation_of(rows: pd.DataFrame) -> pd.Series:
+    """The attack for which the server prepared the federation of a row; "" where it is honest."""
+    prepared = [tier_called(t).prepared_for(a) for t, a in zip(rows["tier"], rows["attack"], strict=True)]
+    return pd.Series([one.attack if one else "" for one in prepared], rows.index, name="federation")
+
+
 def _rerun(submission: Submission, rows: pd.DataFrame, seed: int, console: Console) -> Iterator[str]:
     chosen = chosen_updates(rows, seed)
-    parts = {(part.tier.name, part.model): part for part in submission.parts()}
+    parts = {(part.tier.name, part.model, part.prepared): part for part in submission.parts()}
     compared = 0
-    for (tier, base), updates in chosen.groupby(["tier", "base"], sort=False):
-        own = rows[
-            (rows["tier"] == tier) & (rows["model"].map(base_of) == base) & rows["client"].isin(updates["client"])
-        ]
-        again = _again(parts[tier, base], own, submission.work, console)
+    place = [rows["tier"], rows["model"].map(base_of).rename("base"), federation_of(rows)]
+    for (tier, base, attack), own in rows.groupby(place, sort=False):
+        named = (chosen["tier"] == tier) & (chosen["base"] == base) & (chosen["federation"] == attack)
+        own = own[own["client"].isin(chosen.loc[named, "client"])]
+        if own.empty:
+            continue
+        again = _again(parts[tier, base, tier_called(tier).prepared_for(attack)], own, submission.work, console)
         compared += len(own)
         for line in _compared(own, again):
             yield f"{tier} on {base}, {line}"

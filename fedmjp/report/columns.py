@@ -206,7 +206,6 @@ QUANTITIES = {
     "input_share": "seconds of masks and jigsaw to those of a plain step",
     "looped_over_vectorised": "seconds of masks and jigsaw in loops to those of ours",
     "speedup": "seconds of the same campaign in one process to those of this run",
-    "cpu_seconds": "CPU time of a campaign, all its processes together",
     "core_seconds": "CPU time of the parent and an even share of that of its workers",
     "core_speedup": "core_seconds of the same campaign in one process to those of this run",
     "load": "one-minute load average of the machine before a run",
@@ -234,7 +233,7 @@ QUANTITIES = {
             ("step", "step of a search"),
         )
     },
-    "cpu_seconds": "processor time, of a round or a report",
+    "cpu_seconds": "processor time, of a round, a report or a campaign (all its processes)",
     "peak_mib": "memory above model and images (MiB)",
     "process_mib": "most memory of a process, libraries among it (MiB)",
     "disk_mib": "of a log of rows (MiB)",

@@ -258,6 +258,21 @@ def test_an_attack_that_raises_is_a_diagnosis_of_its_case(attack: Attack, mini) 
     assert [f.diagnosis for f in found] == ["", "the attack failed: ZeroDivisionError: no pivot", ""]
 
 
+def test_images_that_are_not_finite_are_a_diagnosis(mini) -> None:
+    class Divides(Brittle):
+        """By zero."""
+
+        def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+            """One pixel is NaN."""
+            images = torch.full((1, 3, 64, 64), 0.5)
+            images[0, 0, 0, 0] /= images.new_zeros(()) / 0
+            return Reconstruction(images, known=torch.ones(1, 1, 64, 64, dtype=torch.bool), diagnosis="coarse")
+
+    found = Divides()([observe(mini, photographs(64, 1))])
+    assert (found.images, found.known) == (None, None)
+    assert found.diagnosis == "the images that were computed are not finite; coarse"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("base", [Brittle, Batched])
 def test_interrupts_and_want_of_memory_are_raised_on(base: type, error: type, mini) -> None:

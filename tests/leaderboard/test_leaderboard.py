@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from attacks import ATTACKS, ThreatModel, UsageError
+from fedmjp.config import RunConfig
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.leaderboard import measure, page, protocol, schema
 from fedmjp.leaderboard.cli import main
 from fedmjp.leaderboard.images import DIGESTS, digests, fixed_images
 from fedmjp.leaderboard.listing import submissions
 from fedmjp.leaderboard.reidentification import Lineup, random_crops, same_picture
+from fedmjp.leaderboard.tiers import PASSIVE, PLAIN, TIERS
 from fedmjp.metrics import load_lpips
 from fedmjp.records.images import save_image
 from tests.conftest import photographs
@@ -60,18 +62,21 @@ def test_a_plugin_is_measured_and_can_be_taken_up(added: Path, capsys) -> None:
     assert document["defences"][0]["paper"].startswith("A defence in a package of its own")
     assert document["adaptive"] == "no adaptive attack"
     assert list(document["data"]["images"]) == list(DIGESTS)[:2]
-    run = {"passive_one", "passive_several", "active_parameters", "aggregate_only"}
-    assert {r["tier"] for r in document["results"]} == run
+    run = ["passive_one", "passive_several", "active_parameters", "active_architecture", "aggregate_only"]
+    assert [r["tier"] for r in document["results"]] == run
     left = {n["tier"]: n["reason"] for n in document["not_covered"]}
-    assert left.keys() == {"passive_auxiliary", "active_architecture"}
-    assert left["passive_auxiliary"] == "no attack that knows the defence makes use of auxiliary data"
+    assert left == {"passive_auxiliary": "no attack that knows the defence makes use of auxiliary data"}
     results = {r["tier"]: r for r in document["results"]}
     lines = {line["attack"]: line for line in results["passive_one"]["attacks"]}
     assert lines["mean_image"]["guess"]
     assert lines["patch_embedding"]["count"] == 2
     assert (lines[protocol.SEARCH]["count"], lines[protocol.SEARCH]["passes"]) == (1, 2)
-    assert results["active_parameters"]["attacks"][-1]["attack"] == "fishing"
-    assert results["active_parameters"]["attacks"][-1]["count"] == 2  # images of one client, one row each
+    active = {line["attack"]: line["count"] for line in results["active_parameters"]["attacks"]}
+    batch = ("mean_image", "other_image", "fishing", "feature_fishing", "token_bins")
+    assert active == dict.fromkeys(batch, 2)  # images of one client, one row of each attack
+    assert not results["active_parameters"]["not_run"].keys() & active.keys()
+    assert results["active_parameters"]["worst"]["images"] == 2  # photographs, not photographs times federations
+    assert results["active_architecture"]["grants"][0] == "active_architecture"
     assert results["aggregate_only"]["grants"][0] == "aggregate_only"
     assert document["cost"]["bits"] == document["cost"]["bits_none"] > 0
     assert document["cost"]["peak_bytes"] >= document["cost"]["peak_bytes_none"] > 1e6
@@ -83,10 +88,42 @@ def test_a_plugin_is_measured_and_can_be_taken_up(added: Path, capsys) -> None:
     assert added.read_bytes() == before
 
 
+NEWER = ("token_bins", "imprint")
+
+
+def test_an_older_submission_gets_what_the_protocol_has_gained(added: Path, tmp_path, capsys) -> None:
+    """Without some rows the file says so; from the finished federations it becomes what it was."""
+    shutil.copytree(added.parent, tmp_path / "results")
+    path = tmp_path / "results" / added.name
+    document = schema.read(path)
+    rows = rows_beside(path, document)
+    kept = [json.loads(line) for line in measure_lines(rows)]
+    own = [row for row in kept if row["attack"] not in NEWER and row["tier"] != "active_architecture"]
+    with_rows(document, rows, own)
+    path.write_text(json.dumps(document))
+    assert [one.attack for _, one, _ in protocol.missing(document)] == list(NEWER)
+    reasons = {one["tier"]: one["reason"] for one in protocol.not_covered(document)}
+    assert reasons["active_parameters"] == f"{protocol.OLDER} (token_bins)"
+    assert reasons["active_architecture"] == protocol.OLDER
+    assert page.attacked(document) == "5 of 7"
+    work = added.parent.parent / "work"
+    options = ["--track", "trial", "--results", str(path.parent), "--work", str(work)]
+    assert main(["add", ENTRY, "--only-missing", *options]) == 0
+    again, before = schema.read(path), schema.read(added)
+    assert {**again, "rows": {}} == {**before, "rows": {}}
+    assert again["rows"]["count"] == before["rows"]["count"]
+    rows.write_bytes(rows.read_bytes() + b"\0")
+    assert main(["add", ENTRY, "--only-missing", *options]) == 2
+    assert "is not the file that toy-gamma_0.5@trial.json names" in capsys.readouterr().err
+
+
 def test_verify_runs_a_tenth_again(added: Path, capsys) -> None:
-    assert main(["verify", str(added), "--seed", "3", "--record"]) == 0
-    assert "rows run again (seed 3)" in capsys.readouterr().out
-    assert schema.read(added)["rerun"]["seed"] == 3
+    """With this seed, of the federation that `feature_fishing` prepares."""
+    assert main(["verify", str(added), "--seed", "9", "--record"]) == 0
+    printed = capsys.readouterr().out
+    assert "again: active on parameters, vit_mini_32" in printed
+    assert "2 of 47 rows run again (seed 9)" in printed
+    assert schema.read(added)["rerun"]["seed"] == 9
 
 
 def shift_every_row(document: dict, rows: Path) -> None:
@@ -94,6 +131,11 @@ def shift_every_row(document: dict, rows: Path) -> None:
     lines = [json.loads(line) for line in measure_lines(rows)]
     for line in lines:
         line["psnr"] = None if line["psnr"] is None else line["psnr"] - 3
+    with_rows(document, rows, lines)
+
+
+def with_rows(document: dict, rows: Path, lines: list[dict]) -> None:
+    """Write other rows, with figures and digest that follow from them."""
     write_lines(rows, lines)
     loaded = measure_rows(rows)
     from fedmjp.leaderboard.submission import results_of
@@ -218,14 +260,16 @@ def test_other_pixels_than_the_lists_are_refused(monkeypatch) -> None:
 
 
 def test_tiers_are_nested_and_each_grants_what_its_attacks_need() -> None:
-    grants = [set(tier.grants) for tier in protocol.PASSIVE]
+    grants = [set(tier.grants) for tier in PASSIVE]
     assert grants == sorted(grants, key=len)
     assert all(a <= b for a, b in zip(grants, grants[1:], strict=False))
-    for tier in protocol.RUN_TIERS:
+    for tier in TIERS:
         named = (*tier.attacks, *([protocol.SEARCH] if tier.searched else []))
-        for name in named:
-            if name in ATTACKS:
-                ATTACKS.get(name)().require(ThreatModel(frozenset(tier.grants)), name)
+        needs = {name: tier.grants for name in named if name in ATTACKS}
+        needs |= {one.attack: (*PLAIN, *one.grants) for one in tier.prepared}
+        for name, granted in needs.items():
+            ATTACKS.get(name)().require(ThreatModel(frozenset(granted)), name)
+            assert set(granted) <= set(tier.grants)
 
 
 def test_an_original_is_found_among_candidates_and_noise_is_not() -> None:
@@ -255,18 +299,27 @@ def test_crops_are_squares_of_the_photograph_and_overlap_is_by_area() -> None:
 FILES = sorted(path for path in COMMITTED.glob("*.json") if path.name != "run.json")
 
 
+def test_every_built_in_defence_has_an_entry_or_the_page_says_why_not() -> None:
+    entered = {defence["name"] for path in FILES for defence in schema.read(path)["defences"]}
+    own = {name for name in DEFENSES.names() if DEFENSES.get(name).__module__.startswith("fedmjp.")}
+    text = (ROOT / "docs" / "leaderboard.md").read_text()
+    assert all(f"**Not here: `{name}`.**" in text for name in own - entered)
+    assert {name for name in own if f"**Not here: `{name}`.**" in text} == own - entered
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_committed_submissions_are_what_the_schema_wants(path: Path) -> None:
     document = schema.read(path)
     assert document["comparable"], "only comparable submissions are committed"
     assert path.stem == protocol.slug(document["entry"]) + {"small": ""}.get(document["track"], f"@{document['track']}")
-    older = any(one["reason"] == protocol.OLDER for one in document["not_covered"])
+    lacking = {(tier.name, model, prepared) for tier, prepared, model in protocol.missing(document)}
     track = protocol.track_of(document["track"])
-    listed = track.images if older else protocol.images_of(track)
-    assert document["data"]["images"] == dict(list(DIGESTS.items())[:listed])
+    assert document["data"]["images"] == dict(list(DIGESTS.items())[: protocol.images_of(track)])
+    assert document["known_by"] == list(RunConfig().defence(document["entry"]).known_by)
     run = {(result["tier"], result["model"]) for result in document["results"]}
     parts = {(part.tier.name, part.model) for part in protocol.parts(document["entry"], track, Path("x"))}
-    assert older or run == parts
+    assert run <= parts
+    assert run == parts or lacking
     assert document["rows"]["sha256"] == hashlib.sha256(rows_beside(path, document).read_bytes()).hexdigest()
     assert not document["picture"] or (path.parent / document["picture"]).is_file()
     noted = json.loads((COMMITTED / "run.json").read_text())
@@ -276,7 +329,8 @@ def test_committed_submissions_are_what_the_schema_wants(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_worst_case_of_a_committed_submission_follows_from_its_rows(path: Path) -> None:
     """The other figures: the slow test below."""
-    from fedmjp.leaderboard.submission import base_of, results_of
+    from fedmjp.leaderboard.gathering import base_of
+    from fedmjp.leaderboard.submission import results_of
 
     document = schema.read(path)
     worst = page.worst_result(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Capability
+from attacks.active.base import ActiveAttack
 from fedmjp.config import RunConfig
 from fedmjp.defenses import DEFENSES
 from fedmjp.leaderboard import measure, page, protocol
 from fedmjp.leaderboard.cost import peak_bytes
+from fedmjp.leaderboard.tiers import PASSIVE
 from tests.audit.test_verdict import FAILED, GUESSES, NAN, frame
 
 NO_BETTER = [11.0, 13.0, 14.2, 12.0]  # than the guesses
@@ -58,11 +61,23 @@ def test_a_search_on_one_image_is_no_test() -> None:
 @pytest.mark.parametrize("name", DEFENSES.names())
 def test_attacks_that_know_a_defence_get_the_updates_that_they_want(name: str) -> None:
     knowing = [ATTACKS.get(attack) for attack in RunConfig().defence(name).known_by]
-    joining = [attack for attack in knowing if Capability.SEVERAL_ROUNDS in attack.needs]
-    several = next(tier for tier in protocol.PASSIVE if tier.several)
+    joining = [a for a in knowing if Capability.SEVERAL_ROUNDS in a.needs and not issubclass(a, ActiveAttack)]
+    several = next(tier for tier in PASSIVE if tier.several)
     rounds = protocol.layout(several, protocol.TRACKS["small"], RunConfig().defence(name).known_by).rounds
     assert rounds >= max([attack.updates_wanted for attack in joining], default=protocol.TRACKS["small"].rounds)
     assert all(attack.updates_wanted > 1 for attack in joining if attack.__name__ != "UnmixRounds")
+
+
+@pytest.mark.parametrize(
+    ("entry", "own"), [("lora", ["lora_trap"]), ("adapters+noise", ["adapter_trap"]), ("noise", [])]
+)
+def test_traps_are_set_for_those_who_train_what_they_read(entry: str, own: list[str]) -> None:
+    parts = [part for part in protocol.parts(entry, protocol.TRACKS["small"], Path("x")) if part.prepared]
+    everyone = ["fishing", "feature_fishing", "token_bins", *own, "imprint"]
+    assert list(dict.fromkeys(part.prepared.attack for part in parts)) == everyone
+    assert len(parts) == 2 * len(everyone)
+    assert len({part.config.out for part in parts}) == len(parts)
+    assert {part.config.federation.clients for part in parts if part.prepared.attack in own} <= {8}
 
 
 def submission(entry: str, answer: str, *, ran: bool, recovered: int = 0, gain: float = 0.0) -> dict[str, Any]:
@@ -101,6 +116,22 @@ def test_of_several_rounds_an_image_has_the_rows_of_its_best_one() -> None:
     assert kept.loc["fishing", "psnr"].fillna(-1).to_dict() == {"0": 90.0, "1": 80.0, "2": 30.0, "3": -1}
     assert kept.loc["mean_image", "round"].to_dict() == kept.loc["fishing", "round"].to_dict()
     assert not kept.index.has_duplicates
+
+
+def test_attacks_of_several_federations_are_compared_on_the_photographs_they_share() -> None:
+    """What three attacks found of four photographs, each in a federation of its own, is four images and not twelve."""
+    first = rows_of("none", 3, {"fishing": [90.0, NAN, 20.0, NAN]})
+    second = rows_of("none", 1, {"token_bins": [20.0, 80.0, NAN, NAN]}).assign(client=[*range(4)] * 3)
+    rows = pd.concat([first, second[second["attack"] == "token_bins"]], ignore_index=True)
+    found = measure.worst_line(rows, {})
+    assert (found["images"], found["recovered"]) == (4, 2)
+    assert measure.by_photograph(first) is first
+
+
+def test_of_equally_exact_results_the_weaker_server_counts() -> None:
+    exact = [submission("x", "leaks", ran=True, recovered=8, gain=gain)["results"][0] for gain in (60.0, 110.0, 30.0)]
+    assert measure.worst_of(exact) is exact[0]
+    assert measure.worst_of(exact[2:] + exact[:2]) is exact[0]
 
 
 def test_every_figure_of_an_attack_has_an_interval_and_shares_are_wilsons() -> None:

@@ -44,7 +44,7 @@ class Options(AttackOptions):
     """Of every mod, and the sensitivity that LocalDpMod is given; adaptive clipping starts from it."""
     noise_multiplier: float = 0.01
     """Of the noise on the mean of clipped updates, in units of the norm."""
-    epsilons: tuple[float, ...] = (1e5, 1e6, 1e7)
+    epsilons: tuple[float, ...] = (10, 100, 1e3, 1e4, 1e5, 1e6, 1e7)
     """Of LocalDpMod, for one message, at delta 1e-5."""
     attacks: tuple[str, ...] = ("patch_embedding", "noisy_rounds")
     """Attacks on every reply."""

@@ -16,6 +16,7 @@ from attacks.active.architecture import change_layers
 from attacks.active.bins import read_bins
 from attacks.active.brightness import PUBLIC
 from attacks.active.imprint import Imprint, occupied
+from attacks.active.token_bins import TokenBins
 from fedmjp.metrics.pixel import psnr
 from fedmjp.models import BuiltModel, build_model
 from tests.attacks.active.contexts import before
@@ -28,7 +29,7 @@ def micro() -> BuiltModel:
     return build_model("vit_micro_32", num_classes=10, weights="random")
 
 
-def sent_by(attack: Imprint, built: BuiltModel) -> BuiltModel:
+def sent_by(attack: Imprint | TokenBins, built: BuiltModel) -> BuiltModel:
     """The model as the client is sent it."""
     sending = attack.send(before(built, SHAPE))
     return replace(built, module=sending.model(built.module, SHAPE))
@@ -81,12 +82,17 @@ def test_the_model_computes_what_it_did() -> None:
     assert 0 < change.abs().max() < 5e-3
 
 
-def test_of_moved_patches_nothing_is_vouched_for() -> None:
-    built, images = build_model("vit_micro_32_mjp", num_classes=10, weights="random"), photographs(32, 4)
-    mask = torch.arange(64).expand(4, -1) < 16
-    found = Imprint()([observe(sent_by(Imprint(), built), images, mask=mask)])
-    assert found.diagnosis.startswith("the client hides positions (MJP)")
-    assert found.details["single"] >= 2
+@pytest.mark.parametrize("withheld", [False, True])
+@pytest.mark.parametrize("attack", [Imprint(), TokenBins()], ids=["imprint", "token_bins"])
+def test_of_moved_patches_nothing_is_vouched_for(attack: Imprint | TokenBins, withheld: bool) -> None:
+    """Nor where the positions' gradient, which shows that they are hidden, is not sent."""
+    built, images = build_model("vit_micro_32_mjp", num_classes=10, weights="random"), photographs(32, 1)
+    view = observe(sent_by(attack, built), images, mask=torch.arange(64)[None] < 16)
+    if withheld:
+        view = replace(view, gradients={n: g for n, g in view.gradients.items() if "pos_embed" not in n})
+    found = attack([view])
+    assert "the client hides positions (MJP)" in found.diagnosis
+    assert found.details["single"] or found.details["single_patches"] == 48  # which it would vouch for
     assert not found.known.any()
 
 

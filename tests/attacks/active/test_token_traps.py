@@ -144,3 +144,19 @@ def test_models_that_cannot_be_set_are_refused(name: str, model: str, message: s
     built = build_model(model, num_classes=10, weights="random")
     with pytest.raises(UsageError, match=message):
         ATTACKS.get(name)().send(before(built, SHAPE))
+
+
+def test_tokens_that_lost_their_constants_are_left_out() -> None:
+    """A coarse message rounds the two constants of some tokens to zero; here those of the first place."""
+    built, images = micro(), photographs(32, 1)
+    view = observe(replace(built, module=TokenBins().send(before(built, SHAPE)).model(built.module, SHAPE)), images)
+    codes, name = codes_for(built.module, SHAPE), "blocks.0.mlp.fc1.weight"
+    gradient = view.gradients[name].clone()
+    gradient[: len(gradient) // 64, :2] = 0
+    view = replace(view, gradients={**view.gradients, name: gradient})
+    bins, _ = TokenBins().occupied(view, codes)
+    assert not codes.patches(bins.inputs).isfinite().all()
+    found = TokenBins()([view])
+    assert found.images.isfinite().all()
+    assert found.known.sum() == 63 * 16  # the other places, of 16 pixels
+    assert psnr(found.images[..., :, 4:], images[..., :, 4:]) > 40
