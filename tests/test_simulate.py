@@ -86,7 +86,9 @@ def test_same_command_same_rows(finished, tmp_path) -> None:
 def test_finished_run_can_be_rendered_again(finished) -> None:
     before = rows_of(finished)
     (finished / "report.html").unlink()
+    (finished / "state").mkdir()  # as a crash leaves it between the mark of a finished run and the end
     assert run(finished, "--defense", "none", "mjp", "--resume") == 0
+    assert not (finished / "state").exists()
     assert (finished / "report.html").exists()
     assert rows_of(finished) == before
 

@@ -83,7 +83,9 @@ class RunFolder:
             "seed": self.config.seed,
             "finished": False,
         }
-        if not self.is_finished():
+        if self.is_finished():
+            self._drop_states()  # of a run that ended between the mark and this
+        else:
             self._write_description()  # before the first row, so that none is there without it
 
     def _check_same(self, found: Path, identity: dict) -> None:
@@ -190,6 +192,9 @@ class RunFolder:
                 )
         self.description["finished"] = True
         self._write_description()
+        self._drop_states()
+
+    def _drop_states(self) -> None:
         if (self.out / "state").exists():
             shutil.rmtree(self.out / "state")
 

@@ -59,7 +59,7 @@ class TrainingFolder:
         return self.out / "model.safetensors"
 
     def save(self, state: dict[str, Any], history: list[dict[str, float]]) -> None:
-        """Write checkpoint (behind a line with its digest), history.csv and history.png; whole or not at all.
+        """Write checkpoint (behind a line with its digest), then the history; each file whole or not at all.
 
         Args:
             state: from `Trainer.state`.
@@ -68,6 +68,10 @@ class TrainingFolder:
         content = io.BytesIO()
         torch.save({"state": state, "history": history}, content)
         write_sealed(self.out / "state.pt", content.getvalue())
+        self.write_history(history)
+
+    def write_history(self, history: list[dict[str, float]]) -> None:
+        """Write history.csv and history.png, which follow from the checkpoint."""
         frame = pd.DataFrame(history)
         write_whole(self.out / "history.csv", frame.to_csv(index=False, float_format="%.6g").encode())
         history_figure({"": frame}, self.out / "history.png")

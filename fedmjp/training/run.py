@@ -34,6 +34,7 @@ def train(config: TrainConfig, console: Console) -> Path:
     state, history = folder.load()
     if state is not None:
         trainer.load_state(state)
+        folder.write_history(history)  # a crash may have come between the checkpoint and this
         console.print(f"resumed after epoch {len(history)}", highlight=False)
     for number in range(len(history) + 1, config.recipe.epochs + 1):
         history.append(_epoch(trainer, number, console))

@@ -73,6 +73,10 @@ def test_a_resumed_training_equals_an_uninterrupted_one(whole, tmp_path, monkeyp
     timeless = [{k: v for k, v in line.items() if "second" not in k} for line in ended[1]]
     assert timeless == [{k: v for k, v in line.items() if "second" not in k} for line in expected[1]]
     assert (options.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
+    written = (options.out / "history.csv").read_text()
+    (options.out / "history.csv").write_text(written.splitlines()[0])  # a crash before it was written
+    train(TrainConfig(**(vars(options) | {"resume": True})), QUIET)
+    assert (options.out / "history.csv").read_text() == written
 
 
 def _assert_same(ours, theirs) -> None:
