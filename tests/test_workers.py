@@ -229,6 +229,7 @@ def test_ray_that_is_not_installed_is_named_with_its_extra(tmp_path, capsys, mon
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_an_address_without_a_cluster_is_refused() -> None:
+    importlib.import_module("ray").shutdown()  # another test's connection would be taken
     with pytest.raises(UsageError, match="--ray 127.0.0.1:1: nothing answers there"):
         next(in_order(range(2), abs, WorkerConfig(ray="127.0.0.1:1")))
 

@@ -137,6 +137,17 @@ class Watcher:
         self._earlier: dict[int, list[Observation]] = defaultdict(list)
         self._pictures: dict[tuple[int, int, int], dict[str, tuple[Tensor | None, str]]] = {}
 
+    def sees_sums(self, size: int, alone: bool) -> None:
+        """Have the rows say that the server sees sums over clients and no single update.
+
+        Args:
+            size: clients of a sum.
+            alone: one of them is singled out, and the others send nothing.
+        """
+        self.threat_model = ThreatModel(self.threat_model.grants | {Capability.AGGREGATE_ONLY})
+        words = f", sum of {size} clients" + ", one singled out" * alone
+        self._subject = replace(self._subject, setting=self._subject.setting + words, threat_model=self.threat_model)
+
     def __call__(self, sent: Mapping, received: Mapping, node: int) -> None:
         """Attack one reply; `found` gains a line for each attack and `out` a picture for each image.
 

@@ -54,6 +54,8 @@ class ActiveServer:
         self.attack = _active(watcher).granted(watcher.threat_model)
         if self.attack.single_out and sum_of < 2:
             raise UsageError("an attack with single_out takes a client out of a sum: pass sum_of=NUMBER of at least 2")
+        if sum_of > 1:
+            watcher.sees_sums(sum_of, self.attack.single_out)
         self._first: dict[int, nn.Module] = {}  # by node, the first model that it would have been sent
         self._sums: dict[int, _Sum] = {}  # by the first node of a group, of the present round
 

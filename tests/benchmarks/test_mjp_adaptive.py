@@ -10,7 +10,7 @@ import mjp_adaptive
 import pandas as pd
 import pytest
 import torch
-from experiments.adaptive import protocol
+from experiments.adaptive import protocol, updates
 from experiments.adaptive.render import mask_block
 from rich.console import Console
 
@@ -79,7 +79,7 @@ def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
-    real, calls = protocol.score_found, []
+    real, calls = updates.score_found, []
 
     def stopping(*rest):
         calls.append(1)
@@ -89,7 +89,7 @@ def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, m
 
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(protocol, "score_found", stopping)
+        patched.setattr(updates, "score_found", stopping)
         assert run(out) == 130
     assert run(out) == 2
     assert "pass --resume" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from fedmjp.config import RunConfig, from_flat
 from fedmjp.federation import ENGINES, ActiveServer, ServerView, TapGrid, run_rounds
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.metrics.pixel import psnr
+from fedmjp.records.rows import load_rows
 from tests.attacks.models import timm_vit
 from tests.conftest import photographs
 from tests.federation.conftest import changed
@@ -118,6 +119,7 @@ def test_a_server_that_selects_its_clients_searches_while_others_come_and_go(tmp
     assert attack(tmp_path / "run", *SEARCH, "client_selection", *options) == 0
     rows = rows_of(tmp_path / "run", "feature_fishing")
     assert {row["round"] for row in rows} == {1, 2, 3, 4, 5}
+    assert all("client_selection" in row["threat_model"] for row in rows)
     assert len({row["image_id"] for row in rows if (row["psnr"] or 0) > 60}) == 4
 
 
@@ -296,6 +298,9 @@ def test_a_node_is_singled_out_of_a_sum_in_a_flower_app(tmp_path) -> None:
     ((_, _, found),) = watcher.found  # one answer of three replies
     assert found.diagnosis == ""
     assert found.details["senders"] == 1  # of the three nodes' images of the class
+    rows = load_rows(tmp_path / "leaks" / "rows.jsonl")
+    assert rows["threat_model"].map(lambda grants: "aggregate_only" in grants).all()
+    assert rows["setting"].str.endswith("sum of 3 clients, one singled out").all()
     assert float(psnr(found.images, photographs(32, 4)[:1])[0]) > 40
     torch.testing.assert_close(result.arrays.to_torch_state_dict()["head.weight"], model.state_dict()["head.weight"])
 

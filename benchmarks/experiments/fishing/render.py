@@ -87,10 +87,12 @@ def rounds_figure(folder: Path) -> None:
         case = model, setting, attack
         share = own["recovered"] / own["count"]
         shares.plot([0, *own["round"]], [0, *share], drawstyle="steps-post", **looks[case] | {"marker": ""})
-        ends[case].append((int(size), int(own[share == share.max()]["round"].min())))
+        if share.max() == 1:
+            ends[case].append((int(size), int(own[share == 1]["round"].min())))
     for case, points in ends.items():
         model, setting, attack = case
-        needed.plot(*zip(*sorted(points), strict=True), label=f"{attack}, {model}, {setting}", **looks[case])
+        sizes, rounds = zip(*sorted(points), strict=True) if points else ((), ())
+        needed.plot(sizes, rounds, label=f"{attack}, {model}, {setting}", **looks[case])
     shares.set_xscale("symlog", linthresh=8)
     needed.set_xscale("log", base=2)
     needed.set_yscale("log", base=2)
