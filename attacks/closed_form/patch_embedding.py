@@ -27,7 +27,13 @@ from attacks.linear.errors_in_variables import RoundedSystem, correct
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.least_squares import RowSolution
 from attacks.linear.null_space import settle_rows
-from attacks.linear.position_rows import bounds_of_update, projection_gradient, projection_products
+from attacks.linear.position_rows import (
+    bounds_of_update,
+    projection_gradient,
+    projection_products,
+    read_position_rows,
+    unbalanced,
+)
 from attacks.observation import Observation
 from attacks.tokenizer import Tokenizer
 
@@ -76,6 +82,8 @@ class PatchEmbedding(ClosedForm):
         reasons += _different_images(solution, observation.local_steps)
         if reasons:
             return solution.rows, None
+        if not solution.spare:  # any update solves so many unknowns: only the rows' sum can contradict it
+            reasons += [reason for reason in _unrelated_rows(observation) if reason not in reasons]
         tokenizer = system.tokenizer
         bounds = bounds_of_update(observation, tokenizer) if self.intervals else None
         if bounds is not None:
@@ -122,6 +130,14 @@ def corrected(
             "it is not the gradient of one image (noise, or a defence)"
         )
     return found.patches, expected < VOUCHED_DEVIATION, found.misfit
+
+
+def _unrelated_rows(observation: Observation) -> list[str]:
+    """Why the rows are not the token gradients of the projection's own, in words: they miss its bias' gradient."""
+    read = read_position_rows(observation)
+    if not read.imbalance > LARGEST_RESIDUAL:
+        return []
+    return unbalanced(read.imbalance, read.rounding)
 
 
 def _different_images(solution: RowSolution, local_steps: int) -> list[str]:

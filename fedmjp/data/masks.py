@@ -17,7 +17,7 @@ from PIL import Image
 
 from attacks.registry import UsageError
 from fedmjp.data.catalog import DataBundle, Request
-from fedmjp.data.folder import SUFFIXES, FileImages, openable
+from fedmjp.data.folder import FORMATS, SUFFIXES, FileImages, openable
 from fedmjp.data.labelmaps import IGNORED, LabelMapSet
 
 PARTS = ("training", "validation")
@@ -45,7 +45,7 @@ class FileMaps:
             UsageError: it is no 8-bit map of one channel, or holds a class that is not in the list.
             OSError, SyntaxError, ValueError: it cannot be decoded; see `imageset.DECODE_ERRORS`.
         """
-        with Image.open(self.root / self.files[index]) as picture:
+        with Image.open(self.root / self.files[index], formats=FORMATS) as picture:
             if picture.mode not in ("L", "P"):
                 raise UsageError(
                     f"label map {self.files[index]} has mode {picture.mode}; save it as 8-bit grey or palette values"

@@ -181,6 +181,8 @@ def _checked(state: Any, path: Path) -> dict[str, Tensor]:
     if not found:
         raise UsageError(f"{path} holds no tensors by name; pass what torch.save(model.state_dict(), PATH) writes")
     for name, tensor in found.items():
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():  # expanded: 4 GB of 1 kB
+            raise UsageError(f"{path}: {name} has more entries than the file holds; save it by tensor.contiguous()")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise UsageError(
                 f"{path}: {name} holds NaN or infinity; pass the weights of a training that has not diverged"

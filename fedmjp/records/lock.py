@@ -20,6 +20,14 @@ except ImportError:  # Windows
 _held: dict[Path, tuple[int, int]] = {}  # folder -> (its file descriptor, how many locks of this process hold it)
 
 
+def leave_to_parent() -> None:
+    """In a forked process: let go of the parent's locks, which otherwise outlive a parent that is killed."""
+    for descriptor, _ in _held.values():
+        if fcntl is not None:
+            os.close(descriptor)  # the lock is the parent's own as long as its copy is open
+    _held.clear()
+
+
 class FolderLock:
     """Holds a folder for this process until `release`.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fedmjp.records.lock import leave_to_parent
 from fedmjp.workers.schedule import Died, Raised, attempt
 
 IDLE = -1
@@ -95,6 +96,7 @@ class Processes:
         """What a process does: tasks by number, until the parent closes the pipe or is gone."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
         torch.set_num_threads(1)
+        leave_to_parent()
         for inherited in (parents, *(worker.pipe for worker in self._workers)):
             if not inherited.closed:
                 inherited.close()
@@ -103,7 +105,10 @@ class Processes:
                 number = pipe.recv()
             except EOFError:
                 return
-            pipe.send_bytes(_packed(attempt(self.work, self.tasks[number])))
+            try:
+                pipe.send_bytes(_packed(attempt(self.work, self.tasks[number])))
+            except BrokenPipeError:  # the parent is gone
+                return
 
 
 def _packed(outcome: Any) -> bytes:

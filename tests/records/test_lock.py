@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from attacks import UsageError
-from fedmjp.records.lock import FolderLock
+from fedmjp.records.lock import FolderLock, leave_to_parent
 
 pytest.importorskip("fcntl", reason="this system has no flock")
 
 HOLD = """
 import sys, pathlib
-from fedmjp.records.lock import FolderLock
+from fedmjp.records.lock import FolderLock, leave_to_parent
 FolderLock(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -51,3 +52,21 @@ def test_one_process_may_hold_a_folder_more_than_once(tmp_path) -> None:
     second.release()
     process = holder(tmp_path)
     process.communicate()
+
+
+def test_a_forked_process_leaves_the_lock_to_its_parent(tmp_path) -> None:
+    lock, (read, write) = FolderLock(tmp_path), os.pipe()
+    child = os.fork()
+    if not child:
+        leave_to_parent()
+        os.read(read, 1)  # until the parent has looked
+        os._exit(0)
+    try:
+        with pytest.raises(AssertionError):
+            holder(tmp_path)  # the parent still holds it
+        lock.release()
+        process = holder(tmp_path)  # though the child lives
+        process.communicate()
+    finally:
+        os.write(write, b"x")
+        os.waitpid(child, 0)
