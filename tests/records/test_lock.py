@@ -16,7 +16,7 @@ pytest.importorskip("fcntl", reason="this system has no flock")
 
 HOLD = """
 import sys, pathlib
-from fedmjp.records.lock import FolderLock, leave_to_parent
+from fedmjp.records.lock import FolderLock
 FolderLock(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
