@@ -26,6 +26,7 @@ from fedmjp.defenses import Defense
 from fedmjp.devices import usable_device
 from fedmjp.metrics import load_lpips
 from fedmjp.records import provenance
+from fedmjp.records.image_digests import ImageDigests
 from fedmjp.records.lock import FolderLock
 from fedmjp.records.rows import RESULTS, RowLog, Schema, pack_rows, unpack_rows
 from fedmjp.records.run_record import note_rows, note_start
@@ -208,6 +209,21 @@ class AttackSession(Session):
         for reason in gallery.skipped:
             self.say(f"left out: {reason}")
         return Victims(gallery, defense, seed=seed, device=self.device, warn=self.say, group=group)
+
+    def check_images(self, victims: Victims, size: int) -> None:
+        """Refuse to go on with other pictures than the folder's rows are of (`Campaign` does so by itself).
+
+        Args:
+            victims: the clients whose images are compared, those of complete rows as well.
+            size: clients whose images are decoded at a time.
+
+        Raises:
+            UsageError: see `ImageDigests.check`.
+        """
+        digests = ImageDigests(self.out, victims.gallery.name)
+        for batch in victims.batches(size):
+            clients, images = victims.decode(batch)
+            digests.check([name for client in clients for name in victims.ids(client)], images)
 
 
 class TableRun:

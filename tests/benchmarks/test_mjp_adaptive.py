@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import mjp_adaptive
@@ -66,6 +67,14 @@ def test_writes_tables_figures_and_provenance(finished) -> None:
     assert json.loads((finished / "run.json").read_text())["rows"] == len(rows)
     assert rows["details"].map(lambda d: d["psnr_visible"]).notna().all()
     assert set(rows.loc[rows["block"] == "april", "attack"]) == {"april"}
+
+
+def test_resumption_refuses_other_pictures(finished, tmp_path, capsys) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    digests = (out / "images.sha256").read_text()
+    (out / "images.sha256").write_text("0" * 64 + digests[64:])  # the digest of another picture
+    assert run(out, "--resume") == 2
+    assert "is not the one that" in capsys.readouterr().err
 
 
 def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:

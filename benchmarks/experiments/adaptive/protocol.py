@@ -100,8 +100,10 @@ class Run:
     def attack(self, rows: RowLog) -> None:
         """Write every row that is missing."""
         with self.session.bar() as bar:
-            for case in cases(self.options):
+            for number, case in enumerate(cases(self.options)):
                 victims = self.session.victims(self.gallery, case.defense, self.options.seed)
+                if not number:  # all cases have the same images
+                    self.session.check_images(victims, self.options.batch_size)
                 plan = self.plan(case, victims)
                 lines = [
                     self.updates.case(victims, case, count, name, attack)
