@@ -75,6 +75,10 @@ def spoil_mode(root):
     Image.new("I;16", (12, 8)).save(root / "annotations/training/1.png")
 
 
+def spoil_format(root):
+    Image.new("L", (12, 8)).save(root / "annotations/training/1.png", format="EPS")  # which runs a program to be read
+
+
 def spoil_class(root):
     Image.new("L", (12, 8), 4).save(root / "annotations/training/1.png")
 
@@ -104,6 +108,7 @@ def remove(name):
         (lambda root: (root / "objectInfo150.txt").write_text("Name\n"), "names 0 classes"),
         (spoil_size, "is 5 x 5 pixels, its image 12 x 8; they must be alike"),
         (spoil_mode, "has mode I;16; save it as 8-bit"),
+        (spoil_format, "annotations/training/1.png"),
         (spoil_class, "annotations/training/1.png holds class 4, but the list of classes ends at 3"),
     ],
 )

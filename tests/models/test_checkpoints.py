@@ -43,6 +43,10 @@ def test_checkpoints_are_read(tmp_path, state, way: str) -> None:
 def test_nothing_else_is_read(tmp_path, state) -> None:
     bad = {
         "nan.pt": (lambda path: torch.save(state | {"norm.bias": state["norm.bias"] * torch.nan}, path), "NaN"),
+        "expanded.pt": (
+            lambda path: torch.save({"w": torch.zeros(1).expand(10**9)}, path),
+            "more entries than the file",
+        ),
         "empty.pt": (lambda path: torch.save({"epoch": 3}, path), "holds no tensors by name"),
         "list.pt": (lambda path: torch.save([1, 2], path), "holds no tensors by name"),
         "cut.pt": (lambda path: path.write_bytes(b"PK\x03\x04 and nothing more"), "not a readable checkpoint"),
