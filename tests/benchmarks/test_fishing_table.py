@@ -52,7 +52,8 @@ def test_every_image_comes_back_and_an_honest_server_gets_a_mixture(finished) ->
         assert table.loc[case, "rounds"] <= 5
         assert table.loc[(case[0], "patch_embedding"), "recovered"] == 0
     rows = load_rows(finished / "rows.jsonl.gz")
-    assert rows["threat_model"].map(lambda grants: "active_parameters" in grants).all()
+    active = rows["attack"].isin(["fishing", "feature_fishing"])
+    assert (rows["threat_model"].map(lambda grants: "active_parameters" in grants) == active).all()
     assert (finished / "batch.png").stat().st_size > 1000
 
 

@@ -106,7 +106,7 @@ class Options(DefendedOptions):
         """What an attack that chooses what is sent is granted; None for a server that sends the model as it is."""
         from attacks import ThreatModel  # imports torch
 
-        return ThreatModel.parse(GRANTS)
+        return ThreatModel() if attack is None else ThreatModel.parse(GRANTS)
 
     def settings(self) -> dict[str, dict]:
         """The settings given for attacks, by attack."""
