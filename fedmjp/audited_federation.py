@@ -24,7 +24,7 @@ from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
 from attacks.active.base import SendContext, Sending
 from attacks.findings import Finding
 from attacks.fingerprints import repair, repaired
-from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate
+from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate, sum_in_words
 from fedmjp.audit.drawn import drawn_by
 from fedmjp.audit.harness import Scored, scorer
 from fedmjp.audit.memory import Memory
@@ -373,7 +373,7 @@ class FederationAudit:
             "defense_parameters": self.task.defense.parameters(),
             "objective": self.task.objective_name,
             "objective_parameters": dict(vars(self.task.learner.objective)),
-            "setting": setting + self._group_in_words(),
+            "setting": setting + sum_in_words(group, self.alone),
             "precision": "float32",
             "update": config.federation.update,
             "batch_size": config.federation.batch_size * (1 if self.alone else max(group, 1)),
@@ -385,10 +385,6 @@ class FederationAudit:
             "round": round,
             "client": client,
         }
-
-    def _group_in_words(self) -> str:
-        group = self.config.audit.secure_aggregation
-        return (f", sum of {group} clients" if group else "") + ", one singled out" * self.alone
 
     def _provenance(self) -> dict[str, Any]:
         return {"run_id": self.folder.run_id, **provenance.columns(self.task.device)}

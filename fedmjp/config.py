@@ -33,6 +33,7 @@ from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.chain import read_defense, split_chain
 from fedmjp.defenses.options import defense_options, option_names
 from fedmjp.federation_options import FederationConfig, LocalConfig
+from fedmjp.model_options import DataConfig, EncoderConfig, ModelConfig
 from fedmjp.models import MODELS, split_name
 from fedmjp.objectives import Objective, objective_help, read_objective
 from fedmjp.settings import describe, from_plain, option_fields, read_value, replace_at
@@ -52,59 +53,6 @@ ATTACKS_HELP = (
     "Attacks on each audited update. auto: all that the threat model grants and that have something to add, the "
     f"fastest first, within the budget; all: every one; or names. Choose from: auto, all, {', '.join(ATTACKS)}."
 )
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """What is trained."""
-
-    model: str = "deit_s"
-    """vit_s, deit_s, vit_ti, deit_ti, vit_b, deit_b, vit_mini_32, vit_mini_64, vit_micro_32, vit_micro8_32 and
-    vit_micro16_32 with patches of 8 and 16 pixels (each also as NAME_nope without position embedding, NAME_rel with
-    relative position biases instead, NAME_mjp with MJP's and NAME_idx with a table of origins), swin_t, swin_micro_32,
-    resnet50, resnet_micro_32, or speech_mini for spoken words. Defences and objectives turn NAME into the variant that
-    they need by themselves."""
-    weights: str = "auto"
-    """random, timm (published weights), a checkpoint's path, or auto (shipped weights of that name, else random)."""
-    block: Literal["standard", "april"] = "standard"
-    """First block: as people train it, or APRIL's without norm and residual, for which its closed form is exact."""
-
-
-@dataclass(frozen=True)
-class EncoderConfig:
-    """What training starts from, where that is not a model's own weights."""
-
-    checkpoint: Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT")] = None
-    """Fine-tune the encoder of this checkpoint: its heads are dropped, and what it lacks (class token, position
-    embedding) is new."""
-
-    def validate(self, model: ModelConfig) -> None:
-        """Check the options.
-
-        Raises:
-            UsageError: no such file, or weights named twice.
-        """
-        if self.checkpoint is not None and model.weights not in ("random", "auto"):
-            raise UsageError(f"--from {self.checkpoint} gives the encoder; leave out --weights {model.weights}")
-        if self.checkpoint is not None and not self.checkpoint.is_file():
-            raise UsageError(f"no checkpoint at {self.checkpoint}; pass --from a model.safetensors of fedmjp.train")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What is trained on."""
-
-    data: str = "photos"
-    """photos (embedded; photos-in-order is the same, but limits take the first ones, best views first), cifar10,
-    cifar100, tiny-imagenet, imagenet, or folder:PATH (CLASS/IMAGE files; without class folders there are no labels).
-    For segmentation: mosaics (made from the photographs), or masks:PATH (ADE20K's layout). For models of speech:
-    speech:PATH (WORD/NAME.wav), or spoken (by espeak-ng)."""
-    data_path: Path | None = None
-    """Local copy of a named data set: parquet files in the hub's layout, or an image folder for imagenet."""
-    train_limit: int | None = None
-    """Use a random subset of this many training images."""
-    test_limit: int | None = 24
-    """Evaluate on a random subset of this many test images."""
 
 
 @dataclass(frozen=True)

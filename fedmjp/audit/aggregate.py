@@ -17,6 +17,11 @@ from typing import Protocol
 from torch import Tensor
 
 
+def sum_in_words(size: int, alone: bool) -> str:
+    """What a setting adds about sums of `size` clients, one of them singled out where `alone`; "" for no sum."""
+    return f", sum of {size} clients" * (size > 1) + ", one singled out" * alone
+
+
 class SingleUpdate(Protocol):
     """One client's update, such as `fedmjp.federation.ServerView`."""
 

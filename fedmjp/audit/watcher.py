@@ -29,6 +29,7 @@ from attacks.findings import Finding
 from attacks.fingerprints import minus_weights, repair
 from attacks.memory import remember
 from attacks.momentum import KeptMomentum
+from fedmjp.audit.aggregate import sum_in_words
 from fedmjp.audit.folder import AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import answer, unscored
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
@@ -138,15 +139,10 @@ class Watcher:
         self._pictures: dict[tuple[int, int, int], dict[str, tuple[Tensor | None, str]]] = {}
 
     def sees_sums(self, size: int, alone: bool) -> None:
-        """Have the rows say that the server sees sums over clients and no single update.
-
-        Args:
-            size: clients of a sum.
-            alone: one of them is singled out, and the others send nothing.
-        """
+        """Have the rows say that the server sees sums of `size` clients, of which one is singled out where `alone`."""
         self.threat_model = ThreatModel(self.threat_model.grants | {Capability.AGGREGATE_ONLY})
-        words = f", sum of {size} clients" + ", one singled out" * alone
-        self._subject = replace(self._subject, setting=self._subject.setting + words, threat_model=self.threat_model)
+        setting = self._subject.setting + sum_in_words(size, alone)
+        self._subject = replace(self._subject, setting=setting, threat_model=self.threat_model)
 
     def __call__(self, sent: Mapping, received: Mapping, node: int) -> None:
         """Attack one reply; `found` gains a line for each attack and `out` a picture for each image.

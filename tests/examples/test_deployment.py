@@ -202,6 +202,13 @@ def in_thread(work: Callable[[], str]) -> Callable[[], str]:
     return future.result
 
 
+def begun(deployment: Deployment, out: Path, **options: object) -> Callable[[], str]:
+    """Start a run and wait for its first round; the function returned waits for what it streams."""
+    streamed = in_thread(lambda: deployment.run(out, **options))
+    wait_until(lambda: rounds_done(out) >= 2, 240, "no round was finished")
+    return streamed
+
+
 whole = pytest.mark.skipif(not os.environ.get("FEDMJP_DEPLOYMENT"), reason="takes minutes: make deployment-test")
 
 
@@ -236,15 +243,13 @@ def test_a_run_has_trained_weights_and_no_token_in_its_records(deployment, tmp_p
 def test_a_killed_node_is_named_then_left_out_then_taken_back(deployment, tmp_path) -> None:
     """Three runs: it stops by the client's name, goes on without it, and has it again."""
     out = tmp_path / "stops"
-    streamed = in_thread(lambda: deployment.run(out, rounds=50, round_timeout=90))
-    wait_until(lambda: rounds_done(out) >= 2, 240, "no round was finished")
+    streamed = begun(deployment, out, rounds=50, round_timeout=90)
     deployment.kill("node1")
     assert re.search(r"round \d+: client 1 (sent no reply|failed)", streamed())
     out = tmp_path / "goes_on"
     deployment.node("node1", 1, key="node1")
     wait_until(lambda: deployment.online() == NODES, 180, "the killed node is not online again")
-    streamed = in_thread(lambda: deployment.run(out, rounds=4, round_timeout=90, least_share=0.5))
-    wait_until(lambda: rounds_done(out) >= 2, 240, "no round was finished")
+    streamed = begun(deployment, out, rounds=4, round_timeout=90, least_share=0.5)
     deployment.kill("node1")
     assert "report:" in streamed()
     assert "client 1" in (out / "report.html").read_text(encoding="utf-8")
@@ -257,16 +262,14 @@ def test_a_killed_node_is_named_then_left_out_then_taken_back(deployment, tmp_pa
 def test_a_slow_node_is_waited_for_and_then_left_out(deployment, tmp_path) -> None:
     """One run waits for a node that stands still for 20 s, one with a shorter timeout goes on without it."""
     out = tmp_path / "waits"
-    streamed = in_thread(lambda: deployment.run(out, rounds=4, round_timeout=300))
-    wait_until(lambda: rounds_done(out) >= 2, 240, "no round was finished")
+    streamed = begun(deployment, out, rounds=4, round_timeout=300)
     deployment.signal("node1", signal.SIGSTOP)
     time.sleep(20)
     deployment.signal("node1", signal.SIGCONT)
     assert "report:" in streamed()
     assert not json.loads((out / "run.json").read_text(encoding="utf-8")).get("failures")
     out = tmp_path / "goes_on"
-    streamed = in_thread(lambda: deployment.run(out, rounds=4, round_timeout=25, least_share=0.5))
-    wait_until(lambda: rounds_done(out) >= 2, 240, "no round was finished")
+    streamed = begun(deployment, out, rounds=4, round_timeout=25, least_share=0.5)
     deployment.signal("node1", signal.SIGSTOP)
     try:
         assert "report:" in streamed()
@@ -281,8 +284,7 @@ def test_a_slow_node_is_waited_for_and_then_left_out(deployment, tmp_path) -> No
 @pytest.mark.slow
 def test_a_run_is_resumed_after_the_superlink_was_killed(deployment, tmp_path) -> None:
     out = tmp_path / "out"
-    streamed = in_thread(lambda: deployment.run(out, rounds=4))
-    wait_until(lambda: rounds_done(out) >= 2, 240, "no round was finished")
+    streamed = begun(deployment, out, rounds=4)
     deployment.kill("superlink")
     streamed()
     done = rounds_done(out)

@@ -134,8 +134,9 @@ class Options(DefendedOptions):
 
     def circumstances(self, single_out: bool) -> str:
         """What a round is beside one client's gradient of one step, in words that begin with a comma; "" for that."""
+        from fedmjp.audit.aggregate import sum_in_words  # imports torch
+
         optimizer = {"sgd": "SGD", "adamw": "AdamW"}[self.optimizer]
         epochs = f", {self.epochs} local epochs of {optimizer} at {self.learning_rate:g}" if self.epochs else ""
         epochs += f" in steps of {self.minibatch} images" if self.epochs and self.minibatch else ""
-        group = f", sum of {self.sum_of} clients" if self.sum_of > 1 else ""
-        return epochs + group + ", one singled out" * single_out
+        return epochs + sum_in_words(self.sum_of, single_out)
