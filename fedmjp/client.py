@@ -24,7 +24,6 @@ from fedmjp.defenses.privacy import Schedule
 from fedmjp.defenses.step import LocalStep
 from fedmjp.devices import usable_device
 from fedmjp.entropy import ClientEntropy
-from fedmjp.models import MODELS, split_name
 from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.settings import split_entry
@@ -127,8 +126,7 @@ class ClientTask:
         self.device = usable_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
-        base, _ = split_name(config.model.model)
-        self.data = shared_data(config.data, MODELS.get(base).image_size, config.seed)
+        self.data = shared_data(config.data, config.model.side(), config.seed)
         self.parts = partition(
             self.data.train.labels, config.federation.clients, config.federation.partition, config.seed
         )

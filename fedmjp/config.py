@@ -175,6 +175,7 @@ class RunConfig:
             raise UsageError(f"--model {self.model.model} has no federation here; train it with fedmjp.train")
         require_kind(self.data.data, IMAGES, "a federation")
         self.start.validate(self.model)
+        self.model.side()
         self.federation.validate()
         self.local.validate(self.federation, self.model.model)
         augmentation = self.local.augmentation()

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from attacks.registry import UsageError
+from fedmjp.models.registry import MODELS, split_name
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,25 @@ class ModelConfig:
     """random, timm (published weights), a checkpoint's path, or auto (shipped weights of that name, else random)."""
     block: Literal["standard", "april"] = "standard"
     """First block: as people train it, or APRIL's without norm and residual, for which its closed form is exact."""
+    image_size: int | None = None
+    """Pixels of an image's side (none: those that the model is made for). timm resamples the position embedding of a
+    plain ViT."""
+
+    def side(self) -> int:
+        """Pixels of an image's side.
+
+        Raises:
+            UsageError: unknown model, or an `image_size` that is no multiple of its patches' side.
+        """
+        spec = MODELS.get(split_name(self.model)[0])
+        if self.image_size is None:
+            return spec.image_size
+        if self.image_size < 1 or self.image_size % spec.patch_size:
+            raise UsageError(
+                f"--image-size {self.image_size} must be a multiple of {spec.patch_size}, the side of {self.model}'s "
+                "patches"
+            )
+        return self.image_size
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attacks.registry import UsageError
 from fedmjp.models.registry import MODELS, ModelSpec, split_name
 from fedmjp.models.vit import AprilBlock, BlockKind, ViT
-from fedmjp.models.weights import load_weights, read_state
+from fedmjp.models.weights import PRETEXT, load_weights, read_state
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def build_model(
     seed: int = 0,
     attach: Callable[[nn.Module], None] | None = None,
     adapt: Callable[[nn.Module], None] | None = None,
+    image_size: int | None = None,
 ) -> BuiltModel:
     """Build a model by name.
 
@@ -87,9 +88,12 @@ def build_model(
         attach: adds an objective's heads to the new module, before weights are loaded (`Objective.attach`).
         adapt: changes layers (`Defense.adapt`) after weights are loaded, or before that for a checkpoint that holds
             parameters which it adds.
+        image_size: pixels of an image's side (`resize_model`), or None for the model's own. Weights may be those of a
+            model of either size.
 
     Raises:
-        UsageError: unknown name, missing or unfit weights, or an april block on a model that is no plain ViT.
+        UsageError: unknown name, missing or unfit weights, or an april block or another size for a model that is no
+            plain ViT.
     """
     base, variant = split_name(name)
     spec = MODELS.get(base)
@@ -103,13 +107,21 @@ def build_model(
     adapted = adapt is not None and _holds_added(weights, module, adapt)
     if adapted:
         adapt(module)
+    about = {"image_size": spec.image_size, "patch_size": spec.patch_size, "mean": spec.mean, "std": spec.std}
+    built = BuiltModel(module, name, block, **about, provenance="", speech=spec.speech)
+    resized = image_size is not None and image_size != spec.image_size
+    resized_before = resized and _holds_positions(weights, image_size // spec.patch_size)
+    if resized_before:
+        built = resize_model(built, image_size)
     provenance = load_weights(module, name=name, source=weights, timm_name=spec.published, seed=seed)
     if block == "april":
         module.blocks[0] = AprilBlock(module.blocks[0])
     if adapt is not None and not adapted:
         adapt_seeded(module, adapt, seed)
-    about = {"image_size": spec.image_size, "patch_size": spec.patch_size, "mean": spec.mean, "std": spec.std}
-    return BuiltModel(module, name, block, **about, provenance=provenance, speech=spec.speech)
+    if resized and not resized_before:
+        built = resize_model(built, image_size)
+        provenance += f", resized to {image_size} px"
+    return replace(built, provenance=provenance)
 
 
 def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
@@ -122,12 +134,24 @@ def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
     Raises:
         UsageError: no plain ViT, or a size that does not divide into its patches.
     """
-    if not isinstance(built.module, ViT) or built.tells_origins:
-        raise UsageError(f"only the position embedding of a plain ViT is resampled, not that of {built.name!r}")
+    if not _can_be_resized(built):
+        raise UsageError(
+            f"only a plain ViT with a learned position embedding, or none, takes images of another size than its own "
+            f"{built.image_size} pixels, not {built.name!r} as it is built here"
+        )
     if image_size % built.patch_size:
         raise UsageError(f"images of {image_size} pixels do not divide into patches of {built.patch_size}")
     built.module.set_input_size(img_size=image_size)
     return replace(built, image_size=image_size)
+
+
+def _can_be_resized(built: BuiltModel) -> bool:
+    """Whether nothing but a learned position embedding depends on the number of patches; heads of objectives may."""
+    module = built.module
+    if not isinstance(module, ViT) or built.tells_origins or getattr(module, "relative", None) is not None:
+        return False
+    fixed = module.pos_embed is not None and not isinstance(module.pos_embed, nn.Parameter)
+    return not fixed and not hasattr(module, PRETEXT.rstrip("."))
 
 
 def adapt_seeded(module: nn.Module, adapt: Callable[[nn.Module], None], seed: int) -> None:
@@ -145,6 +169,14 @@ def _holds_added(weights: str, module: nn.Module, adapt: Callable[[nn.Module], N
     adapt_seeded(changed, adapt, 0)
     added = changed.state_dict().keys() - module.state_dict().keys()
     return not added.isdisjoint(read_state(Path(weights)))
+
+
+def _holds_positions(weights: str, side: int) -> bool:
+    """Whether `weights` is a checkpoint whose position embedding is that of a grid of `side` times `side` patches."""
+    if weights in ("random", "timm", "auto"):
+        return False
+    positions = read_state(Path(weights)).get("pos_embed")
+    return positions is not None and positions.shape[1] == side**2 + 1
 
 
 def _initialise(spec: ModelSpec, variant: str, num_classes: int, dal: str) -> nn.Module:

@@ -215,8 +215,9 @@ def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> str:
     wrong = [k for k in own if k in state and state[k].shape != own[k].shape]
     if wrong:
         key = wrong[0]
+        advice = "; pass the --image-size that it was trained at" if key == "pos_embed" else ""
         raise UsageError(
-            f"{label} does not fit: {key} is {tuple(state[key].shape)}, the model has {tuple(own[key].shape)}"
+            f"{label} does not fit: {key} is {tuple(state[key].shape)}, the model has {tuple(own[key].shape)}{advice}"
         )
     if missing or extra:
         example = (missing or extra)[0]

@@ -87,6 +87,7 @@ class Learner:
             seed=seed,
             attach=objective.attach,
             adapt=defense.adapt if encoder is None else None,
+            image_size=model.image_size,
         )
         if encoder is not None:
             origin = load_encoder(built.module, encoder)

@@ -168,6 +168,7 @@ class TrainConfig:
         self.defence().check(self.chosen_objective(), self.recipe.augmentation())
         self._validate_labels()
         self.start.validate(self.model)
+        self.model.side()
         self._validate_kind()
         if self.model.block != "standard":
             raise UsageError(f"--block {self.model.block} is a block to attack; train with --block standard")

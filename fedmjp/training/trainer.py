@@ -22,7 +22,6 @@ from fedmjp.data import DataBundle, load_data
 from fedmjp.defenses import Defense
 from fedmjp.defenses.privacy import Schedule
 from fedmjp.devices import usable_device
-from fedmjp.models import MODELS, split_name
 from fedmjp.models.vit import skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.training.batches import Batches
@@ -207,7 +206,7 @@ def load(config: TrainConfig) -> DataBundle:
     data = config.data
     return load_data(
         data.data,
-        size=MODELS.get(split_name(config.model.model)[0]).image_size,
+        size=config.model.side(),
         path=data.data_path,
         train_limit=data.train_limit,
         test_limit=data.test_limit,

@@ -20,7 +20,6 @@ from experiments.rendering import read_rows
 from experiments.trainings.options import TrainingOptions, Variant
 from fedmjp.data import DataBundle
 from fedmjp.evaluation.consistency import SCORES, measure, position_treatments, summarise
-from fedmjp.models import MODELS, split_name
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog, Schema, pack_rows, unpack_rows
 from fedmjp.training.config import PAPER_IMAGES, TrainConfig
@@ -32,30 +31,36 @@ _ADDED = tuple(f"diff_norm_root{end}" for end in ("", "_low", "_high"))  # score
 TRAININGS = Schema(
     keys=(
         *("training", "model", "defense", "defense_parameters", "dataset", "train_limit", "test_limit", "recipe"),
-        *("precision", "seed", "gamma", "positions", "images"),
+        *("start", "image_size", "precision", "seed", "gamma", "positions", "images"),
         *(score + end for score in SCORES for end in ("", "_low", "_high")),
         *("train_loss", "test_loss", "steps", "images_seen", "train_seconds", "parameters", "weights", "provenance"),
         *("commit", "version", "torch_version", "device"),
     ),
     identity=("training", "gamma"),
-    optional=dict.fromkeys(_ADDED),
+    optional=dict.fromkeys((*_ADDED, "start", "image_size")),
 )
 
 
 def asked(config: TrainConfig) -> dict[str, Any]:
     """Everything that decides about a training's rows, as plain values; where its files lie does not."""
     identity = config.identity()
-    return {
-        "model": config.model_name(),
-        "defense": config.defense,
-        "defense_parameters": identity["options"][config.defense],
-        "dataset": config.data.data,
-        "train_limit": config.data.train_limit,
-        "test_limit": config.data.test_limit,
-        "recipe": identity["recipe"],
-        "precision": config.activations(),
-        "seed": config.seed,
-    }
+    start = {} if config.model.weights == "random" else {"start": Path(config.model.weights).name}
+    size = {} if config.model.image_size is None else {"image_size": config.model.image_size}
+    return (
+        start
+        | size
+        | {
+            "model": config.model_name(),
+            "defense": config.defense,
+            "defense_parameters": identity["options"][config.defense],
+            "dataset": config.data.data,
+            "train_limit": config.data.train_limit,
+            "test_limit": config.data.test_limit,
+            "recipe": identity["recipe"],
+            "precision": config.activations(),
+            "seed": config.seed,
+        }
+    )
 
 
 def training_id(config: TrainConfig) -> str:
@@ -139,7 +144,7 @@ def _train_missing(log: RowLog, variants: Sequence[Variant], options: TrainingOp
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("trainings", total=len(missing))
         for number, (variant, config) in enumerate(missing.values(), start=1):
-            source = (config.seed, MODELS.get(split_name(config.model.model)[0]).image_size)
+            source = (config.seed, config.model.side())
             if data[0] != source:
                 data = (source, load(config))
             started = time.perf_counter()
