@@ -170,6 +170,7 @@ MISTAKES = [
     (["--attack-options", "april.x=1"], "attack 'april' has no setting 'x'"),
     (["--attack-options", "dlg.steps=1"], "dlg does not run; choose from: patch_embedding, april"),
     (["--model", "vit_xxl"], "choose from: vit_ti"),
+    (["--image-size", "30"], "--image-size 30 must be a multiple of"),
     (["--data", "cifar11"], "cifar10"),
     (["--data", "folder:nowhere"], "nowhere"),
     (["--data", "cifar10", "--data-path", "nowhere"], "nowhere"),

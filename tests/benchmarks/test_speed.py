@@ -38,6 +38,8 @@ def test_writes_its_tables(tmp_path, capsys, monkeypatch, forked_processes) -> N
         "2",
         "--repeats",
         "1",
+        "--matching-model",
+        "vit_micro_32",
         "--matching-batches",
         "1",
         "--matching-rounds",

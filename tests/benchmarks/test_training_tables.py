@@ -6,12 +6,16 @@ import json
 
 import ablation as ablation_command
 import backbones as backbone_command
+import fine_tuning as fine_tuning_command
 import masking_ratio as ratio_command
 import pandas as pd
 import precision as precision_command
 import pytest
-from experiments.trainings import ablation, backbones, masking_ratio
-from experiments.trainings.options import AblationOptions, BackboneOptions, RatioOptions
+from experiments.trainings import ablation, backbones, fine_tuning, masking_ratio
+from experiments.trainings.options import AblationOptions, BackboneOptions, FineTuningOptions, RatioOptions
+from safetensors.torch import save_file
+
+from fedmjp.models import build_model
 
 SMALL = ["--data", "photos", "--train-limit", "16", "--test-limit", "8", "--batch-size", "8", "--gammas", "0", "0.5"]
 
@@ -51,6 +55,31 @@ def test_lines_of_different_tables_share_their_trainings() -> None:
     assert found[0][2] == found[1][0]
     assert found[0][3] == found[1][9] == found[2][1]
     assert found[1][3] == found[2][0]
+
+
+def test_lines_of_fine_tuning_have_the_papers_figures() -> None:
+    options = FineTuningOptions()
+    found = fine_tuning.paper(options)
+    assert [line.name for line in fine_tuning.variants_of(options)] == ["A", "J", "J, γ = 0.5", "J, γ = 0.9"]
+    assert found["A"] == {"accuracy": 79.8, "consistency": 64.3, "diff_norm": 16.21}
+    assert found["J"] == {"accuracy": 80.5, "consistency": 82.9, "diff_norm": 8.96}
+    assert found["J, γ = 0.9"] == {"accuracy": 80.3, "consistency": 93.1, "diff_norm": 3.97}
+
+
+def test_fine_tuning_starts_every_line_from_the_same_weights(tmp_path, capsys) -> None:
+    """At another size than the weights'; their name, that size and the seed make a training's identity."""
+    start = build_model("vit_micro_32", num_classes=12, weights="random", seed=5)
+    save_file(start.module.state_dict(), tmp_path / "start.safetensors")
+    options = ["--model", "vit_micro_32", "--image-size", "24", "--lines", "A", "J", "--more-gammas", "0.5"]
+    options += ["--seeds", "0", "--learning-rate", "1e-9"]
+    assert run(fine_tuning_command, tmp_path, *options, "--weights", str(tmp_path / "start.safetensors")) == 0
+    rows = pd.read_json(tmp_path / "rows" / "rows.jsonl.gz", lines=True)
+    assert rows["training"].nunique() == 3
+    assert set(rows["start"]) == {"start.safetensors"}
+    assert set(rows["image_size"]) == {24}
+    plain = rows[rows["gamma"] == 0]
+    assert plain["test_loss"].max() - plain["test_loss"].min() < 1e-3  # hardly a step was taken
+    assert "start.safetensors" in plain["weights"].iloc[0]
 
 
 def test_a_table_and_its_files(tmp_path, capsys) -> None:
@@ -107,6 +136,9 @@ def test_every_variant_trains_and_is_timed(tmp_path) -> None:
         (ratio_command, ["--training-gammas"], "--training-gammas"),
         (ratio_command, ["--training-gammas", "0.1", "0.1"], "--training-gammas"),
         (ratio_command, ["--epochs", "many"], "epochs"),
+        (fine_tuning_command, ["--weights", "random"], "needs trained weights"),
+        (fine_tuning_command, ["--lines", "J"], "--lines takes A and different others"),
+        (fine_tuning_command, ["--weights", "nowhere.pt"], "no checkpoint at nowhere.pt"),
     ],
 )
 def test_mistakes_end_in_one_line(script, options, words, tmp_path, capsys) -> None:

@@ -200,8 +200,8 @@ class RatioOptions(TrainingOptions):
 class FineTuningOptions(TrainingOptions):
     """A trained ViT fine-tuned with and without MJP.  Tables 1 to 3 of the MJP paper.
 
-        python benchmarks/fine_tuning.py --weights timm --data-path DIR
-        python benchmarks/fine_tuning.py --weights FILE.safetensors --data-path DIR --seeds 0 --lines A J
+        python benchmarks/fine_tuning.py --data-path DIR
+        python benchmarks/fine_tuning.py --weights FILE.safetensors --data-path DIR --seeds 0 --lines A E G J
 
     Every line starts from the same weights and sees the same images in the same order. Measures top-1 accuracy, Diff.
     Norm. and Consistency (gamma 0.5) as consistency.py does. Trainings are kept in --trainings and shared with
@@ -210,15 +210,17 @@ class FineTuningOptions(TrainingOptions):
 
     model: str = "vit_ti"
     """Plain ViT."""
-    weights: str = "vit_tiny_patch16_224.tiny_imagenet.safetensors"
+    weights: str = "timm"
     """What every training starts from: timm (published weights), or a checkpoint's path."""
     image_size: int | None = 160
     """Pixels of an image's side (none: those that the model is made for)."""
-    data: DataConfig = field(default_factory=lambda: DataConfig("tiny-imagenet", None, 30_000, 2_000))
+    data: DataConfig = field(default_factory=lambda: DataConfig("tiny-imagenet", None, 12_000, 2_000))
     """What is trained on; the same images for all lines of a seed."""
     recipe: Recipe = field(default_factory=lambda: FINE)
     """How to train, all lines alike. The defaults are one pass at a low rate."""
-    lines: tuple[str, ...] = ("A", "E", "G", "J")
+    gammas: tuple[float, ...] = (0.0, 0.1, 0.3, 0.5, 0.9)
+    """Shares of patches that are shuffled when a trained model is measured."""
+    lines: tuple[str, ...] = ("A", "J")
     """Lines of the paper's Table 2; the others are compared with A, the plain model."""
     training_gamma: float = 0.1
     """Masking ratio in training of these lines (the paper's choice for accuracy)."""

@@ -163,4 +163,5 @@ def test_as_good_as_breaching_on_the_same_gradient() -> None:
     own = Imprint()([observe(sent_by(Imprint(bins=128, calibrated=True), built), images, labels)])
     single = closest(own.images[own.known[:, 0, 0, 0]], images) > 50
     assert single.sum() >= 8
-    assert (closest(own.images, images)[single] > theirs[single] - 0.5).all()
+    exact = 100  # dB, where float32 rounds
+    assert (closest(own.images, images)[single] > theirs[single].clamp(max=exact) - 0.5).all()

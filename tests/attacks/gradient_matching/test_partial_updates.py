@@ -42,7 +42,7 @@ def test_a_tenth_of_the_entries_gives_the_photograph_where_only_they_are_matched
     message = sparse(observation, 0.1)
     found, misled = (attack("inverting_gradients", message, steps=80, tv=0.01, sent_only=x) for x in (True, False))
     assert psnr(found, images) > 15
-    assert psnr(misled, images) < psnr(found, images) - 4
+    assert psnr(misled, images) < psnr(found, images) - 2
 
 
 def test_the_label_of_a_sparse_update() -> None:

@@ -263,6 +263,6 @@ def test_placement_is_a_permutation_that_never_costs_more(seed: int, share: floa
 def test_deit_s_at_224_from_one_update() -> None:
     image = photographs(224, 1)
     model = build_model("deit_s_mjp", num_classes=8, weights="random")
-    view, _, _ = masked_update(model, image, gamma=0.1)
+    view, _, _ = masked_update(model, image, gamma=0.02)
     ours, prior = (psnr(ATTACKS.get(name)()([view]).images, image) for name in ("unmix", "mjp_subspace"))
-    assert ours > prior + 1, (ours, prior)  # 34.3 and 31.6 dB when this was written
+    assert ours > prior + 5, (ours, prior)  # 53.8 and 39.4 dB when this was written
