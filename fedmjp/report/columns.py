@@ -95,7 +95,7 @@ KEYS = {
     "torch_version": "of torch",
     "diagnosis": "the most common reason why an attack failed",
     "flags": "what makes the figures doubtful",
-    "verdict": "what the interval of the difference says, in words",
+    "verdict": "what the difference says of the paper's, in words; all of a table are tested together",
     "note": "why there is no image, or why not to trust it",
 }
 # How many; a mean without another count is over `count` images.
@@ -160,6 +160,7 @@ QUANTITIES = {
     "difference": "of the line from another one, paired",
     "with_positions": "value with position embeddings",
     "without": "value without them",
+    "difference_p": "Student's two-sided p of a difference of 0 over seeds, before the correction for several",
     "difference_margin": "half the interval of the difference over the test images of one training each",
     "one_seed_margin": "half the interval over the test images of one training",
     "miou": "mean over classes of intersection over union (%)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -18,12 +19,10 @@ from experiments.trainings.seeds import (
     ratio_curves,
     seed_count,
     seeds_table,
-    verdict,
 )
+from experiments.trainings.verdicts import established, p_value, signs_in_words, with_verdicts
 from matplotlib.figure import Figure
 from scipy import stats
-
-from fedmjp.metrics import Interval
 
 NAN = math.nan
 
@@ -72,22 +71,54 @@ def test_consistency_stands_at_one_half_and_accuracy_at_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paper", "low", "high", "expected"),
+    ("paper", "differences", "expected"),
     [
-        (0.5, 0.1, 2.0, "agrees"),
-        (-0.5, -2.0, -0.1, "agrees"),
-        (0.5, -2.0, -0.1, "contradicts"),
-        (-0.5, 0.1, 2.0, "contradicts"),
-        (0.0, 0.1, 2.0, "contradicts"),
-        (0.5, -0.1, 2.0, "cannot tell"),
-        (0.5, 0.0, 0.0, "cannot tell"),
-        (0.0, -1.0, 1.0, "cannot tell"),
-        (0.5, -math.inf, math.inf, "cannot tell"),
-        (NAN, 0.1, 2.0, ""),
+        (0.5, [1.0, 1.1, 0.9], "agrees"),
+        (-0.5, [-1.0, -1.1, -0.9], "agrees"),
+        (0.5, [-1.0, -1.1, -0.9], "contradicts"),
+        (0.0, [1.0, 1.1, 0.9], "contradicts"),
+        (0.5, [1.0, 3.0, -1.0], "cannot tell"),
+        (0.5, [0.0, 0.0, 0.0], "cannot tell"),
+        (0.5, [2.0, 2.0, 2.0], "agrees"),
+        (0.5, [1.0, 1.0], "cannot tell"),
+        (0.5, [1.0, 1.1, NAN], "cannot tell"),
+        (NAN, [1.0, 1.1, 0.9], ""),
     ],
 )
-def test_verdicts(paper: float, low: float, high: float, expected: str) -> None:
-    assert verdict(paper, Interval((low + high) / 2, low, high, 3)) == expected
+def test_verdicts(paper: float, differences: list[float], expected: str) -> None:
+    own, other = pd.Series(differences), pd.Series([0.0] * len(differences))
+    assert with_verdicts(pd.DataFrame([paired_difference(own, other, paper)]))["verdict"].tolist() == [expected]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_signs_are_established_as_the_closed_test_does(seed: int) -> None:
+    """Holm's procedure is the closure of Bonferroni's: a sign counts if every set of signs with it is rejected."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(rng.exponential(3, (8, 1)), 1, (8, 4))
+    found = np.array([p_value(own) for own in values])
+    assert found == pytest.approx([stats.ttest_1samp(own, 0).pvalue for own in values])
+    sets = [list(one) for size in range(1, 9) for one in combinations(range(8), size)]
+    rejected = {tuple(one): found[one].min() <= 0.05 / len(one) for one in sets}
+    closed = [all(verdict for one, verdict in rejected.items() if sign in one) for sign in range(8)]
+    assert 0 < sum(closed) < 8
+    assert established(np.append(found, NAN)).tolist() == [*closed, False]
+
+
+def test_holms_procedure_by_hand() -> None:
+    """The step-down bars of four are 0.0125, 0.0167, 0.025, 0.05; the first that fails ends it."""
+    assert established(np.array([0.04, 0.012, 0.016, 0.026])).tolist() == [False, True, True, False]
+    assert established(np.array([0.04])).tolist() == [True]
+    assert established(np.array([NAN])).tolist() == [False]
+
+
+def test_the_more_signs_a_table_has_the_more_each_needs() -> None:
+    several = [paired_difference(pd.Series([1.0, 2.0, 1.2]), pd.Series([0.0, 0.0, 0.0]), 1.0)] * 3
+    assert with_verdicts(pd.DataFrame(several[:1]))["verdict"].tolist() == ["agrees"]
+    table = with_verdicts(pd.DataFrame(several))
+    assert set(table["verdict"]) == {"cannot tell"}
+    assert signs_in_words(table).startswith("3 signs were tested together at 5 %")
+    assert signs_in_words(table[:1]).startswith("One sign was tested at 5 %;")
+    assert signs_in_words(table.assign(paper_difference=NAN)) == ""
 
 
 def test_no_verdict_on_two_seeds() -> None:
@@ -122,11 +153,13 @@ def test_markdown_and_figures() -> None:
 def test_cells_are_over_seeds_or_say_that_there_is_one() -> None:
     several, other = pd.Series([40.0, 41.0, 42.0]), pd.Series([38.0, 38.5, 40.0])
     row = pd.Series(mean_over_seeds("accuracy", several) | paired_difference(several, other, 1.8))
+    row = with_verdicts(row.to_frame().T).iloc[0]
     assert mean_cell(row, "accuracy") == "41.0 [38.5, 43.5]"
     assert change_cell(row) == "+2.2 [+1.4, +2.9]"
     assert difference_cell(row) == "+2.2 [+1.4, +2.9] (paper +1.8: agrees)"
     margins = {"one_seed_margin": 2.0, "difference_margin": 2.8}
-    single = pd.Series(mean_over_seeds("accuracy", several[:1]) | paired_difference(several[:1], other) | margins)
+    single = mean_over_seeds("accuracy", several[:1]) | paired_difference(several[:1], other) | margins
+    single = with_verdicts(pd.DataFrame([single])).iloc[0]
     assert mean_cell(single, "accuracy") == "40.0 ± 2.0 (one seed)"
     assert difference_cell(single) == change_cell(single) == "+2.0 ± 2.8"
     alone = pd.Series(mean_over_seeds("accuracy", several))

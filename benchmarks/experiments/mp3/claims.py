@@ -17,7 +17,7 @@ import pandas as pd
 from experiments.mp3.measures import CORRELATIONS
 from experiments.mp3.options import BRIEF, DEFAULT, SCRATCH
 from experiments.mp3.rows import START, TRAINED
-from experiments.trainings.seeds import verdict
+from experiments.trainings.verdicts import p_value, with_verdicts
 from fedmjp.metrics import t_interval
 
 SAME_IMAGE, SAME_PLACE, OTHER_PLACE = CORRELATIONS
@@ -177,7 +177,7 @@ def claim_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         columns place, claim, unit, seeds, difference_mean, difference_low, difference_high, expected (the sign),
-        paper_difference (where printed), verdict.
+        difference_p, paper_difference (where printed), verdict.
     """
     by_seed = [Seed(group) for _, group in rows.groupby("seed")]
     lines = []
@@ -185,10 +185,14 @@ def claim_table(rows: pd.DataFrame) -> pd.DataFrame:
         able = [seed for seed in by_seed if set(claim.needs) <= set(seed.rows["line"])]
         if not able:
             continue
-        found = t_interval(np.array([claim.difference(seed) for seed in able]))
+        differences = np.array([claim.difference(seed) for seed in able])
+        found = t_interval(differences)
         line = {"place": claim.place, "claim": claim.words, "unit": claim.unit, "seeds": found.count}
         line |= {"difference_mean": found.mean, "difference_low": found.low, "difference_high": found.high}
-        line |= {"expected": int(math.copysign(1, claim.paper))}
-        line |= {"paper_difference": claim.paper if claim.printed else math.nan, "verdict": verdict(claim.paper, found)}
-        lines.append(line)
-    return pd.DataFrame(lines)
+        line |= {"expected": int(math.copysign(1, claim.paper)), "difference_p": p_value(differences)}
+        lines.append(line | {"paper_difference": claim.paper if claim.printed else math.nan})
+    table = pd.DataFrame(lines)
+    if not lines:
+        return table
+    # A claim's sign is tested where the paper prints no figure, too.
+    return table.assign(verdict=with_verdicts(table.assign(paper_difference=table["expected"]))["verdict"])

@@ -21,6 +21,7 @@ from experiments.mp3.steps import FILE
 from experiments.rendering import Rendering, csv, difference, interval, markdown_table, read_rows
 from experiments.scaffold import PAPER, RESULTS
 from experiments.trainings.seeds import change_cell, mean_cell, mean_over_seeds, paired_difference
+from experiments.trainings.verdicts import signs_in_words, with_verdicts
 
 PAPERS_IMAGES = 2000 * 50_000  # 2,000 epochs of CIFAR-100
 TABLE_3 = tuple(f"{start}_{positions}" for positions in VARIANTS for start in ("scratch", "mp3"))
@@ -46,7 +47,7 @@ def line_table(rows: pd.DataFrame) -> pd.DataFrame:
     Returns:
         columns line, model, eta, pretraining_epochs, epochs, images_seen (without labels), seeds, accuracy_mean, _low,
         _high (over seeds), one_seed_margin, place_accuracy (of the pre-training, at its own ratio), against,
-        difference_mean, _low, _high, difference_margin, paper_accuracy, paper_difference, verdict.
+        difference_mean, _low, _high, difference_margin, paper_accuracy, paper_difference, difference_p, verdict.
     """
     paper = paper_accuracies()["cifar100"]
     found = rows[(rows["measure"] == "accuracy") & (rows["network"] == TRAINED)]
@@ -70,8 +71,8 @@ def line_table(rows: pd.DataFrame) -> pd.DataFrame:
             line["difference_margin"] = math.hypot(*margins)
         lines.append(line | {"paper_accuracy": theirs})
     columns = ["difference_mean", "difference_low", "difference_high", "difference_margin"]
-    columns += ["paper_accuracy", "paper_difference", "verdict"]
-    table = pd.DataFrame(lines)
+    columns += ["paper_accuracy", "paper_difference", "difference_p", "verdict"]
+    table = with_verdicts(pd.DataFrame(lines))
     return table.reindex(columns=[*(name for name in table if name not in columns), *columns])
 
 
@@ -133,7 +134,7 @@ def table3_block(folder: Path) -> str:
         papers = "" if pd.isna(row["paper_difference"]) else f"{row['paper_difference']:+g}"
         lines.append([*cells, " / ".join(f"{value:g}" for value in paper.loc[name]), papers, _words(row["verdict"])])
     heads = ["start", "positions", "top-1 (%)", "MP3 - scratch", "paper (%)", "paper's difference", "sign"]
-    return f"{markdown_table(heads, lines)}\n\n{limits(folder, table)}"
+    return f"{markdown_table(heads, lines)}\n\n{limits(folder, table)} {signs_in_words(table)}".rstrip()
 
 
 def settings_block(folder: Path) -> str:
@@ -169,14 +170,16 @@ def places_block(folder: Path) -> str:
 
 def claims_block(folder: Path) -> str:
     """What the paper says, and what our trainings say of it."""
-    lines = []
-    for _, row in pd.read_csv(folder / "claims.csv").iterrows():
+    table, lines = pd.read_csv(folder / "claims.csv"), []
+    for _, row in table.iterrows():
         digits = 1 if row["unit"] == "points" else 3
         papers = "+" if row["expected"] > 0 else "-"
         papers = papers if pd.isna(row["paper_difference"]) else f"{row['paper_difference']:+g}"
         cells = [row["place"], row["claim"], difference(row, digits), row["unit"], papers, f"{row['seeds']}"]
         lines.append([*cells, row["verdict"]])
-    return markdown_table(["where", "the paper says", "our difference", "unit", "paper", "seeds", "verdict"], lines)
+    heads = ["where", "the paper says", "our difference", "unit", "paper", "seeds", "verdict"]
+    words = signs_in_words(table.assign(paper_difference=table["expected"]))
+    return f"{markdown_table(heads, lines)}\n\n{words}".rstrip()
 
 
 def steps_block(folder: Path) -> str:

@@ -24,6 +24,7 @@ from experiments.trainings.seeds import (
     paired_difference,
     seed_count,
 )
+from experiments.trainings.verdicts import signs_in_words, with_verdicts
 from fedmjp.records.rows import Schema
 
 PRETEXT = (
@@ -57,7 +58,7 @@ LAMBDAS = ("lambda_0.2", "lambda_0.4", DEFAULT, "lambda_0.8")
 COLUMNS = (
     *("line", "network", "measure", "accuracy_mean", "accuracy_low", "accuracy_high", "seeds", "one_seed_margin"),
     *("difference_mean", "difference_low", "difference_high", "difference_margin"),
-    *("paper_accuracy", "paper_difference", "verdict"),
+    *("paper_accuracy", "paper_difference", "difference_p", "verdict"),
 )
 
 
@@ -66,7 +67,8 @@ def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         columns line, network, measure, accuracy_mean, _low, _high (per cent, over seeds), seeds, one_seed_margin,
-        difference_mean, _low, _high (paired by seed), difference_margin, paper_accuracy, paper_difference, verdict.
+        difference_mean, _low, _high (paired by seed), difference_margin, paper_accuracy, paper_difference,
+        difference_p, verdict.
     """
     by_case = {
         case: group.set_index("seed") for case, group in rows.groupby(["line", "network", "measure"], sort=False)
@@ -85,7 +87,7 @@ def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
         if network == "student" and measure == "linear":
             line["paper_accuracy"] = paper.get(name, math.nan)
         lines.append(line)
-    return pd.DataFrame(lines).reindex(columns=COLUMNS)
+    return with_verdicts(pd.DataFrame(lines)).reindex(columns=COLUMNS)
 
 
 def _margin(group: pd.DataFrame) -> float:
@@ -136,7 +138,7 @@ def lines_text(own: pd.DataFrame, wanted: Sequence[str], title: str, words: Mapp
         lines.append([f"`{name}`", {**WORDS, **words}[name], *cells, figure, difference_cell(row)])
     heads = ["line", title, "linear probe (%)", "20-NN (%)", "paper, linear (%)", "linear, from default"]
     missing = [f"`{name}`" for name in wanted if name not in ran]
-    text = markdown_table(heads, lines)
+    text = "\n\n".join(part for part in (markdown_table(heads, lines), signs_in_words(own)) if part)
     return f"{text}\n\nNot run: {', '.join(missing)}." if missing else text
 
 

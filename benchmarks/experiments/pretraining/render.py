@@ -14,6 +14,7 @@ from experiments.pretraining.start_render import STARTS_TABLE
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from experiments.scaffold import PAPER, RESULTS
 from experiments.trainings.seeds import difference_cell, mean_cell, mean_over_seeds, paired_difference, seed_count
+from experiments.trainings.verdicts import signs_in_words, with_verdicts
 
 PAPERS_IMAGES = 200 * 1_281_167  # 200 epochs of ImageNet-1k
 
@@ -47,17 +48,17 @@ def averages(rows: pd.DataFrame) -> pd.DataFrame:
             theirs = paper[name] - paper[REFERENCE if name in TAUS else PAPERS_REFERENCE]
             line |= paired_difference(own, by_seed[REFERENCE], theirs)
         lines.append(line)
-    return pd.DataFrame(lines)
+    return with_verdicts(pd.DataFrame(lines))
 
 
 def table_text(rows: pd.DataFrame) -> str:
     """table.md: the averages, and what such trainings cannot show."""
-    lines = []
-    for _, row in averages(rows).iterrows():
+    table, lines = averages(rows), []
+    for _, row in table.iterrows():
         cells = [mean_cell(row, "places"), f"{row['paper_places']:.1f}", difference_cell(row)]
         lines.append([f"`{row['line']}`", *cells])
     heads = ["pre-training", "places (%)", "paper (mean of its cells)", f"from `{REFERENCE}`"]
-    return f"{markdown_table(heads, lines)}\n\n{limits(rows)}\n"
+    return f"{markdown_table(heads, lines)}\n\n{limits(rows)} {signs_in_words(table)}".rstrip() + "\n"
 
 
 def cells_text(rows: pd.DataFrame) -> str:

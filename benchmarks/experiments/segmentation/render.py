@@ -11,6 +11,7 @@ from experiments.rendering import Rendering, csv, interval, markdown_table, read
 from experiments.scaffold import PAPER
 from experiments.segmentation.options import lines_of
 from experiments.trainings.seeds import difference_cell, mean_over_seeds, paired_difference
+from experiments.trainings.verdicts import signs_in_words, with_verdicts
 from fedmjp.records.rows import Schema
 
 COLOUR = "colour alone"
@@ -34,8 +35,8 @@ def segmentation_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         columns line, metric, value_mean, value_low, value_high (Student's 95 % interval over seeds), seeds, against,
-        difference_mean, difference_low, difference_high (paired by seed), paper_difference and verdict
-        (`trainings.seeds.verdict`).
+        difference_mean, difference_low, difference_high (paired by seed), paper_difference, difference_p and verdict
+        (`trainings.verdicts`).
     """
     models = tuple(dict.fromkeys(line.split(",")[0] for line in rows["line"] if line != COLOUR))
     against = {line.name: line.against for line in lines_of(models, models)}
@@ -52,7 +53,7 @@ def segmentation_table(rows: pd.DataFrame) -> pd.DataFrame:
                     theirs = paper.loc["Swin-Tiny + MJP", metric] - paper.loc["Swin-Tiny", metric]
                 line |= paired_difference(group[metric], by_line[line["against"]][metric], theirs)
             lines.append(line)
-    return pd.DataFrame(lines)
+    return with_verdicts(pd.DataFrame(lines))
 
 
 def segmentation_files(folder: Path) -> dict[str, str]:
@@ -66,14 +67,15 @@ def segmentation_block(folder: Path) -> str:
     for words in METRICS.values():
         heads += [words, "difference"]
     lines = []
-    for name, group in pd.read_csv(folder / "table.csv").groupby("line", sort=False):
+    table = pd.read_csv(folder / "table.csv")
+    for name, group in table.groupby("line", sort=False):
         own = group.set_index("metric")
         cells = [str(name), str(group["seeds"].iloc[0])]
         for metric in METRICS:
             row = own.loc[metric]
             cells += [interval(row, "value", 1), difference_cell(row)]
         lines.append(cells)
-    return markdown_table(heads, lines)
+    return f"{markdown_table(heads, lines)}\n\n{signs_in_words(table)}".rstrip()
 
 
 SEGMENTATION = Rendering("segmentation", segmentation_files, {"segmentation": segmentation_block})

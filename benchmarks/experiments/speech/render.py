@@ -10,6 +10,7 @@ from experiments.rendering import Rendering, csv, interval, markdown_table, read
 from experiments.scaffold import PAPER
 from experiments.speech.options import SUPERVISED
 from experiments.trainings.seeds import difference_cell, mean_over_seeds, paired_difference
+from experiments.trainings.verdicts import signs_in_words, with_verdicts
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import Schema
 
@@ -43,13 +44,13 @@ def speech_table(rows: pd.DataFrame) -> pd.DataFrame:
         if name != SUPERVISED and SUPERVISED in by_line:
             line |= paired_difference(group["accuracy"], by_line[SUPERVISED]["accuracy"], theirs)
         lines.append(line)
-    return pd.DataFrame(lines)
+    return with_verdicts(pd.DataFrame(lines))
 
 
 def speech_block(folder: Path) -> str:
     """The table as Markdown, with the paper's figures on Speech Commands under it."""
-    lines = []
-    for _, row in pd.read_csv(folder / "table.csv").iterrows():
+    table, lines = pd.read_csv(folder / "table.csv"), []
+    for _, row in table.iterrows():
         places = "" if pd.isna(row["place_accuracy"]) else f"{row['place_accuracy']:.1f}"
         lines.append([row["line"], str(row["seeds"]), interval(row, "accuracy", 1), difference_cell(row), places])
     heads = ["trained", "seeds", "accuracy (%)", "difference", "places after MP3 (%)"]
@@ -57,7 +58,7 @@ def speech_block(folder: Path) -> str:
     return markdown_table(heads, lines) + (
         "\n\nThe paper on Speech Commands, twelve classes: "
         + ", ".join(f"{name} {accuracy:g} %" for name, accuracy in paper)
-        + "."
+        + f". {signs_in_words(table)}".rstrip()
     )
 
 

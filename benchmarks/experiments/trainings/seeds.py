@@ -6,9 +6,7 @@ training, averaged over seeds: what other test images would give of the very sam
 seed between variants that share weights at the start, order of images and test images, so that what a seed does to both
 cancels.
 
-A verdict compares the sign of a difference with the paper's: "agrees" or "contradicts" where the interval over seeds
-excludes 0, "cannot tell" where it contains 0 or there are fewer than three seeds. A paper's difference of 0 can only be
-contradicted. Verdicts are not corrected for their number: of twenty true zeros one is expected to be excluded.
+A verdict compares the sign of a difference with the paper's (`experiments.trainings.verdicts`).
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.rendering import difference, interval, markdown_table
-from fedmjp.metrics import Interval, t_interval
+from experiments.trainings.verdicts import p_value, signs_in_words, with_verdicts
+from fedmjp.metrics import t_interval
 from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
 
 # How a metric is called, its digits in a table, and where it is measured (gamma at inference).
@@ -34,19 +33,6 @@ METRICS = {
     "diff_share": ("of another image's", 4, 0.5),
     "consistency": ("Consistency (%)", 1, 0.5),
 }
-LEAST_SEEDS = 3
-AGREES, CONTRADICTS, UNDECIDED = "agrees", "contradicts", "cannot tell"
-
-
-def verdict(paper: float, difference: Interval) -> str:
-    """What our difference says of the paper's difference; "" where the paper gives none."""
-    low, high = difference.low, difference.high
-    if math.isnan(paper):
-        return ""
-    # Two shares of the same images are often equal to the last digit: their interval has no width.
-    if difference.count < LEAST_SEEDS or low <= 0 <= high:
-        return UNDECIDED
-    return AGREES if paper * low > 0 else CONTRADICTS
 
 
 def seeds_table(
@@ -61,7 +47,7 @@ def seeds_table(
 
     Returns:
         columns line, model, defense, metric, value_mean, value_low, value_high (over seeds), seeds, one_seed_margin,
-        paper_value, against, difference_mean, difference_low, difference_high, paper_difference, verdict.
+        paper_value, against, difference_mean, difference_low, difference_high, paper_difference, difference_p, verdict.
     """
     lines = []
     for name, group in rows.groupby("line", sort=False):
@@ -84,7 +70,7 @@ def seeds_table(
                 theirs = figure - paper.get(against[name], {}).get(metric, math.nan)
                 line |= paired_difference(own, other, theirs)
             lines.append(line)
-    return pd.DataFrame(lines)
+    return with_verdicts(pd.DataFrame(lines))
 
 
 def _by_seed(group: pd.DataFrame, metric: str, gamma: float) -> pd.Series:
@@ -99,20 +85,21 @@ def mean_over_seeds(name: str, values: pd.Series) -> dict[str, float]:
 
 def paired_difference(own: pd.Series, other: pd.Series, paper: float = math.nan) -> dict[str, object]:
     """Columns difference_mean, difference_low, difference_high (Student's 95 % interval over the seeds that both
-    lines have), paper_difference and verdict.
+    lines have), paper_difference and difference_p (`verdicts.p_value`).
 
     Args:
         own, other: one value a seed, with the seeds as index.
         paper: the paper's difference, NaN where it gives none.
     """
     seeds = own.index.intersection(other.index)
-    found = t_interval((own[seeds] - other[seeds]).to_numpy(float))
+    differences = (own[seeds] - other[seeds]).to_numpy(float)
+    found = t_interval(differences)
     return {
         "difference_mean": found.mean,
         "difference_low": found.low,
         "difference_high": found.high,
         "paper_difference": round(paper, 6),
-        "verdict": verdict(round(paper, 6), found),
+        "difference_p": p_value(differences),
     }
 
 
@@ -151,7 +138,7 @@ def markdown(
         f"\n\nMeans over {seed_count(table['seeds'])} with Student's 95 % interval over seeds"
         + (", the paper's figures in parentheses" if table["paper_value"].notna().any() else "")
         + "; differences are paired by seed. The test images of one training alone leave its accuracy uncertain by "
-        f"± {margin:.1f} points."
+        f"± {margin:.1f} points. {signs_in_words(table)}".rstrip()
     )
 
 
