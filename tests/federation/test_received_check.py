@@ -116,6 +116,15 @@ def test_the_mod_warns(model, fished, caplog) -> None:
     assert "concentration" not in caplog.text  # no labels, no gradients of single images
 
 
+def test_the_mod_points_out_a_first_classifier_of_zeros_and_lets_it_pass(model, caplog) -> None:
+    grid = LocalGrid(checked_app(model, True, torch.arange(4)), 1)
+    zero = {name: torch.zeros_like(value) for name, value in model.state_dict().items() if name.startswith("head.")}
+    with caplog.at_level(logging.WARNING):
+        assert send(grid, model.state_dict() | zero).content["metrics"]["trained"] == 1
+    assert "node 1: the classifier head is zero in the first model" in caplog.text
+    assert send(grid, model.state_dict() | zero).error.code == DECLINED  # as if nobody had trained
+
+
 def test_a_model_of_other_layers_is_an_error(model) -> None:
     grid = LocalGrid(checked_app(model, False, None), 1)
     reply = send(grid, model.state_dict() | {"imprint.weight": torch.zeros(4, 4)})
