@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,8 @@ def detect_files(folder: Path) -> dict[str, str]:
     rows, thresholds = read_checks(folder)
     attacked, honest = rows[rows["attack"] != HONEST], _honest(rows, "evaluation")
     strengths = attacked["attack_parameters"].map(lambda p: p.get("strength", 1.0))
-    groups = attacked[strengths == 1].groupby(["defense", SENT], sort=False)
+    places = {name: place for place, name in enumerate(attacked["defense"].unique())}
+    groups = sorted(attacked[strengths == 1].groupby(["defense", SENT], sort=False), key=lambda g: places[g[0][0]])
     lines = [_line(*names, own, honest) for names, own in groups]
     full = attacked[(strengths == 1) & (attacked[SENT] == ADAPTIVE) & (attacked["probe"] > 1)]
     full = full[full["defense"] == "none"]
@@ -206,13 +208,13 @@ def _roc_figure(rows: pd.DataFrame, path: Path) -> None:
     """ROC curves: of the score, for the attacks and for `fishing` of less strength; of each statistic at `WEAK`."""
     honest, attacked = _honest(rows, "evaluation"), rows[rows["attack"] != HONEST]
     strengths = attacked["attack_parameters"].map(lambda p: p.get("strength", 1.0))
-    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     curves = {n: roc(own[SCORE], honest[SCORE]) for n, own in attacked[strengths == 1].groupby(SENT, sort=False)}
     while curves:  # attacks of the same curve share a line
         name, curve = next(iter(curves.items()))
         same = [other for other, found in curves.items() if _corners(found) == _corners(curve)]
-        left.plot(*curve, label=",\n".join(same), **(attack_style(name) | {"marker": "", "lw": 3}))
+        left.plot(*curve, label=fill("; ".join(same), 44), **(attack_style(name) | {"marker": "", "lw": 3}))
         curves = {other: found for other, found in curves.items() if other not in same}
     for index, strength in enumerate(s for s in sorted(set(strengths)) if s <= WEAK):
         found = roc(attacked[strengths == strength][SCORE], honest[SCORE])
@@ -226,7 +228,7 @@ def _roc_figure(rows: pd.DataFrame, path: Path) -> None:
     for axes in (left, right):
         axes.set_xlabel("share of honest models", fontsize=NORMAL)
         if axes.lines:
-            axes.legend(fontsize=SMALL, frameon=False, loc="lower right")
+            axes.legend(fontsize=SMALL, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16))
         dress(axes, "both")
     save(figure, path)
 
