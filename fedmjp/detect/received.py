@@ -125,10 +125,10 @@ def image_norms(step: LocalStep, layer: str | None, at_once: int = AT_ONCE) -> I
 
 
 def _features(weight: Tensor, bias: Tensor) -> Tensor:
-    """h (B, D) of the gradients e h^T (B, K, D) and e (B, K) of a linear layer; zeros where e is."""
-    error = bias.double()
-    size = error.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(error.dtype).tiny)
-    return torch.einsum("bk,bkd->bd", error, weight.double()) / size
+    """h (B, D) float64 of the gradients e h^T (B, K, D) and e (B, K) of a linear layer; zeros where e is."""
+    images, rows = torch.arange(len(bias)), bias.abs().argmax(dim=1)
+    error = bias[images, rows].double()[:, None]
+    return torch.where(error != 0, weight[images, rows].double() / error, 0.0)
 
 
 @dataclass(frozen=True)

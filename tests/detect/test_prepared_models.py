@@ -90,7 +90,7 @@ def test_features_are_those_that_the_classifier_reads(trained) -> None:
     with torch.no_grad():
         module(photographs(32, 4))
     own = read[0].double()
-    torch.testing.assert_close(received(changed(trained)).images.features, own, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(received(changed(trained)).images.features, own, rtol=1e-4, atol=1e-5)
 
 
 def test_a_classifier_of_zeros_alarms_where_training_would_have_moved_it(trained) -> None:
