@@ -20,12 +20,14 @@ class Finding:
         value: None for no statement.
         threshold: above it the statistic alarms.
         about: where it was found, or why there is no statement.
+        warning: what the client should know beside it, in words; "" for nothing.
     """
 
     statistic: str
     value: float | None
     threshold: float
     about: str
+    warning: str = ""
 
     @property
     def alarms(self) -> bool:
@@ -65,6 +67,11 @@ class Report:
         return "; ".join(str(finding) for finding in self.findings if finding.alarms)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the client should know although it is no alarm."""
+        return tuple(finding.warning for finding in self.findings if finding.warning)
+
+    @property
     def not_stated(self) -> dict[str, str]:
         """By statistic that makes no statement, why."""
         return {f.statistic: f.about for f in self.findings if f.value is None}
@@ -96,7 +103,7 @@ class Detector:
         A statistic that cannot be computed here makes no statement, and says why.
         """
         found = {name: _measured(name, received) for name in self.thresholds}
-        return Report(tuple(Finding(n, m.value, self.thresholds[n], m.about) for n, m in found.items()))
+        return Report(tuple(Finding(n, m.value, self.thresholds[n], m.about, m.warning) for n, m in found.items()))
 
 
 def _measured(name: str, received: Received) -> Measurement:

@@ -27,10 +27,13 @@ class ImageNorms:
     Attributes:
         below: (B,) float64, Euclidean norm of each image's own gradient at all trained parameters but the classifier's.
         classifier: (B,) float64, the same at the classifier's; zeros if it is not trained.
+        features: (B, D) float64, what reaches the classifier of each image, in which its weight's gradient is linear;
+            None where it has no bias or is not trained.
     """
 
     below: Tensor
     classifier: Tensor
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def image_norms(step: LocalStep, layer: str | None, at_once: int = AT_ONCE) -> I
     Raises:
         UsageError: model or loss cannot be taken apart by image.
     """
-    own, heads = [], []
+    own, heads, features = [], [], []
     for gradients, _ in per_image_gradients(step, at_once):
         head = {n: g for n, g in gradients.items() if layer is not None and n.startswith(f"{layer}.")}
         below = {n: g for n, g in gradients.items() if n not in head}
@@ -116,7 +119,16 @@ def image_norms(step: LocalStep, layer: str | None, at_once: int = AT_ONCE) -> I
             raise UsageError("the client trains nothing but the classifier: no gradient reaches what is below it")
         own.append(norms(below))
         heads.append(norms(head) if head else torch.zeros_like(own[-1]))
-    return ImageNorms(torch.cat(own), torch.cat(heads))
+        if {f"{layer}.weight", f"{layer}.bias"} <= head.keys():
+            features.append(_features(head[f"{layer}.weight"], head[f"{layer}.bias"]))
+    return ImageNorms(torch.cat(own), torch.cat(heads), torch.cat(features) if features else None)
+
+
+def _features(weight: Tensor, bias: Tensor) -> Tensor:
+    """h (B, D) float64 of the gradients e h^T (B, K, D) and e (B, K) of a linear layer; zeros where e is."""
+    images, rows = torch.arange(len(bias)), bias.abs().argmax(dim=1)
+    error = bias[images, rows].double()[:, None]
+    return torch.where(error != 0, weight[images, rows].double() / error, 0.0)
 
 
 @dataclass(frozen=True)

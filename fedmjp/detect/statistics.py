@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -35,6 +35,11 @@ SILENT = 1e-6  # of an image's gradient at the classifier: what is below it gets
 # (of LoRA of rank 8 up to 45 % parallel rows, and a change of 0.58).
 LEAST_SIDE = 32
 
+STARTS_AT_ZERO = (
+    "the classifier {layer} is zero in the first model that the client was sent: below it no image sends a gradient in "
+    "this step. Some models start so, and a server can silence a client so; from this model alone the two are not told "
+    "apart"
+)
 FIRST_ROUND = "the first model that the client was sent: nothing to compare it with"
 NO_CLASSIFIER = "the model's logits are not the output of one linear layer"
 NO_BATCH = "no gradients of single images at hand"
@@ -47,10 +52,12 @@ class Measurement:
     Attributes:
         value: None for no statement.
         about: where it was found, or why there is no statement.
+        warning: what the client should know beside it, in words; "" for nothing.
     """
 
     value: float | None
     about: str = ""
+    warning: str = ""
 
 
 class Statistic(ABC):
@@ -88,9 +95,9 @@ class RowNorms(Statistic):
         if before is None or before.shape != received.classifier.weight.shape:
             return Measurement(None, FIRST_ROUND)
         now, then = row_norms(received.classifier.weight), row_norms(before)
+        if not then.any():
+            return Measurement(None, f"{received.layer} was zero before, which gives no scale")
         largest = torch.maximum(now, then)
-        if not largest.any():
-            return Measurement(0.0, f"{received.layer} is zero")
         change = (now - then).abs() / largest.clamp(min=torch.finfo(largest.dtype).tiny)
         return Measurement(float(change.max()), f"row {int(change.argmax())} of {received.layer}")
 
@@ -111,16 +118,28 @@ class RowSpread(Statistic):
 
 @STATISTICS.register("dead_rows")
 class DeadRows(Statistic):
-    """Largest share of dead rows in a linear or convolutional layer that is not zero as a whole."""
+    """Largest share of dead rows in a linear or convolutional layer.
+
+    A layer that is zero as a whole is left out, because layers start so (LoRA's, some classifiers). Not so the
+    classifier after the first round, since honest training moves it in the first, and all layers of a model together.
+    """
 
     def measure(self, received: Received) -> Measurement:
         """See `Statistic.measure`."""
-        shares = {}
+        shares, zero = {}, []
         for name, weight in matrices(received.module):
             found = row_norms(weight)
             if found.any():
                 shares[name] = float((found < DEAD * found.max()).double().mean())
-        return _largest(shares)
+            else:
+                zero.append(name)
+        if len(zero) > 1 and not shares:
+            return Measurement(1.0, "every layer is zero")
+        starts = received.layer in zero and received.previous is None
+        if received.layer in zero and not starts:
+            shares[received.layer] = 1.0
+        largest = _largest(shares)
+        return replace(largest, warning=STARTS_AT_ZERO.format(layer=received.layer) if starts else "")
 
 
 @STATISTICS.register("bins")
@@ -199,20 +218,34 @@ class Concentration(Statistic):
 
 @STATISTICS.register("silent_images")
 class SilentImages(Statistic):
-    """Share of the batch's images whose gradient stops at the classifier: nothing of it reaches what is below."""
+    """Share of the batch's images whose gradient stops at the classifier: nothing of it reaches what is below.
+
+    A classifier that starts at zero stops that of every image. In a first round those count instead of which nothing
+    reaches the classifier that tells them from the others (`same_features`).
+    """
 
     def measure(self, received: Received) -> Measurement:
         """See `Statistic.measure`."""
         images = received.images
         if images is None or received.classifier is None:
             return Measurement(None, NO_BATCH if images is None else NO_CLASSIFIER)
-        if not received.classifier.weight.any():
-            return Measurement(None, f"{received.layer} is zero, so that no image sends anything below it")
         sends = images.classifier > 0
         if not sends.any():
             return Measurement(None, "no image sends a gradient at the classifier")
-        silent = sends & (images.below < SILENT * images.classifier)
+        silent = images.below < SILENT * images.classifier
+        if received.previous is None and not received.classifier.weight.any():
+            if images.features is None:
+                return Measurement(None, f"{received.layer} is zero, so that no image sends anything below it")
+            silent = same_features(images.features)
+        silent &= sends
         return Measurement(float(silent.double().mean()), f"{int(silent.sum())} of {len(silent)} images")
+
+
+def same_features(features: Tensor) -> Tensor:
+    """Of which images (B,) the features (B, D) are zero, or those that all images have, to within `SILENT`."""
+    sizes = torch.linalg.vector_norm(features, dim=1)
+    spread = torch.linalg.vector_norm(features - features.mean(dim=0), dim=1)
+    return (sizes == 0) | ((spread <= SILENT * sizes) & (len(features) > 1))
 
 
 def matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -3,9 +3,9 @@
     check = ReceivedCheck(of_model(model, first_batch), refuse=True)
     app = ClientApp(mods=[check])  # or @app.train(mods=[check])
 
-It warns, or refuses: then the client's training function is not called, and the reply is an error with the reason, as
-if the client had failed. What a client was sent in the last round that did not alarm stays in Flower's state of the
-node (`context.state`), to compare the next one with.
+It warns, or refuses if a statistic alarms: then the client's training function is not called, and the reply is an error
+with the reason, as if the client had failed. What a client was sent in the last round that did not alarm stays in
+Flower's state of the node (`context.state`), to compare the next one with.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class ReceivedCheck:
         if not message.metadata.message_type.startswith(MessageType.TRAIN):
             return call_next(message, context)
         report = self.detector.inspect(self.read(message.content, _last(context), context))
+        for warning in report.warnings:
+            logger.warning("node %s: %s", context.node_id, warning)
         if not report.suspicious:
             _keep(context, message.content)
             return call_next(message, context)

@@ -23,6 +23,22 @@ from fedmjp.federation.server_optimizer import ServerOptimizer
 from fedmjp.federation.wire import KEPT, flat, pack
 
 
+def sample_clients(clients: int, per_round: int, seed: int, round: int, always: Sequence[int] = ()) -> list[int]:
+    """The clients of a round, rising.
+
+    Args:
+        clients: of the federation, numbered from 0.
+        per_round: how many take part.
+        seed: of the federation.
+        round: its number, from 1.
+        always: clients that take part in every round, at most `per_round`; the others are sampled.
+    """
+    draw = np.random.default_rng(np.random.SeedSequence([seed, 4, round]))
+    others = [client for client in range(clients) if client not in always]
+    chosen = draw.choice(others, size=per_round - len(always), replace=False)
+    return sorted([*always, *chosen.tolist()])
+
+
 class FederatedMean(Strategy):
     """Mean of the clients' updates, weighted by their number of examples.
 
@@ -79,10 +95,8 @@ class FederatedMean(Strategy):
         self.partitions = self.partitions or partitions_by_node(grid, self.clients, self.round_timeout)
         number = server_round + self.offset
         nodes = list(self.partitions)
-        draw = np.random.default_rng(np.random.SeedSequence([self.seed, 4, number]))
-        others = [i for i in range(len(nodes)) if i not in self.always]
-        chosen = draw.choice(others, size=self.per_round - len(self.always), replace=False)
-        self._sent, self._queue = arrays, [nodes[i] for i in sorted([*self.always, *chosen.tolist()])]
+        chosen = sample_clients(len(nodes), self.per_round, self.seed, number, self.always)
+        self._sent, self._queue = arrays, [nodes[i] for i in chosen]
         instructions = ConfigRecord({**self.instructions, "round": number})
         content = RecordDict({"state": arrays, "instructions": instructions})
         return [Message(content, node, MessageType.TRAIN, group_id=str(number)) for node in self._queue]

@@ -9,7 +9,7 @@ from pathlib import Path
 import detect
 import pandas as pd
 import pytest
-from experiments.detect.render import FEDERATION, HONEST, ROWS, SCORE, auc, read_checks
+from experiments.detect.render import FEDERATION, HONEST, ROWS, SCORE, SENT, auc, read_checks
 from experiments.scaffold import RESULTS
 
 from fedmjp.detect import STATISTICS, THRESHOLDS, calibrate
@@ -45,18 +45,28 @@ def test_honest_and_prepared_models_are_checked(finished: Path) -> None:
         (purpose, number, client) for purpose in ("calibration", "evaluation") for number in (1, 2) for client in (0, 1)
     ]
     assert all(("distance" in unstated) == (number == 1) for unstated, number in honest[["unstated", "round"]].values)
-    prepared = rows[rows["attack"] != HONEST]
-    assert sorted(zip(prepared["attack"], prepared["probe"], strict=True)) == [
+    prepared = read_checks(finished)[0].query("attack != @HONEST")
+    assert sorted(zip(prepared[SENT], prepared["probe"], strict=True)) == [
         *(("feature_fishing", number) for number in (1, 2)),
         *(("fishing", number) for number in (1, 1, 2)),
+        *(("fishing, local_steps=adamw", number) for number in (1, 2)),
+        *(("fishing, local_steps=sgd", number) for number in (1, 2)),
+        *(("fishing, single_out: to the others", number) for number in (1, 2)),
+        *(("imprint", number) for number in (1, 2)),
         *(("token_bins", number) for number in (1, 2)),
     ]
-    whole = prepared[(prepared["attack"] == "fishing") & (prepared["probe"] == 2)].iloc[0]
+    layers = prepared["threat_model"].map(lambda grants: "active_architecture" in grants)
+    assert (layers == (prepared["attack"] == "imprint")).all()
+    whole = prepared[(prepared[SENT] == "fishing") & (prepared["probe"] == 2)].iloc[0]
     assert whole["statistics"]["silent_images"] == 0.75  # of four images one sends, whose class the first round read
     assert whole["psnr"] > 40
     table = pd.read_csv(finished / "table.csv").set_index("attack")
     assert table.loc["fishing", "checks"] == 2
     assert table.loc["fishing", "flagged"] == table.loc["fishing", "auc"] == 1.0
+    assert table.loc["imprint", ["checks", "auc_bins", "flagged"]].tolist() == [2, 1.0, 1.0]
+    assert table.loc["imprint", "psnr_median"] > 40  # out of the layer that the client built
+    others = prepared[prepared["place"] > 0]
+    assert others["diagnosis"].str.contains("2 images of class").all()  # of the four of the client that is singled out
     assert pd.read_csv(finished / "curve.csv")["strength"].tolist() == [0.9, 1.0]
 
 

@@ -79,6 +79,20 @@ def test_sums_and_local_epochs_are_lines_of_their_own(finished) -> None:
     assert list(table[table["setting"] == setting]["count"].unique()) == [4]
 
 
+def test_a_server_that_selects_its_clients_has_a_line_of_its_own(finished) -> None:
+    """Client 0 of eight, two of which are drawn in a round, takes part in none of the first four."""
+    sampled = ["--federation", "8", "--clients-per-round", "2", "--rounds", "4", "--resume"]
+    for selects in ([], ["--select"]):
+        assert run(finished, "--cases", "feature_fishing=equal", *sampled, *selects) == 0
+    rows = load_rows(finished / "rows.jsonl.gz")
+    own = rows[rows["setting"].str.contains("2 of 8 clients a round") & (rows["attack"] == "feature_fishing")]
+    chosen = own["threat_model"].map(lambda grants: "client_selection" in grants)
+    assert (own["setting"].str.endswith("the attacked one in all") == chosen).all()
+    assert (own[chosen]["psnr"] > 60).tolist() == [True] * 4
+    assert own[~chosen]["psnr"].isna().tolist() == [True] * 4
+    assert set(own[~chosen]["diagnosis"]) == {"the client took part in no round, so that nothing was read"}
+
+
 def test_a_trained_encoder_with_a_new_classifier_is_named_so(tmp_path) -> None:
     weights = ["--weights", "random", "--from", str(SHIPPED / "vit_mini_32.safetensors")]
     assert run(tmp_path / "out", "--cases", "fishing=distinct", "--rounds", "2", *weights) == 0
@@ -101,6 +115,9 @@ def test_resuming_a_finished_run_adds_nothing(finished) -> None:
         (["--cases", "fishing=distinct", "--batch-sizes", "50"], "need more images or labels"),
         (["--cases", "fishing=distinct", "--attack-options", "fishing.single_out=true"], "pass --sum-of NUMBER"),
         (["--cases", "fishing=distinct", "--epochs", "1", "--defense", "mjp"], "trains clients without a defence"),
+        (["--federation", "8"], "--clients-per-round 0 of --federation 8 is no sample"),
+        (["--select"], "--clients-per-round 0 of --federation 0 is no sample"),
+        (["--federation", "8", "--clients-per-round", "2", "--sum-of", "2"], "leave --sum-of out"),
         (["--cases", "fishing=distinct", "--from", "model.safetensors"], "gives the encoder alone"),
     ],
 )

@@ -248,6 +248,21 @@ def test_an_active_server_in_a_flower_app_of_ones_own(tmp_path) -> None:
     assert (result.arrays.to_torch_state_dict()["head.weight"] != 0).any(dim=1).all()
 
 
+def test_a_search_by_feature_in_a_flower_app_of_ones_own(tmp_path) -> None:
+    """The attacked node is sent the weights of its first round in every one, while the other node trains."""
+    torch.manual_seed(0)
+    model = timm_vit().eval()
+    watcher = watcher_of(model, tmp_path / "leaks", "feature_fishing")
+    grid = TapGrid(LocalGrid(batch_app(4), 2), ActiveServer(watcher))
+    result = FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord(model.state_dict()), num_rounds=5)
+    assert watcher.problems == []
+    found = [one.images for _, _, one in watcher.found if one.images is not None and not one.diagnosis]
+    closest = [psnr(image.expand(4, -1, -1, -1), photographs(32, 4)) for image in torch.cat(found)]
+    assert [float(one.max()) > 60 for one in closest] == [True] * 4
+    assert {int(one.argmax()) for one in closest} == {0, 1, 2, 3}
+    assert not torch.equal(result.arrays.to_torch_state_dict()["head.weight"], model.state_dict()["head.weight"])
+
+
 def test_an_added_layer_reaches_clients_that_build_what_they_are_sent(tmp_path) -> None:
     torch.manual_seed(0)
     model = timm_vit().eval()

@@ -53,6 +53,18 @@ def test_a_fished_client_refuses_and_the_federation_goes_on(tmp_path, undrawn) -
     assert len((out / "rounds.csv").read_text().splitlines()) == 4  # the head, and rounds 0 to 2
 
 
+@pytest.mark.parametrize(
+    "trained",
+    [[], ["--update", "weights", "--local-steps", "2", "--optimizer", "adamw", "--learning-rate", "0.0005"]],
+)
+def test_an_honest_federation_refuses_nothing(tmp_path, undrawn, trained: list[str]) -> None:
+    """Every client checks every round's model; without --least-share one refusal would stop the run."""
+    honest = ["--rounds", "3", "--attacks", "patch_embedding", "--grants", "model_weights", "position_gradient"]
+    assert run(tmp_path / "run", "--refuse-suspicious", *honest, *trained) == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["failures"] == []
+    assert len((tmp_path / "run" / "rounds.csv").read_text().splitlines()) == 5  # the head, and rounds 0 to 3
+
+
 def test_too_few_updates_stop_the_run(tmp_path, capsys) -> None:
     assert run(tmp_path / "run", "--refuse-suspicious") == 1
     assert "error: round 1: client 0 refused the model that it was sent: row_spread 1" in capsys.readouterr().err
@@ -114,6 +126,15 @@ def test_the_mod_warns(model, fished, caplog) -> None:
     assert len(caplog.records) == 1
     assert "node 1 was sent a suspicious model: row_norms 1" in caplog.text
     assert "concentration" not in caplog.text  # no labels, no gradients of single images
+
+
+def test_the_mod_points_out_a_first_classifier_of_zeros_and_lets_it_pass(model, caplog) -> None:
+    grid = LocalGrid(checked_app(model, True, torch.arange(4)), 1)
+    zero = {name: torch.zeros_like(value) for name, value in model.state_dict().items() if name.startswith("head.")}
+    with caplog.at_level(logging.WARNING):
+        assert send(grid, model.state_dict() | zero).content["metrics"]["trained"] == 1
+    assert "node 1: the classifier head is zero in the first model" in caplog.text
+    assert send(grid, model.state_dict() | zero).error.code == DECLINED  # as if nobody had trained
 
 
 def test_a_model_of_other_layers_is_an_error(model) -> None:

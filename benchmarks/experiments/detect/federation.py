@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from attacks import ATTACKS, Observation, ThreatModel, UsageError
-from attacks.active.base import ActiveAttack, SendContext
+from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
+from attacks.active.base import ActiveAttack, SendContext, Sending
 from attacks.memory import remember
+from experiments.detect.options import VARIANTS
 from fedmjp.audit.observe import model_as_sent, observe_update
+from fedmjp.budgets import build_attack
 from fedmjp.client import ClientTask, shared_task
 from fedmjp.config import RunConfig
 from fedmjp.detect import STATISTICS, Measurement
@@ -20,6 +22,28 @@ from fedmjp.federation.local_grid import LocalGrid
 
 GRANTS = ThreatModel.parse(("active_parameters", "model_weights", "position_gradient", "several_rounds"))
 State = Mapping[str, Tensor]
+AS_IT_IS = Sending({})
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a server does whose model a client checks.
+
+    Attributes:
+        name: of the attack.
+        attack: with its settings.
+        place: of the client that checks in the group of clients whose sum the server sees; the one in place 0 is
+            attacked.
+    """
+
+    name: str
+    attack: ActiveAttack
+    place: int = 0
+
+    @property
+    def threat_model(self) -> ThreatModel:
+        """What the server is granted; other layers only where the attack adds some."""
+        return ThreatModel(GRANTS.grants | (self.attack.needs & {Capability.ACTIVE_ARCHITECTURE}))
 
 
 @dataclass(frozen=True)
@@ -40,25 +64,29 @@ class Turn:
     state: State
     previous: State | None
 
-    def measure(self, changes: State | None = None) -> dict[str, Measurement]:
-        """Every statistic of the model as it is sent, with other values of the parameters in `changes`."""
-        self.task.load({**self.state, **(changes or {})})
-        received = received_in(self.task, self.client, self.round, self.previous)
+    def measure(self, sending: Sending = AS_IT_IS) -> dict[str, Measurement]:
+        """Every statistic of the model as it is sent, with other values and layers where `sending` has some.
+
+        The client builds the layers that it is sent; one of our own federation that checks refuses them instead.
+        """
+        task = self._built(sending)
+        task.load({**self.state, **sending.parameters})
+        received = received_in(task, self.client, self.round, self.previous)
         return {name: STATISTICS.get(name)().measure(received) for name in STATISTICS}
 
-    def prepare(self, attack: ActiveAttack, history: list[Observation]) -> dict[str, Tensor]:
-        """What an attack sends the client instead."""
-        model = model_as_sent(self.task.model.module, self.state)
+    def prepare(self, attack: ActiveAttack, history: list[Observation], place: int = 0) -> Sending:
+        """What an attack sends the client instead, in its place of a group of clients."""
         built = self.task.model
-        return dict(attack.send(SendContext(model, self.shape, built.mean, built.std, history)).parameters)
+        context = SendContext(model_as_sent(built.module, self.state), self.shape, built.mean, built.std, history)
+        return attack.sent_to(context, place) if place else attack.send(context)
 
-    def answer(self, attack: ActiveAttack, changes: State) -> Observation:
-        """The update of a client that is sent `changes`, as the server sees it."""
-        sent = {**self.state, **changes}
-        result = self.task.update(self.client, self.round, sent)
+    def answer(self, prepared: Prepared, sending: Sending) -> Observation:
+        """The update of a client that is sent `sending`, as the server sees it."""
+        task, sent = self._built(sending), {**self.state, **sending.parameters}
+        result = task.update(self.client, self.round, sent)
         return observe_update(
-            self.task,
-            GRANTS,
+            task,
+            prepared.threat_model,
             model=model_as_sent(self.task.model.module, sent),
             round=self.round,
             client=self.client,
@@ -66,28 +94,40 @@ class Turn:
             received={name: tensor.clone() for name, tensor in result.tensors.items()},
         )
 
+    def attacked(self, place: int) -> Turn:
+        """The turn of the client that is attacked where this one has `place` in its group: for 0 this one."""
+        return replace(self, client=(self.client + place) % self.task.config.federation.clients)
+
+    def _built(self, sending: Sending) -> ClientTask:
+        """The task with the layers that are sent."""
+        config, name = self.task.config, self.task.config.defense[0]
+        return shared_task(config.order(), name, self.task.entropy, sending.layers) if sending.layers else self.task
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """(C, H, W) of an input."""
         return 3, self.task.model.image_size, self.task.model.image_size
 
 
-def active_attacks(task: ClientTask, say: Callable[[str], None]) -> dict[str, ActiveAttack]:
-    """The registered attacks that choose what is sent, with their own settings, that can prepare the task's model.
+def active_attacks(task: ClientTask, say: Callable[[str], None]) -> list[Prepared]:
+    """The registered attacks that choose what is sent, with their own settings and `VARIANTS` of them.
 
     Args:
+        task: those that cannot prepare its model are left out.
         say: called with a line for each that is left out.
     """
-    kinds = {name: kind for name, kind in ATTACKS.available().items() if issubclass(kind, ActiveAttack)}
-    turn, found = Turn(task, 1, 0, task.parameters, None), {}
-    for name, attack in ((name, kind()) for name, kind in kinds.items()):
+    named = [(name, kind()) for name, kind in ATTACKS.available().items() if issubclass(kind, ActiveAttack)]
+    wanted = [Prepared(*one) for one in named]
+    wanted += [Prepared(name, build_attack(name, dict(settings)), place) for name, settings, place in VARIANTS]
+    turn, found = Turn(task, 1, 0, task.parameters, None), []
+    for prepared in wanted:
         try:
-            attack.require(GRANTS, name)
-            turn.prepare(attack, [])
+            prepared.attack.require(prepared.threat_model, prepared.name)
+            turn.prepare(prepared.attack, [], prepared.place)
         except UsageError as error:
-            say(f"{name} is left out: {error}")
+            say(f"{prepared.name} is left out: {error}")
         else:
-            found[name] = attack
+            found.append(prepared)
     return found
 
 
@@ -97,22 +137,25 @@ def held_once(turn: Turn) -> int:
     return min(sorted(set(labels)), key=labels.count)
 
 
-def probes(turn: Turn, attack: ActiveAttack, count: int) -> Iterator[tuple[State, Callable[[], Observation], list]]:
-    """What an attack sends a client in `count` prepared rounds in a row on the same batch and weights.
+def probes(turn: Turn, prepared: Prepared, count: int) -> Iterator[tuple[Sending, Callable[[], Observation], list]]:
+    """What a server sends a client in `count` prepared rounds in a row on the same batch and weights.
 
-    Yields what is sent, a function that trains on it, and the history before.
+    Yields what is sent, a function that trains the attacked client on what that one is sent, and the history before.
+    Where the client that checks is another one of a sum, its own update is left out: of weights of zero it is zero but
+    for the classifier's bias, which the attack does not read.
     """
     history: list[Observation] = []
+    attacked, attack = turn.attacked(prepared.place), prepared.attack
     for number in range(count):
-        changes = turn.prepare(attack, history)
+        sending = attacked.prepare(attack, history)
         seen: list[Observation] = []
 
-        def answer(changes: State = changes, seen: list[Observation] = seen) -> Observation:
-            """The client's update, computed once."""
-            seen.extend([turn.answer(attack, changes)] * (not seen))
+        def answer(sending: Sending = sending, seen: list[Observation] = seen) -> Observation:
+            """The attacked client's update, computed once."""
+            seen.extend([attacked.answer(prepared, sending)] * (not seen))
             return seen[0]
 
-        yield changes, answer, list(history)
+        yield turn.prepare(attack, history, prepared.place), answer, list(history)
         if number + 1 < count:
             view = answer()
             history.append(remember(view, attack.remembered_layers(view.model, turn.shape)))

@@ -15,6 +15,13 @@ Start = Literal["scratch", "encoder", "trained"]
 CALIBRATION, EVALUATION = "calibration", "evaluation"
 # Attacks of a server that knows the detector have this one's strengths; the least change first.
 ADAPTIVE = "fishing"
+# (attack, settings, place of the client that checks in a sum's group) besides the registered attacks as they are: what
+# fishing sends for several local steps, and what it sends those from whose sum it singles one out.
+VARIANTS = (
+    ("fishing", {"local_steps": "sgd"}, 0),
+    ("fishing", {"local_steps": "adamw"}, 0),
+    ("fishing", {"single_out": True}, 1),
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,10 @@ class Options(RowOptions):
     one count false alarms.
 
     In some rounds of the latter some clients also check what each registered attack of an active server would send
-    them instead, in two prepared rounds that follow each other; the training goes on as if nothing had happened. The
-    same, with clients that send gradients, for `fishing` that changes less (fishing.strength) and is given a class that
-    the batch holds. What the attacks recover of the batch stands in the same rows.
+    them instead, in two prepared rounds that follow each other; the training goes on as if nothing had happened. So
+    they do what fishing sends for several local steps, and what it sends the clients from whose sum it singles another
+    one out. The same, with clients that send gradients, for `fishing` that changes less (fishing.strength) and is given
+    a class that the batch holds. What the attacks recover of the batch stands in the same rows.
 
     Writes rows.jsonl.gz, thresholds.csv, table.csv, curve.csv, roc.png, curve.png and run.json to --out; --resume goes
     on with an unfinished run, or adds data and starts to a finished one.

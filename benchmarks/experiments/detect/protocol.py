@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import TaskID
 
-from attacks.active.base import ActiveAttack
-from experiments.detect.federation import GRANTS, Turn, active_attacks, held_once, plain, probes, train
+from experiments.detect.federation import Prepared, Turn, active_attacks, held_once, plain, probes, train
 from experiments.detect.options import ADAPTIVE, EVALUATION, Federation, Options
 from experiments.detect.render import DETECT, HONEST, ROWS
 from experiments.session import Session
@@ -60,9 +59,9 @@ class Checked:
         """What identifies the rows of this federation, as far as it is known before it is trained."""
         f = self.config.federation
         turns = [Turn(self.task, r, c, {}, None) for r in range(1, f.rounds + 1) for c in range(f.clients)]
-        found = [self.case(turn, HONEST, {}, 0) for turn in turns]
+        found = [self.case(turn) for turn in turns]
         for turn in filter(self.attacked, turns):
-            found += [self.case(turn, n, a.parameters(), p) for n, a, p in self.attacks(turn)]
+            found += [self.case(turn, *both) for both in self.attacks(turn)]
         return found
 
     def attacked(self, turn: Turn) -> bool:
@@ -71,41 +70,43 @@ class Checked:
         chosen = turn.round in o.attacked_rounds and turn.client < o.attacked_clients
         return chosen and self.federation.purpose == EVALUATION
 
-    def attacks(self, turn: Turn) -> list[tuple[str, ActiveAttack, int]]:
-        """(name, attack, number of the prepared round) of every check of an attack in this turn."""
-        found = [(name, attack, p) for name, attack in self.active.items() for p in range(1, PROBES + 1)]
+    def attacks(self, turn: Turn) -> list[tuple[Prepared, int]]:
+        """(what the server does, number of the prepared round) of every check of an attack in this turn."""
+        found = [(prepared, number) for prepared in self.active for number in range(1, PROBES + 1)]
         target = held_once(turn)
         for strength in self.options.strengths if self.config.federation.update == "gradient" else ():
-            found.append((ADAPTIVE, build_attack(ADAPTIVE, {"target": target, "strength": strength}), 1))
+            weaker = build_attack(ADAPTIVE, {"target": target, "strength": strength})
+            found.append((Prepared(ADAPTIVE, weaker), 1))
         return found
 
     def check(self, turn: Turn) -> None:
         """Write the rows of one client in one round that are missing."""
-        case = self.case(turn, HONEST, {}, 0)
+        case = self.case(turn)
         if not self.rows.has(case):
             self.write(case, *timed(turn.measure), None)
         if not self.attacked(turn):
             return
-        wanted: dict[tuple[str, str], tuple[ActiveAttack, list[int]]] = {}
-        for name, attack, number in self.attacks(turn):
-            if not self.rows.has(self.case(turn, name, attack.parameters(), number)):
-                wanted.setdefault((name, str(attack)), (attack, []))[1].append(number)
-        for (name, _), (attack, numbers) in wanted.items():
-            self.check_attack(turn, name, attack, numbers)
+        wanted: dict[str, tuple[Prepared, list[int]]] = {}
+        for prepared, number in self.attacks(turn):
+            if not self.rows.has(self.case(turn, prepared, number)):
+                wanted.setdefault(str(prepared), (prepared, []))[1].append(number)
+        for prepared, numbers in wanted.values():
+            self.check_attack(turn, prepared, numbers)
 
-    def check_attack(self, turn: Turn, name: str, attack: ActiveAttack, numbers: list[int]) -> None:
-        """Write the rows of one attack on one client, of the prepared rounds `numbers`."""
-        originals = turn.task.batch(turn.client, turn.round, 0).images
-        for number, (changes, answer, history) in enumerate(probes(turn, attack, max(numbers)), start=1):
+    def check_attack(self, turn: Turn, prepared: Prepared, numbers: list[int]) -> None:
+        """Write the rows of one attack that one client checks, of the prepared rounds `numbers`."""
+        attacked = turn.attacked(prepared.place)
+        originals = turn.task.batch(attacked.client, attacked.round, 0).images
+        for number, (sending, answer, history) in enumerate(probes(turn, prepared, max(numbers)), start=1):
             if number not in numbers:
                 continue
-            found = timed(partial(turn.measure, changes))
-            given = run_attack(attack, name, [*history, answer()], originals, self.score)
+            found = timed(partial(turn.measure, sending))
+            given = run_attack(prepared.attack, prepared.name, [*history, answer()], originals, self.score)
             values = [record["psnr"] for record in given.records if record["psnr"] == record["psnr"]]
-            self.write(self.case(turn, name, attack.parameters(), number), *found, values, given.diagnosis)
+            self.write(self.case(turn, prepared, number), *found, values, given.diagnosis)
 
-    def case(self, turn: Turn, attack: str, parameters: dict[str, Any], number: int) -> dict[str, Any]:
-        """The values that identify a row."""
+    def case(self, turn: Turn, prepared: Prepared | None = None, number: int = 0) -> dict[str, Any]:
+        """The values that identify a row; without an attack, of what an honest server sends."""
         f, task = self.config.federation, turn.task
         return {
             "dataset": task.data.name,
@@ -123,9 +124,10 @@ class Checked:
             "clients": f.clients,
             "train_limit": self.config.data.train_limit,
             "seed": self.config.seed,
-            "threat_model": sorted(c.value for c in GRANTS.grants) if attack != HONEST else [],
-            "attack": attack,
-            "attack_parameters": dict(parameters),
+            "threat_model": sorted(c.value for c in prepared.threat_model.grants) if prepared else [],
+            "attack": prepared.name if prepared else HONEST,
+            "attack_parameters": dict(prepared.attack.parameters()) if prepared else {},
+            "place": prepared.place if prepared else 0,
             "probe": number,
             "round": turn.round,
             "client": turn.client,

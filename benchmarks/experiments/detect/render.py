@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.detect.options import ADAPTIVE
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.detect import STATISTICS, calibrate
@@ -19,18 +22,20 @@ HONEST = ""  # `attack` of a model that an honest server sent
 CASE = (
     *("dataset", "model", "weights", "start", "defense", "purpose", "partition", "update", "optimizer"),
     *("learning_rate", "batch_size", "local_steps", "clients", "train_limit", "seed", "threat_model", "attack"),
-    *("attack_parameters", "probe", "round", "client"),
+    *("attack_parameters", "place", "probe", "round", "client"),
 )
-# `statistics` holds every statistic's value, null for no statement, and `unstated` why; `psnr` (dB) is that of the best
-# image that an attack returned, `recovered` how many are above 25 dB; `seconds` is the check's.
+# `place` is the checking client's in the group of clients whose sum the server sees: 0 is attacked, the others are sent
+# what keeps them silent. `statistics` holds every statistic's value, null for no statement, and `unstated` why; `psnr`
+# (dB) is that of the best image that an attack returned, `recovered` how many are above 25 dB; `seconds` the check's.
 ROWS = Schema(
     keys=(
         *dict.fromkeys((*PROVENANCE, *CASE)),
         *("statistics", "unstated", "psnr", "recovered", "seconds", "diagnosis"),
     ),
     identity=CASE,
-    optional={"defense": "none"},
+    optional={"defense": "none", "place": 0},
 )
+SENT = "sent"  # what a server does, in words
 SCORE = "score"  # the largest statistic in units of its threshold
 REST = "score_rest"  # the same without the statistics that a server gets around
 # Small steps over many rounds pass those that compare with the last model; a bias may be moved into the weights.
@@ -40,8 +45,9 @@ FEDERATION = ["dataset", "model", "start", "defense", "partition", "update", "se
 
 
 def read_checks(folder: Path) -> tuple[pd.DataFrame, dict[str, float]]:
-    """The rows with a column for each statistic (NaN for no statement), `SCORE` and `REST`, and the thresholds."""
+    """The rows with a column for each statistic (NaN for no statement), `SENT`, `SCORE` and `REST`; the thresholds."""
     rows = read_rows(folder, ROWS)
+    rows[SENT] = [_named(*one) for one in zip(rows["attack"], rows["attack_parameters"], rows["place"], strict=True)]
     values = pd.DataFrame(list(rows["statistics"]), index=rows.index, columns=list(STATISTICS)).astype(float)
     rows = rows.join(values)
     honest = rows[rows["purpose"] == "calibration"]
@@ -49,6 +55,12 @@ def read_checks(folder: Path) -> tuple[pd.DataFrame, dict[str, float]]:
     scores = pd.concat({name: rows[name] / limit for name, limit in thresholds.items()}, axis=1)
     rows[SCORE], rows[REST] = scores.max(axis=1), scores.drop(columns=list(EVADED)).max(axis=1)
     return rows, thresholds
+
+
+def _named(attack: str, parameters: Mapping[str, Any], place: int) -> str:
+    """The attack, with the local steps that it is set for, and whether the client is one of those that it silences."""
+    steps = parameters.get("local_steps", "one")
+    return attack + f", local_steps={steps}" * (steps != "one") + ", single_out: to the others" * (place > 0)
 
 
 def auc(suspicious: Sequence[float], honest: Sequence[float]) -> float:
@@ -66,9 +78,10 @@ def detect_files(folder: Path) -> dict[str, str]:
     rows, thresholds = read_checks(folder)
     attacked, honest = rows[rows["attack"] != HONEST], _honest(rows, "evaluation")
     strengths = attacked["attack_parameters"].map(lambda p: p.get("strength", 1.0))
-    groups = attacked[strengths == 1].groupby(["defense", "attack"], sort=False)
+    places = {name: place for place, name in enumerate(attacked["defense"].unique())}
+    groups = sorted(attacked[strengths == 1].groupby(["defense", SENT], sort=False), key=lambda g: places[g[0][0]])
     lines = [_line(*names, own, honest) for names, own in groups]
-    full = attacked[(strengths == 1) & (attacked["attack"] == "fishing") & (attacked["probe"] > 1)]
+    full = attacked[(strengths == 1) & (attacked[SENT] == ADAPTIVE) & (attacked["probe"] > 1)]
     full = full[full["defense"] == "none"]
     weaker = attacked[strengths < 1].assign(strength=strengths)
     curve = pd.concat([weaker, full.assign(strength=1.0)])
@@ -195,13 +208,13 @@ def _roc_figure(rows: pd.DataFrame, path: Path) -> None:
     """ROC curves: of the score, for the attacks and for `fishing` of less strength; of each statistic at `WEAK`."""
     honest, attacked = _honest(rows, "evaluation"), rows[rows["attack"] != HONEST]
     strengths = attacked["attack_parameters"].map(lambda p: p.get("strength", 1.0))
-    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    curves = {n: roc(own[SCORE], honest[SCORE]) for n, own in attacked[strengths == 1].groupby("attack", sort=False)}
+    curves = {n: roc(own[SCORE], honest[SCORE]) for n, own in attacked[strengths == 1].groupby(SENT, sort=False)}
     while curves:  # attacks of the same curve share a line
         name, curve = next(iter(curves.items()))
         same = [other for other, found in curves.items() if _corners(found) == _corners(curve)]
-        left.plot(*curve, label=",\n".join(same), **(attack_style(name) | {"marker": "", "lw": 3}))
+        left.plot(*curve, label=fill("; ".join(same), 44), **(attack_style(name) | {"marker": "", "lw": 3}))
         curves = {other: found for other, found in curves.items() if other not in same}
     for index, strength in enumerate(s for s in sorted(set(strengths)) if s <= WEAK):
         found = roc(attacked[strengths == strength][SCORE], honest[SCORE])
@@ -215,7 +228,7 @@ def _roc_figure(rows: pd.DataFrame, path: Path) -> None:
     for axes in (left, right):
         axes.set_xlabel("share of honest models", fontsize=NORMAL)
         if axes.lines:
-            axes.legend(fontsize=SMALL, frameon=False, loc="lower right")
+            axes.legend(fontsize=SMALL, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16))
         dress(axes, "both")
     save(figure, path)
 

@@ -33,6 +33,8 @@ class Options(DefendedOptions):
             --learning-rate 0.001 --minibatch 4 --attack-options fishing.local_steps=adamw
         python benchmarks/fishing.py --cases fishing=distinct --batch-sizes 8 --sum-of 8 \\
             --attack-options fishing.single_out=true
+        python benchmarks/fishing.py --cases feature_fishing=mixed --batch-sizes 4 --rounds 9 --federation 8 \\
+            --clients-per-round 2 --select
 
     Each client trains one step a round on all of its images, a batch of 8 to 256, and sends the gradient in float32;
     with --epochs it trains that many local epochs and returns its weights. With --sum-of the server sees the sum over
@@ -73,6 +75,12 @@ class Options(DefendedOptions):
     """Clients (or sums) for each case and batch size, with different images."""
     sum_of: int = 1
     """Clients of whose updates the server sees the sum alone (1: it sees each one)."""
+    federation: int = 0
+    """Clients of the federation that those attacked are part of, one at a time (0: no more than those)."""
+    clients_per_round: int = 0
+    """Of the --federation, sampled for each round; a server has nothing of a client in the other rounds (0: all)."""
+    select: bool = False
+    """The server selects who takes part: the attacked client in every round (capability client_selection)."""
     epochs: int = 0
     """Local epochs of a round (0: one step, whose gradient is sent)."""
     minibatch: int = 0
@@ -106,7 +114,7 @@ class Options(DefendedOptions):
         """What an attack that chooses what is sent is granted; None for a server that sends the model as it is."""
         from attacks import ThreatModel  # imports torch
 
-        return ThreatModel() if attack is None else ThreatModel.parse(GRANTS)
+        return ThreatModel() if attack is None else ThreatModel.parse([*GRANTS, *["client_selection"] * self.select])
 
     def settings(self) -> dict[str, dict]:
         """The settings given for attacks, by attack."""
@@ -121,6 +129,7 @@ class Options(DefendedOptions):
             raise UsageError("--epochs trains clients without a defence here; run python -m fedmjp.simulate for others")
         if self.encoder is not None and (self.weights != "random" or self.defense != "none"):
             raise UsageError(f"--from {self.encoder} gives the encoder alone: pass --weights random and no defence")
+        self._check_sampling()
         check_names(ATTACKS, [attack for attack, _ in self.pairs()])
         self.chosen_defense()
         super().validate()
@@ -132,6 +141,26 @@ class Options(DefendedOptions):
             if attack.single_out and self.sum_of == 1:
                 raise UsageError(f"{name}.single_out takes a client out of a sum: pass --sum-of NUMBER as well")
 
+    def _check_sampling(self) -> None:
+        if not (self.federation or self.clients_per_round or self.select):
+            return
+        if not 1 <= self.clients_per_round < self.federation or self.clients > self.federation:
+            raise UsageError(
+                f"--clients-per-round {self.clients_per_round} of --federation {self.federation} is no sample of a "
+                f"federation with the --clients {self.clients} that are attacked; --select goes with both as well"
+            )
+        if self.sum_of > 1:
+            raise UsageError("--clients-per-round goes with updates of single clients: leave --sum-of out")
+
+    def takes_part(self, client: int, round: int) -> bool:
+        """Whether an attacked client takes part in a round, drawn as in a federation of `fedmjp.simulate`."""
+        if not self.federation:
+            return True
+        from fedmjp.federation.strategy import sample_clients  # imports torch and flwr
+
+        always = (client,) if self.select else ()
+        return client in sample_clients(self.federation, self.clients_per_round, self.seed, round, always)
+
     def circumstances(self, single_out: bool) -> str:
         """What a round is beside one client's gradient of one step, in words that begin with a comma; "" for that."""
         from fedmjp.audit.aggregate import sum_in_words  # imports torch
@@ -139,4 +168,6 @@ class Options(DefendedOptions):
         optimizer = {"sgd": "SGD", "adamw": "AdamW"}[self.optimizer]
         epochs = f", {self.epochs} local epochs of {optimizer} at {self.learning_rate:g}" if self.epochs else ""
         epochs += f" in steps of {self.minibatch} images" if self.epochs and self.minibatch else ""
-        return epochs + sum_in_words(self.sum_of, single_out)
+        sampled = f", {self.clients_per_round} of {self.federation} clients a round" if self.federation else ""
+        sampled += ", the attacked one in all" if self.select else ""
+        return epochs + sum_in_words(self.sum_of, single_out) + sampled

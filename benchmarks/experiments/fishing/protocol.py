@@ -30,6 +30,8 @@ from fedmjp.models.encoder import load_encoder
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
 
+NEVER_ASKED = "the client took part in no round, so that nothing was read"
+
 
 def run(options: Options, console: Console) -> None:
     """Attack, then write tables and figures."""
@@ -172,8 +174,11 @@ class Run:
         """What the attack has of each image after all rounds: the first answer that it vouches for, else the first."""
         module, history = self.built.module, list[Observation]()
         best: dict[int, Answer] = {}
-        originals = group.scored
+        originals, answer = group.scored, None
         for number in range(1, self.rounds(len(originals)) + 1):
+            if not self.options.takes_part(group.numbers[0], number):
+                advance()
+                continue
             context = SendContext(module, self.shape, self.built.mean, self.built.std, history)
             silent = attack.sent_to(context, 1) if attack.single_out else None
             view = self.update(victims, group, attack.sent_to(context), number, silent)
@@ -187,7 +192,10 @@ class Run:
             advance()
             if sum(answer.sure for answer in best.values()) == len(originals):
                 break
-        return [best.get(image, _absent(answer, originals)) for image in range(len(originals))]
+        if answer is None:
+            answer = Answer(Scored(name, attack.parameters(), None, self.score(originals, originals), 0.0, NEVER_ASKED))
+        absent = _absent(answer, originals, self.rounds(len(originals)))
+        return [best.get(image, absent) for image in range(len(originals))]
 
     def update(
         self,
@@ -260,12 +268,12 @@ class Run:
                     rows.append({**self.session.columns, **row})
 
 
-def _absent(last: Answer, originals: Tensor) -> Answer:
-    """The answer for an image that never came back."""
+def _absent(last: Answer, originals: Tensor, rounds: int) -> Answer:
+    """The answer for an image that never came back in so many rounds."""
     nothing = torch.full_like(originals, float("nan"))
-    reason = last.scored.diagnosis or f"the image did not come back within {last.rounds} rounds"
+    reason = last.scored.diagnosis or f"the image did not come back within {rounds} rounds"
     records = [dict.fromkeys(record, float("nan")) for record in last.scored.records]
-    return replace(last, scored=replace(last.scored, images=nothing, records=records, diagnosis=reason))
+    return replace(last, rounds=rounds, scored=replace(last.scored, images=nothing, records=records, diagnosis=reason))
 
 
 def vouched(scored: Scored, image: int) -> bool:
