@@ -18,9 +18,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError
@@ -37,6 +35,7 @@ from fedmjp.audit.observe import model_as_sent, model_with_sent_layers, undo_ada
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
+from fedmjp.messages import tensors_of
 from fedmjp.records import provenance
 from fedmjp.records.images import save_image
 from fedmjp.records.rows import load_rows
@@ -191,7 +190,7 @@ class Watcher:
         Raises:
             UsageError: the messages do not hold the model's arrays by name, or not finite ones.
         """
-        before, after = _arrays(sent), _arrays(received)
+        before, after = tensors_of(sent), tensors_of(received)
         model = model_with_sent_layers(self.model, before)
         names = [name for name, _ in model.named_parameters()]
         before, _ = check_gradients(model, before, "sent weight")
@@ -378,16 +377,6 @@ def _assumed(
         found.append("weight_decay was not given: it is removed where it can be recognised")
     if momentum and (local_steps or 1) > 1:
         found.append(f"the momentum {momentum:g} of {local_steps} local steps cannot be undone: it is taken for 0")
-    return found
-
-
-def _arrays(record: Mapping) -> dict[str, Any]:
-    """Arrays of a message by name, whatever the records are called."""
-    found = {}
-    for part in record.values():
-        for name, array in part.items() if isinstance(part, Mapping) else ():
-            if hasattr(array, "numpy"):
-                found[name] = torch.from_numpy(array.numpy().copy())
     return found
 
 
