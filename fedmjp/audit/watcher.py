@@ -14,6 +14,7 @@ import atexit
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -28,7 +29,7 @@ from attacks.fingerprints import minus_weights, repair
 from attacks.memory import remember
 from attacks.momentum import KeptMomentum
 from fedmjp.audit.aggregate import sum_in_words
-from fedmjp.audit.folder import AuditFolder, Subject, holds_results
+from fedmjp.audit.folder import DEFENSE, AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import answer, unscored
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
 from fedmjp.audit.observe import model_as_sent, model_with_sent_layers, undo_adam
@@ -37,6 +38,7 @@ from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
 from fedmjp.messages import tensors_of
 from fedmjp.records import provenance
+from fedmjp.records.failures import NOT_AUDITED
 from fedmjp.records.images import save_image
 from fedmjp.records.rows import load_rows
 
@@ -155,6 +157,9 @@ class Watcher:
         except Exception as error:  # the app's training must go on
             self.problems.append(f"round {number}, node {node}: {error}".splitlines()[0])
             LOG.warning("not audited: %s", self.problems[-1])
+            with suppress(Exception):  # a full disk, and the line is told already
+                reason = str(error).partition("\n")[0]
+                self._opened().failures.note(DEFENSE, number, node, NOT_AUDITED, reason)
 
     def _round(self, sent: Mapping, node: int) -> int:
         """Number of the round, as Flower's strategies send it; else the number of the node's reply."""
@@ -170,9 +175,7 @@ class Watcher:
         observations = [*self._earlier[node], observation]
         suite = choose_attacks(self.attacks, observations, self.threat_model, self.budget)
         self.not_run |= suite.left_out
-        if self._folder is None:
-            self._folder = AuditFolder(self.out, self._subject)
-            atexit.register(self.finish)
+        self._opened()
         taken = {}
         for name, attack in suite.chosen.items():
             found = answer(attack, observations, weights_granted=True)
@@ -183,6 +186,13 @@ class Watcher:
             self.findings.setdefault("budget", overrun)
         layers = {n for a in suite.chosen.values() for n in a.remembered_layers(observation.model, self.shape)}
         self._earlier[node].append(remember(observation, sorted(layers)))
+
+    def _opened(self) -> AuditFolder:
+        """The folder, made by the first row."""
+        if self._folder is None:
+            self._folder = AuditFolder(self.out, self._subject)
+            atexit.register(self.finish)
+        return self._folder
 
     def _observe(self, sent: Mapping, received: Mapping, node: int, number: int) -> tuple[Observation, list[Finding]]:
         """The update without weight decay, and what was noticed about it.
@@ -272,7 +282,7 @@ class Watcher:
         Raises:
             UsageError: no update was attacked yet.
         """
-        if self._folder is None:
+        if not self.found:
             raise UsageError(f"no update was attacked ({'; '.join(self.problems[:1]) or 'no reply was seen'})")
         ran = {name for _, name, _ in self.found}
         return judge(
@@ -281,7 +291,7 @@ class Watcher:
 
     def save(self) -> Path | None:
         """Write run.json and the page of what was seen so far; its path, or None where no update was attacked."""
-        if self._folder is None:
+        if not self.found:
             return None
         from fedmjp.report import Panel, Reconstructed
 
@@ -327,7 +337,7 @@ class Watcher:
         atexit.unregister(self.finish)
         page = self.round_done()
         if self._folder is not None:
-            self._folder.log.close()
+            self._folder.close()
         return page
 
     def __enter__(self) -> Watcher:
