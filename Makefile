@@ -2,7 +2,7 @@
 #   make simulate   create the environment, run the main job on the embedded photographs, print the path of the report
 #   make test       create the environment, run the tests (make test-fast: without the slow ones)
 # make notebook runs examples/audit.ipynb from top to bottom, make docs builds the documentation into site/,
-# make lint checks style and format, make fuzz sends the server 100,000 malformed replies, make crash kills commands at
+# make lint checks style and format, make fuzz sends 100,000 malformed and lying replies, make crash kills commands at
 # each of their file operations and resumes them, make deployment-test runs a deployment on loopback. constraints.txt holds
 # the versions that are installed.
 PYTHON ?= python3
@@ -26,9 +26,9 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(TEST) -m "not slow" $(ARGS)
 
-# Malformed replies of clients, many more of them than the tests send.
+# Malformed and lying replies to the server, to a Watcher and to an audited federation: many more than the tests send.
 fuzz: $(STAMP)
-	FEDMJP_FUZZ=100000 $(TEST) tests/federation/test_boundary.py -k fuzz $(ARGS)
+	FEDMJP_FUZZ=100000 $(TEST) tests/federation/test_fuzz.py $(ARGS)
 
 # One command after the other, or some: make crash ARGS="--command train".
 crash: $(STAMP)

@@ -39,6 +39,7 @@ from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.metrics import load_lpips
 from fedmjp.progress import RunProgress
 from fedmjp.records import provenance
+from fedmjp.records.failures import LEFT_OUT
 from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.records.run_folder import RunFolder, holds_finished
 from fedmjp.records.server_state import ServerState
@@ -163,6 +164,7 @@ class FederationAudit:
             UsageError: the clients of an unfinished run kept what they need, which ended with their processes.
         """
         finished, state, self.expected = self.folder.load_state(self.defense)
+        self.folder.failures.forget(self.defense, finished)
         rounds = self.config.federation.rounds
         if 0 < finished < rounds and self.task.clients_keep:
             remembers = self.task.defense.remembers
@@ -224,7 +226,7 @@ class FederationAudit:
 
     def on_failure(self, number: int, client: int, reason: str) -> None:
         """Note a client whose update is missing from a round."""
-        self.folder.note_failure(self.defense, number, client, reason)
+        self.folder.failures.note(self.defense, number, client, LEFT_OUT, reason)
         self.progress.client_done()
 
     def on_round(self, number: int, state: ServerState) -> None:

@@ -50,6 +50,7 @@ def run(config: RunConfig, console: Console) -> Path:
 
 def report(folder: RunFolder, console: Console) -> Path:
     """Render a finished run and print its verdicts, its table and what was not tested; the path of report.html."""
+    from fedmjp.records.failures import load_failures
     from fedmjp.report import (
         as_headlines,
         as_terminal_lines,
@@ -67,7 +68,7 @@ def report(folder: RunFolder, console: Console) -> Path:
     for line in as_headlines(found):
         console.print(line)
     console.print(as_text(summarise(rows), width=max(console.width, 100)))
-    for line in as_terminal_lines(rows, found, folder.description):
+    for line in as_terminal_lines(rows, found, folder.description, load_failures(folder.out)):
         console.print(line)
     return page
 

@@ -5,7 +5,7 @@
 
 Operations are what the process does below --out: opening a file to write, renaming, removing, making folders, and the
 low-level writes, truncations and flushes of the row log. A write is killed after half of its bytes. Each run is a fork
-of this process, so that nothing is imported twice.
+of this process, which imports what the unbroken run has imported, so that no other fork has to.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import csv
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -121,11 +122,19 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+When = Callable[[int, str], bool]  # whether to kill at an operation, by its number in the process, from 1, and its name
+
+
+def never(number: int, what: str) -> bool:
+    """An unbroken run."""
+    return False
+
+
 class Counter:
     """Counts the file operations below a folder, and kills the process at one of them."""
 
-    def __init__(self, out: Path, kill_at: int, log: Path) -> None:
-        self.out, self.kill_at, self.count = str(out), kill_at, 0
+    def __init__(self, out: Path, kill_when: When, log: Path) -> None:
+        self.out, self.kill_when, self.count = str(out), kill_when, 0
         self.log = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         self._write, self._fsync = os.write, os.fsync
         sys.addaudithook(self._audited)
@@ -146,7 +155,7 @@ class Counter:
 
     def _written(self, descriptor: int, content: Any) -> int:
         if descriptor != self.log and self._below(descriptor):
-            if self.count + 1 == self.kill_at:
+            if self.kill_when(self.count + 1, "write"):
                 self._write(descriptor, bytes(content)[: len(content) // 2])
             self.step("write")
         return self._write(descriptor, content)
@@ -159,11 +168,11 @@ class Counter:
     def step(self, what: str) -> None:
         self.count += 1
         self._write(self.log, f"{what}\n".encode())
-        if self.count == self.kill_at:
+        if self.kill_when(self.count, what):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forked(command: Command, out: Path, kill_at: int = 0, resume: bool = False) -> tuple[int, list[str], str]:
+def forked(command: Command, out: Path, kill_when: When = never, resume: bool = False) -> tuple[int, list[str], str]:
     """(exit code, or -9 where it was killed, operations done, what it printed) of the command in a fork."""
     events, printed = out.with_suffix(".events"), out.with_suffix(".log")
     child = os.fork()
@@ -175,8 +184,9 @@ def forked(command: Command, out: Path, kill_at: int = 0, resume: bool = False) 
             os.dup2(descriptor, 2)
             sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
             sys.argv = ["command"]
-            Counter(out, kill_at, events)
+            Counter(out, kill_when, events)
             code = command.run([*command.arguments, "--out", str(out), *(["--resume"] if resume else [])])
+            out.with_suffix(".modules").write_text("\n".join(sys.modules))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -188,13 +198,30 @@ def forked(command: Command, out: Path, kill_at: int = 0, resume: bool = False) 
     return os.waitstatus_to_exitcode(status), events.read_text().splitlines(), printed.read_text()
 
 
-def killed(command: Command, out: Path, place: int, wanted: Any) -> str:
-    """What went wrong with a command that is killed at an operation and resumed; "" for nothing."""
-    code, _, _ = forked(command, out, kill_at=place)
-    if code != -signal.SIGKILL:
-        return f"not killed, but ends with {code}"
-    begun = out.exists() and any(out.iterdir())
-    code, _, printed = forked(command, out, resume=begun)
+def unbroken(command: Command, folder: Path) -> tuple[list[str], Any]:
+    """(operations, what is compared) of a run that is not killed, whose imports are those of this process from now on.
+
+    Raises:
+        RuntimeError: it fails.
+    """
+    out = folder / "unbroken"
+    code, events, printed = forked(command, out)
+    if code:
+        raise RuntimeError(f"the unbroken run ends with {code}: {printed[-2000:]}")
+    for name in out.with_suffix(".modules").read_text().splitlines():
+        with contextlib.suppress(Exception):  # the names that a package gives to parts of others
+            importlib.import_module(name)
+    return events, command.result(out)
+
+
+def begun(out: Path) -> bool:
+    """Whether there is something to resume."""
+    return out.exists() and any(out.iterdir())
+
+
+def resumed(command: Command, out: Path, wanted: Any) -> str:
+    """What went wrong with a command that was killed and is resumed to its end; "" for nothing."""
+    code, _, printed = forked(command, out, resume=begun(out))
     if code:
         return f"resumed with exit code {code}: {printed.strip()[-500:]}"
     if command.result(out) != wanted:
@@ -203,13 +230,50 @@ def killed(command: Command, out: Path, place: int, wanted: Any) -> str:
     return f"left {left}" if left else ""
 
 
+def killed(command: Command, out: Path, place: int, wanted: Any) -> str:
+    """What went wrong with a command that is killed at an operation and resumed; "" for nothing."""
+    code, _, _ = forked(command, out, kill_when=lambda number, what: number == place)
+    if code != -signal.SIGKILL:
+        return f"not killed, but ends with {code}"
+    return resumed(command, out, wanted)
+
+
+def kind_of(what: str) -> str:
+    """open, os.rename, os.remove, os.rmdir, os.mkdir, os.truncate, write or fsync."""
+    return what.split()[0]
+
+
+def check_kinds(name: str, folder: Path) -> str:
+    """What went wrong with a command killed at each kind of its operations in turn, resumed each time; "" for nothing.
+
+    Every process goes on where the last one was killed, by at least its part of the whole, so that all kinds together
+    take about as long as two unbroken runs.
+    """
+    command, out = COMMANDS[name], folder / "run"
+    events, wanted = unbroken(command, folder)
+    kinds = list(dict.fromkeys(map(kind_of, events)))
+    step = len(events) // (len(kinds) + 1)
+    for kind in kinds:
+        code, done, printed = forked(command, out, _at(kind, step), resume=begun(out))
+        if not code:  # what was left holds none of this kind
+            shutil.rmtree(out)
+            code, done, printed = forked(command, out, _at(kind, 1))
+        if code != -signal.SIGKILL or kind_of(done[-1]) != kind:
+            return f"not killed at {kind}, but ends with {code}: {printed.strip()[-500:]}"
+    print(f"{name}: killed at {', '.join(kinds)}", flush=True)
+    return resumed(command, out, wanted)
+
+
+def _at(kind: str, least: int) -> When:
+    """At the first operation of that kind whose number is at least `least`."""
+    return lambda number, what: number >= least and kind_of(what) == kind
+
+
 def check(name: str, folder: Path, points: int = 0) -> list[str]:
     """What went wrong with a command killed at `points` of its operations, spread evenly; 0 for all of them."""
     command, out = COMMANDS[name], folder / "run"
-    code, events, printed = forked(command, folder / "unbroken")
-    if code:
-        return [f"{name}: the unbroken run ends with {code}: {printed[-2000:]}"]
-    wanted, failures = command.result(folder / "unbroken"), []
+    events, wanted = unbroken(command, folder)
+    failures = []
     places = range(1, len(events) + 1)
     if points:
         places = sorted({1 + round((len(events) - 1) * (i + 1) / (points + 1)) for i in range(points)})

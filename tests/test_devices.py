@@ -30,10 +30,12 @@ from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
 from fedmjp.devices import usable_device
 from fedmjp.metrics import psnr, score
-from fedmjp.models import build_model
+from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.low_rank import add_low_rank
 from fedmjp.records import provenance
 from tests.accelerator import NAME, DeviceMixed, simulated_accelerator
 from tests.attacks import contract
+from tests.attacks.active.contexts import before
 from tests.attacks.models import timm_vit
 from tests.conftest import observe, photographs
 
@@ -44,7 +46,7 @@ def device() -> Iterator[torch.device]:
         yield found
 
 
-def small(variant: str = "") -> nn.Module:
+def small(variant: str = "") -> BuiltModel:
     return build_model(f"vit_micro8_32{variant}", num_classes=8, weights="random")
 
 
@@ -74,6 +76,21 @@ def ten_hidden() -> list[Observation]:
     return [observe(model, photographs(32, 1), mask=mask)]
 
 
+def low_rank() -> list[Observation]:
+    """The attention's first layer has factors (LoRA), whose spans `lora_span` reads."""
+    built = small()
+    add_low_rank(built.module, ["*attn.qkv"], rank=20, alpha=20.0)
+    nn.init.normal_(built.module.blocks[0].attn.qkv.lora_B, std=0.1)
+    return [observe(built, photographs(32, 1))]
+
+
+def prepared_by(name: str) -> list[Observation]:
+    """The update of a model that an active server has sent."""
+    built = small()
+    sending = ATTACKS.get(name)().send(before(built, (3, 32, 32)))
+    return [observe(dataclasses.replace(built, module=sending.model(built.module, (3, 32, 32))), photographs(32, 1))]
+
+
 UNMIX = {
     "search": TokenSearch(rounds=1, steps=2),
     "sweep": SweepSearch(rounds=1, sweeps=1, starts=1, steps=1, start_steps=1),
@@ -91,6 +108,15 @@ CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("mjp_rounds", masked, {}),
     ("unmix", ten_hidden, UNMIX),
     ("inverting_gradients", plain, {"steps": 1}),
+    ("gradvit", plain, {"steps": 1}),
+    ("see_through_gradients", plain, {"steps": 1}),
+    ("april_optimisation", plain, {"steps": 1}),
+    ("dlg", plain, {"steps": 1}),
+    ("sparse_rounds", plain, {}),
+    ("lora_span", low_rank, {}),
+    ("imprint", lambda: prepared_by("imprint"), {}),
+    ("token_bins", lambda: prepared_by("token_bins"), {}),
+    ("fishing", lambda: prepared_by("fishing"), {}),
 ]
 
 

@@ -6,15 +6,12 @@ import json
 from collections.abc import Container, Sequence
 from pathlib import Path
 
-from fedmjp.records.rows import pack_rows
+from fedmjp.records.rows import join_rows
 
 
 def gather_rows(folders: Sequence[Path], out: Path) -> None:
     """Write the rows of finished federations into one packed log in `out`."""
-    with (out / "rows.jsonl").open("wb") as file:
-        for folder in folders:
-            file.write((folder / "rows.jsonl").read_bytes())
-    pack_rows(out / "rows.jsonl")
+    join_rows([folder / "rows.jsonl" for folder in folders], out / "rows.jsonl")
 
 
 def reasons_not_run(folders: Sequence[Path], ran: Container[str]) -> dict[str, str]:

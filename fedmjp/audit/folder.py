@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attacks import Observation, ThreatModel, UsageError
 from fedmjp.audit.harness import Scored
 from fedmjp.records import provenance
+from fedmjp.records.failures import FailureLog
 from fedmjp.records.files import write_record
 from fedmjp.records.rows import RowLog
 
@@ -93,7 +94,12 @@ class AuditFolder:
             raise UsageError(f"{out} cannot be made ({error.strerror}); pass another folder") from error
         if not os.access(out, os.W_OK):
             raise UsageError(f"{out} cannot be written to; pass another folder")
-        self.log = RowLog(out / "rows.jsonl")
+        self.log, self.failures = RowLog(out / "rows.jsonl"), FailureLog(out, subject.run_id())
+
+    def close(self) -> None:
+        """Close the files of rows."""
+        self.log.close()
+        self.failures.close()
 
     def finish(
         self,

@@ -14,13 +14,12 @@ import atexit
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError
@@ -30,14 +29,16 @@ from attacks.fingerprints import minus_weights, repair
 from attacks.memory import remember
 from attacks.momentum import KeptMomentum
 from fedmjp.audit.aggregate import sum_in_words
-from fedmjp.audit.folder import AuditFolder, Subject, holds_results
+from fedmjp.audit.folder import DEFENSE, AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import answer, unscored
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
 from fedmjp.audit.observe import model_as_sent, model_with_sent_layers, undo_adam
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
+from fedmjp.messages import tensors_of
 from fedmjp.records import provenance
+from fedmjp.records.failures import NOT_AUDITED
 from fedmjp.records.images import save_image
 from fedmjp.records.rows import load_rows
 
@@ -156,6 +157,9 @@ class Watcher:
         except Exception as error:  # the app's training must go on
             self.problems.append(f"round {number}, node {node}: {error}".splitlines()[0])
             LOG.warning("not audited: %s", self.problems[-1])
+            with suppress(Exception):  # a full disk, and the line is told already
+                reason = str(error).partition("\n")[0]
+                self._opened().failures.note(DEFENSE, number, node, NOT_AUDITED, reason)
 
     def _round(self, sent: Mapping, node: int) -> int:
         """Number of the round, as Flower's strategies send it; else the number of the node's reply."""
@@ -171,9 +175,7 @@ class Watcher:
         observations = [*self._earlier[node], observation]
         suite = choose_attacks(self.attacks, observations, self.threat_model, self.budget)
         self.not_run |= suite.left_out
-        if self._folder is None:
-            self._folder = AuditFolder(self.out, self._subject)
-            atexit.register(self.finish)
+        self._opened()
         taken = {}
         for name, attack in suite.chosen.items():
             found = answer(attack, observations, weights_granted=True)
@@ -185,13 +187,20 @@ class Watcher:
         layers = {n for a in suite.chosen.values() for n in a.remembered_layers(observation.model, self.shape)}
         self._earlier[node].append(remember(observation, sorted(layers)))
 
+    def _opened(self) -> AuditFolder:
+        """The folder, made by the first row."""
+        if self._folder is None:
+            self._folder = AuditFolder(self.out, self._subject)
+            atexit.register(self.finish)
+        return self._folder
+
     def _observe(self, sent: Mapping, received: Mapping, node: int, number: int) -> tuple[Observation, list[Finding]]:
         """The update without weight decay, and what was noticed about it.
 
         Raises:
             UsageError: the messages do not hold the model's arrays by name, or not finite ones.
         """
-        before, after = _arrays(sent), _arrays(received)
+        before, after = tensors_of(sent), tensors_of(received)
         model = model_with_sent_layers(self.model, before)
         names = [name for name, _ in model.named_parameters()]
         before, _ = check_gradients(model, before, "sent weight")
@@ -273,7 +282,7 @@ class Watcher:
         Raises:
             UsageError: no update was attacked yet.
         """
-        if self._folder is None:
+        if not self.found:
             raise UsageError(f"no update was attacked ({'; '.join(self.problems[:1]) or 'no reply was seen'})")
         ran = {name for _, name, _ in self.found}
         return judge(
@@ -282,7 +291,7 @@ class Watcher:
 
     def save(self) -> Path | None:
         """Write run.json and the page of what was seen so far; its path, or None where no update was attacked."""
-        if self._folder is None:
+        if not self.found:
             return None
         from fedmjp.report import Panel, Reconstructed
 
@@ -328,7 +337,7 @@ class Watcher:
         atexit.unregister(self.finish)
         page = self.round_done()
         if self._folder is not None:
-            self._folder.log.close()
+            self._folder.close()
         return page
 
     def __enter__(self) -> Watcher:
@@ -378,16 +387,6 @@ def _assumed(
         found.append("weight_decay was not given: it is removed where it can be recognised")
     if momentum and (local_steps or 1) > 1:
         found.append(f"the momentum {momentum:g} of {local_steps} local steps cannot be undone: it is taken for 0")
-    return found
-
-
-def _arrays(record: Mapping) -> dict[str, Any]:
-    """Arrays of a message by name, whatever the records are called."""
-    found = {}
-    for part in record.values():
-        for name, array in part.items() if isinstance(part, Mapping) else ():
-            if hasattr(array, "numpy"):
-                found[name] = torch.from_numpy(array.numpy().copy())
     return found
 
 

@@ -32,7 +32,7 @@ from fedmjp.audit.observe import model_as_sent
 from fedmjp.audit.suite import active_attack
 from fedmjp.audit.watcher import Watcher
 from fedmjp.federation.tap import Turn
-from fedmjp.federation.wire import tensors_of
+from fedmjp.messages import tensors_of
 
 
 class ActiveServer:
@@ -66,7 +66,11 @@ class ActiveServer:
         elif node in self._first:
             leader, place = self._group(node)
             total = self._sums.setdefault(leader, _Sum())
-            total.add(sent if place == 0 else None, tensors_of(received))
+            try:
+                total.add(sent if place == 0 else None, tensors_of(received))
+            except UsageError as error:  # the app's training must go on; `round_done` names the sum
+                self.watcher.problems.append(f"node {node}'s reply is in no sum: {error}")
+                return
             if total.count == self.sum_of and total.sent is not None:
                 share = 1.0 if self.attack.single_out else 1.0 / self.sum_of
                 values = {name: value * share for name, value in self._sums.pop(leader).values.items()}
@@ -101,7 +105,9 @@ class ActiveServer:
         self._first.setdefault(node, present)
         (leader, place), w = self._group(node), self.watcher
         context = SendContext(model, w.shape, w.mean, w.std, w.earlier(leader))
-        values, usual = self.attack.sent_to(context, place).parameters, tensors_of(content)
+        usual = tensors_of(content)
+        values = self.attack.sent_to(context, place).parameters
+        values = {name: value.to(usual[name].dtype) if name in usual else value for name, value in values.items()}
         added = {name: value for name, value in values.items() if name not in model.state_dict()}
         own = {"weights": usual, "gradient": {n: torch.zeros_like(t) for n, t in usual.items()}}
         return Turn(_with(content, values, added), lambda reply: _with(reply, own[w.sends], left_out=added))
@@ -122,7 +128,16 @@ class _Sum:
     sent: RecordDict | None = None
 
     def add(self, sent: RecordDict | None, values: Mapping[str, Tensor]) -> None:
-        """Add one reply; `sent` is None but for the first node's."""
+        """Add one reply; `sent` is None but for the first node's.
+
+        Raises:
+            UsageError: it holds NaN or infinity, or other arrays than the replies before; the sum stays as it was.
+        """
+        for name, value in values.items():
+            if not value.isfinite().all():
+                raise UsageError(f"its array {name!r} holds NaN or infinity")
+        if self.count and {n: v.shape for n, v in values.items()} != {n: v.shape for n, v in self.values.items()}:
+            raise UsageError("it holds other arrays than those of the group's other nodes")
         self.count, self.sent = self.count + 1, self.sent or sent
         self.values = {n: value + self.values[n] if n in self.values else value for n, value in values.items()}
 
@@ -140,7 +155,7 @@ def _active(watcher: Watcher) -> ActiveAttack:
 def _with(
     content: RecordDict, values: Mapping[str, Tensor], added: Collection[str] = (), left_out: Collection[str] = ()
 ) -> RecordDict:
-    """The message with other values of the arrays that `values` names, in their types.
+    """The message with other values of the arrays that `values` names.
 
     Args:
         added: names in `values` of arrays that the message lacks; they join its first arrays.
@@ -150,7 +165,7 @@ def _with(
     for key, record in content.items():
         if isinstance(record, ArrayRecord):
             arrays = {
-                name: Array(values[name].detach().cpu().numpy().astype(array.dtype)) if name in values else array
+                name: Array(values[name].detach().cpu().numpy()) if name in values else array
                 for name, array in record.items()
                 if name not in left_out
             }

@@ -162,9 +162,8 @@ def _why_not_array(part: str, array: Any, count: int) -> str:
         return f"sent no array of {part}"
     try:
         values = flat(array)
-    except Exception as error:  # the header's parser raises whatever a malformed header leads it to
-        words = str(error).splitlines() or [type(error).__name__]
-        return f"sent {part} that cannot be read ({words[0][:MOST_WORDS]})"
+    except ValueError as error:
+        return f"sent {part} that cannot be read ({error})"
     if values.shape != (count,):
         return f"sent {part} of the shape {tuple(values.shape)} where the model has {count} values"
     # A finite sum has no NaN or infinity in it. In float64, which takes longer, no sum of float32 values overflows.

@@ -22,7 +22,7 @@ from attacks.registry import UsageError
 from fedmjp.audit.observe import model_as_sent
 from fedmjp.detect import Detector, Received, Report, received_by
 from fedmjp.federation.boundary import DECLINED
-from fedmjp.federation.wire import tensors_of
+from fedmjp.messages import tensors_of
 
 LAST = "fedmjp.detect/"  # begins the names of what the mod keeps in a node's state
 

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array
 from torch import Tensor
+
+from fedmjp.messages import read_npy
 
 LAYERS = "layers"  # the instruction that says what an active server has changed of the model's architecture
 KEPT = "kept"  # the part of a state that the server keeps beside the weights, and the entry of a node's own state
@@ -49,18 +51,12 @@ def flat(array: Array) -> Tensor:
     Raises:
         ValueError: the array is not a plain float32 .npy that holds as many values as its header says.
     """
-    stream = io.BytesIO(array.data[:1024])
-    version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(stream)
-    if dtype != np.dtype("<f4"):
-        raise ValueError(f"expected float32 on the wire, got {dtype}")
-    if len(array.data) - stream.tell() != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(array.data)} bytes on the wire do not hold an array of the shape {shape}")
-    values = np.frombuffer(array.data, dtype=dtype, offset=stream.tell())
+    values = read_npy(array.data)
+    if values.dtype != np.dtype("<f4"):
+        raise ValueError(f"expected float32 on the wire, got {values.dtype}")
     with warnings.catch_warnings():  # torch warns that the memory is read-only, which is intended
         warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(values).view(shape)
+        return torch.from_numpy(values)
 
 
 def unpack(values: Tensor, layout: Layout) -> dict[str, Tensor]:
@@ -78,9 +74,3 @@ def unpack(values: Tensor, layout: Layout) -> dict[str, Tensor]:
         raise ValueError(f"a message of {values.numel()} values does not fit a model of {sum(sizes)}")
     chunks = values.split(sizes)
     return {name: chunk.view(shape) for (name, shape), chunk in zip(layout.items(), chunks, strict=True)}
-
-
-def tensors_of(content: RecordDict) -> dict[str, Tensor]:
-    """The arrays of all array records of a message of a user's own app, by name, as copies."""
-    records = (record for record in content.values() if isinstance(record, ArrayRecord))
-    return {name: torch.from_numpy(array.numpy().copy()) for record in records for name, array in record.items()}

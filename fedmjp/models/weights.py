@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from collections.abc import Mapping
@@ -37,10 +38,26 @@ class Origin:
     Attributes:
         objective: the entry of --objective.
         model: name of the model, with its variant.
+        sha256: digest of the other entries and the tensors (`digest_of`); "" in files from before there was one.
     """
 
     objective: str
     model: str
+    sha256: str = ""
+
+    @classmethod
+    def of(cls, objective: str, model: str, state: Mapping[str, Tensor]) -> Origin:
+        """With the digest of these weights."""
+        return cls(objective, model, digest_of(objective, model, state))
+
+
+def digest_of(objective: str, model: str, state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of weights with their names, types and shapes, and of how they were trained."""
+    found = hashlib.sha256(json.dumps([objective, model]).encode())
+    for name, tensor in sorted(state.items()):
+        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | None, seed: int) -> str:
@@ -72,12 +89,19 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
 
 
 def read_origin(path: Path) -> Origin | None:
-    """How the weights of a model.safetensors of `fedmjp.train` were trained; None for files that do not say."""
+    """How the weights of a model.safetensors of `fedmjp.train` were trained; None for files that do not say.
+
+    Raises:
+        UsageError: what the file says cannot be read.
+    """
     if path.suffix != ".safetensors":
         return None
     with safe_open(path, "pt") as file:
         content = (file.metadata() or {}).get(ORIGIN)
-    return Origin(**json.loads(content)) if content else None
+    try:
+        return Origin(**json.loads(content)) if content else None
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path} is damaged: its {ORIGIN!r} entry cannot be read; restore it") from error
 
 
 def shipped_names() -> list[str]:
@@ -138,14 +162,15 @@ def read_state(path: Path) -> dict[str, Tensor]:
     What is not a tensor is left out, and so are the names of wrappers (`module.`, `_orig_mod.`).
 
     Raises:
-        UsageError: no such file, one that cannot be read or that unpacks to far more than its size, one without tensors
-            by name, or one with NaN or infinity in them.
+        UsageError: no such file, one that cannot be read, is not as it was written or unpacks to far more than its
+            size, one without tensors by name, or one with NaN or infinity in them.
     """
     if not path.is_file():
         raise UsageError(f"no checkpoint at {path}; pass --weights random, timm, auto or a file's path")
     try:
         if path.suffix == ".safetensors":
             state = load_file(path)
+            _refuse_changed(path, state)
         else:
             _refuse_bomb(path)
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -155,6 +180,13 @@ def read_state(path: Path) -> dict[str, Tensor]:
         words = (str(error).splitlines() or [""])[0][:80]
         raise UsageError(f"{path} is not a readable checkpoint ({type(error).__name__}: {words})") from error
     return _checked(_inner(state), path)
+
+
+def _refuse_changed(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Raise `UsageError` for weights of `fedmjp.train` that are not as they were written."""
+    origin = read_origin(path)
+    if origin and origin.sha256 and origin != Origin.of(origin.objective, origin.model, state):
+        raise UsageError(f"{path} is damaged: its weights are not as they were written (digest); restore it")
 
 
 def _refuse_bomb(path: Path) -> None:

@@ -240,10 +240,33 @@ def pack_rows(path: Path) -> Path:
     Returns:
         Path of the compressed file, PATH.gz.
     """
-    packed = path.with_name(path.name + ".gz")
-    write_whole(packed, gzip.compress(path.read_bytes(), mtime=0))
+    packed = _pack(path.read_bytes(), path)
     path.unlink()
     sums_path(path).unlink(missing_ok=True)
+    return packed
+
+
+def join_rows(parts: Sequence[Path], path: Path, schema: Schema = RESULTS) -> Path:
+    """Write the rows of several finished files, each line checked, as one compressed file, whole or not at all.
+
+    Returns:
+        Path of the compressed file, PATH.gz.
+
+    Raises:
+        UsageError: a line is damaged; the message names it.
+    """
+    return _pack(b"".join(line for part in parts for line, _ in _read(part, schema)), path)
+
+
+def replace_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write these rows in place of those of a closed log."""
+    sums_path(path).unlink(missing_ok=True)  # first: rows without checksums are read, other rows than theirs are not
+    write_whole(path, b"".join(_line(row) + b"\n" for row in rows))
+
+
+def _pack(lines: bytes, path: Path) -> Path:
+    packed = path.with_name(path.name + ".gz")
+    write_whole(packed, gzip.compress(lines, mtime=0))
     return packed
 
 

@@ -26,6 +26,7 @@ from fedmjp.data.partitioning import statistics
 from fedmjp.errors import Incomplete
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
+from fedmjp.records.failures import FailureLog
 from fedmjp.records.files import read_record, read_sealed, write_record, write_sealed, write_whole
 from fedmjp.records.image_digests import ImageDigests
 from fedmjp.records.images import image_path, save_image
@@ -53,8 +54,8 @@ class RunFolder:
         self.config, self.out = config, config.out
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
-        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}, "failures": []}
-        self.description["not_attacked"] = []
+        self.failures = FailureLog(self.out, self.run_id)
+        self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}, "not_attacked": []}
         self.description |= {"rows_expected": {}, "digests": {}}
         self._open(identity)
 
@@ -93,8 +94,7 @@ class RunFolder:
         provenance.require_same(self.out, "run", before, identity)
         for entry in ("weights", "ran", "not_run", "findings", "rows_expected", "digests"):
             self.description[entry] = before.get(entry, {})
-        for entry in ("failures", "not_attacked"):
-            self.description[entry] = before.get(entry, [])
+        self.description["not_attacked"] = before.get("not_attacked", [])
 
     def note_task(self, task: ClientTask) -> None:
         """Record what a federation runs on, in run.json."""
@@ -141,13 +141,6 @@ class RunFolder:
         fresh = {finding.name: finding.sentence for finding in findings if finding.name not in own}
         if fresh:
             own |= fresh
-            self._write_description()
-
-    def note_failure(self, defense: str, round: int, client: int, reason: str) -> None:
-        """Record in run.json a client that failed, or whose reply was refused, with the end of a sentence about it."""
-        failure = {"defense": defense, "round": round, "client": client, "reason": reason}
-        if failure not in self.description["failures"]:
-            self.description["failures"].append(failure)
             self._write_description()
 
     def note_not_attacked(self, defense: str, round: int, client: int, attacks: Sequence[str], reason: str) -> None:

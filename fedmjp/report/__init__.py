@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from attacks.registry import UsageError
+from fedmjp.records.failures import load_failures
 from fedmjp.records.files import write_whole
 from fedmjp.records.rows import ROW_KEYS, load_rows
 from fedmjp.report.figures import leakage_by_round_figure, training_figure
@@ -61,9 +62,9 @@ def read_rows(out: str | os.PathLike[str]) -> pd.DataFrame:
 def render(out: str | os.PathLike[str], panels: list[Panel], rows: pd.DataFrame | None = None) -> Path:
     """Make every report file of a run from what the run left in its output folder.
 
-    Reads rows.jsonl, rounds.csv (may be absent) and run.json (whose `notes` are shown on the page); writes
-    summary.csv, summary.tex, leakage_by_round, training and reconstructions as .png and .pdf (each where there is
-    something to draw) and report.html.
+    Reads rows.jsonl, rounds.csv and failures.jsonl (may be absent) and run.json (whose `notes` are shown on the page);
+    writes summary.csv, summary.tex, leakage_by_round, training and reconstructions as .png and .pdf (each where there
+    is something to draw) and report.html.
 
     Args:
         out: the run's output folder.
@@ -98,7 +99,7 @@ def render(out: str | os.PathLike[str], panels: list[Panel], rows: pd.DataFrame 
         rounds=rounds,
         rows=rows,
         figures=figures,
-        notes=[*run.get("notes", []), *noticed(run), *notes(rows)],
+        notes=[*run.get("notes", []), *noticed(run, load_failures(out)), *notes(rows)],
     )
     return page
 

@@ -5,7 +5,7 @@ Terminal and page print the same; each is computed here once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fedmjp.audit.strongest import IMAGE
 from fedmjp.audit.verdict import Answer, Verdict, judge
+from fedmjp.records.failures import LEFT_OUT
 from fedmjp.records.reasons import in_one_sentence, pattern
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.flags import footnotes, with_table_flags
@@ -127,11 +128,15 @@ def notes(rows: pd.DataFrame) -> list[str]:
     return found + [f"Warning, {line}." for line in footnotes(with_table_flags(rows))]
 
 
-def noticed(run: Mapping[str, Any]) -> list[str]:
+def noticed(run: Mapping[str, Any], failures: Sequence[Mapping[str, Any]] = ()) -> list[str]:
     """What was noticed about the updates of each defence, from run.json; one sentence a finding and its defences.
 
     Last come updates that are missing, because clients failed or their replies were refused, and attacks that were
     given up.
+
+    Args:
+        run: content of run.json. What a Watcher could not audit is among its notes.
+        failures: rows of failures.jsonl.
     """
     together: dict[str, list[str]] = {}
     for defense, own in (run.get("findings") or {}).items():
@@ -141,7 +146,8 @@ def noticed(run: Mapping[str, Any]) -> list[str]:
     found += [
         f"{defence_words(failure['defense'])}: in round {failure['round']}, client {failure['client']} "
         f"{failure['reason']}; its update is in no mean and was not attacked."
-        for failure in run.get("failures") or []
+        for failure in failures
+        if failure["status"] == LEFT_OUT
     ]
     return found + [
         f"{defence_words(one['defense'])}: in round {one['round']}, client {one['client']}'s update was not attacked "
@@ -151,12 +157,16 @@ def noticed(run: Mapping[str, Any]) -> list[str]:
 
 
 def as_terminal_lines(
-    rows: pd.DataFrame, found: Mapping[Place, Verdict], run: Mapping[str, Any]
+    rows: pd.DataFrame,
+    found: Mapping[Place, Verdict],
+    run: Mapping[str, Any],
+    failures: Sequence[Mapping[str, Any]] = (),
 ) -> list[RenderableType]:
     """Diagnoses, attacks not run and notes, as lines for below the table of a terminal.
 
     Args:
         run: content of run.json.
+        failures: rows of failures.jsonl.
     """
     everywhere = "; ".join(dict.fromkeys(defence_words(place[2]) for place in found))
 
@@ -171,7 +181,7 @@ def as_terminal_lines(
         "Registered attacks that were not run": [
             under(line, f"{line['attacks']}: {line['reason']}") for line in not_run(found)
         ],
-        "Notes": [*noticed(run), *notes(rows)],
+        "Notes": [*noticed(run, failures), *notes(rows)],
     }
     lines: list[RenderableType] = []
     for heading, items in parts.items():

@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from fedmjp.defenses.chain import chain_name
 from fedmjp.models.low_rank import merged_state
-from fedmjp.models.weights import ORIGIN
+from fedmjp.models.weights import ORIGIN, Origin
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
 from fedmjp.records.files import write_whole
@@ -57,10 +57,10 @@ def export(trainer: Trainer, history: list[dict[str, float]], path: Path) -> flo
         Accuracy in [0, 1] of the weights in the written file, of what `Objective.accuracy_of` names.
     """
     state = merged_state(trainer.model.module)
-    halves = {n: t.detach().cpu().half() if t.is_floating_point() else t.cpu() for n, t in state.items()}
+    halves = {n: (t.detach().half() if t.is_floating_point() else t).cpu().contiguous() for n, t in state.items()}
     # One entry, because safetensors writes several in an order that changes from run to run.
-    origin = json.dumps({"objective": trainer.config.objective, "model": trainer.model.name})
-    write_whole(path, save({n: t.contiguous() for n, t in halves.items()}, metadata={ORIGIN: origin}))
+    origin = json.dumps(vars(Origin.of(trainer.config.objective, trainer.model.name, halves)))
+    write_whole(path, save(halves, metadata={ORIGIN: origin}))
     accuracy = _accuracy_of_file(trainer, path)
     write_whole(path.with_suffix(".md"), CARD.format(**_facts(trainer, history, accuracy)).encode())
     return accuracy

@@ -27,6 +27,7 @@ from fedmjp.audit.verdict import Answer
 from fedmjp.federation import TapGrid
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.metrics import psnr
+from fedmjp.records.failures import load_failures
 from fedmjp.records.rows import load_rows
 from tests.attacks.models import (
     FixedPositions,
@@ -359,6 +360,8 @@ def test_a_reply_that_cannot_be_read_is_a_problem_and_no_exception(spoil, proble
     assert any(text.startswith("round 5, node 40") and problem in text for text in watcher.problems)
     assert not any("node 41" in text for text in watcher.problems)
     assert {node for node, _, _ in watcher.found} >= {41}
+    refused = [(row["round"], row["client"]) for row in load_failures(tmp_path)]
+    assert refused == ([(5, 40)] if 40 not in {node for node, _, _ in watcher.found} else [])
     assert watcher.finish().exists()
 
 

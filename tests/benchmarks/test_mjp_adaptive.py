@@ -107,6 +107,12 @@ def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, m
     pd.testing.assert_frame_equal(first, second)
 
 
+def test_two_workers_write_the_rows_of_one_process(finished, tmp_path) -> None:
+    assert run(tmp_path / "out", "--workers", "2") == 0
+    serial, spread = (load_rows(o / "rows.jsonl.gz").drop(columns="seconds") for o in (finished, tmp_path / "out"))
+    pd.testing.assert_frame_equal(spread, serial)
+
+
 def test_weights_move_and_stay_reproducible(tmp_path) -> None:
     options = mjp_adaptive.Options(model="vit_mini_64", num_images=1, out=tmp_path / "out")
     bench = protocol.Run(options, Console(quiet=True))

@@ -27,6 +27,7 @@ from cryptography import x509
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
 
+from fedmjp.records.failures import load_failures
 from fedmjp.records.rows import load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,7 +268,7 @@ def test_a_slow_node_is_waited_for_and_then_left_out(deployment, tmp_path) -> No
     time.sleep(20)
     deployment.signal("node1", signal.SIGCONT)
     assert "report:" in streamed()
-    assert not json.loads((out / "run.json").read_text(encoding="utf-8")).get("failures")
+    assert load_failures(out) == []
     out = tmp_path / "goes_on"
     streamed = begun(deployment, out, rounds=4, round_timeout=25, least_share=0.5)
     deployment.signal("node1", signal.SIGSTOP)
@@ -275,8 +276,7 @@ def test_a_slow_node_is_waited_for_and_then_left_out(deployment, tmp_path) -> No
         assert "report:" in streamed()
     finally:
         deployment.signal("node1", signal.SIGCONT)
-    failures = json.loads((out / "run.json").read_text(encoding="utf-8"))["failures"]
-    assert {failure["client"] for failure in failures} == {1}
+    assert {failure["client"] for failure in load_failures(out)} == {1}
     wait_until(lambda: deployment.online() == NODES, 180, "the slow node is not online again")
 
 

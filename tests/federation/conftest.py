@@ -1,12 +1,16 @@
-"""A small federation that trains in a second."""
+"""A small federation that trains in a second, and a reply as its server expects it."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from fedmjp.config import RunConfig, from_flat
+from fedmjp.federation.boundary import Expected
+from fedmjp.federation.wire import layout_of, pack
 
 
 @pytest.fixture
@@ -23,6 +27,17 @@ def small(tmp_path) -> RunConfig:
         "out": str(tmp_path / "run"),
     }
     return from_flat(options)
+
+
+@pytest.fixture(scope="module")
+def good() -> tuple[Expected, RecordDict]:
+    """What a small model's reply must hold, and a reply that holds it."""
+    tensors = {"w": torch.randn(30, 40, generator=torch.Generator().manual_seed(0)), "b": torch.zeros(40)}
+    buffers = {"mean": torch.zeros(5)}
+    expected = Expected.of(layout_of(tensors), layout_of(buffers), lambda node: 8)
+    update = {"parameters": pack(tensors), "buffers": pack(buffers)}
+    metrics = MetricRecord({"num-examples": 8, "train-loss": 1.5})
+    return expected, RecordDict({"update": ArrayRecord(update), "metrics": metrics})
 
 
 def changed(config: RunConfig, **options) -> RunConfig:

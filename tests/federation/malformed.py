@@ -1,4 +1,8 @@
-"""Replies that no honest client sends: each function changes a good reply's content in place."""
+"""Replies that no honest client sends.
+
+`MALFORMED` changes a good reply's content in place; `LIES` are finite values in place of an array's own, which pass
+every check.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,11 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
 Change = Callable[[RecordDict, np.random.Generator], None]
+
+
+def copy_of(content: RecordDict) -> RecordDict:
+    """A reply whose records can be changed without those of `content`."""
+    return RecordDict({name: type(record)(dict(record.items())) for name, record in content.items()})
 
 
 def as_npy(values: np.ndarray) -> bytes:
@@ -48,7 +57,7 @@ def with_entry(value: float) -> Change:
     def change(content: RecordDict, generator: np.random.Generator) -> None:
         """See above."""
         values = values_of(content)
-        values[generator.integers(values.size)] = value
+        values.flat[generator.integers(values.size)] = value
         put(content, values)
 
     return change
@@ -136,4 +145,47 @@ MALFORMED: dict[str, Change] = {
     "NaN examples": with_metrics(num_examples=float("nan")),
     "a list of examples": with_metrics(num_examples=[1, 2]),
     "NaN loss": with_metrics(train_loss=float("nan")),
+}
+
+
+def with_array(change: Change, arrays: ArrayRecord, name: str, generator: np.random.Generator) -> ArrayRecord:
+    """Arrays of a user's own app, of which `name` is changed as `change` does it to our update's parameters."""
+    own = ArrayRecord({"parameters": arrays[name], "buffers": arrays[name]})
+    content = RecordDict({"update": own, "metrics": MetricRecord({"num-examples": 1, "train-loss": 1.0})})
+    change(content, generator)
+    update = content.get("update", {})
+    others = {n: array for n, array in arrays.items() if n != name}
+    return ArrayRecord(others | {name if n == "parameters" else n: a for n, a in update.items() if n != "buffers"})
+
+
+Lie = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+
+
+def with_noise(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Noise of 1, 10 or 100 % of the mean size of an entry."""
+    return values + generator.standard_normal(values.shape) * np.abs(values).mean() * generator.choice([0.01, 0.1, 1.0])
+
+
+def with_one_wrong(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """One entry is 10^4 times the largest."""
+    found = values.copy()
+    found.flat[generator.integers(found.size)] = 1e4 * np.abs(values).max()
+    return found
+
+
+LIES: dict[str, Lie] = {
+    "honest": lambda v, _: v,
+    "scaled": lambda v, g: v * g.choice([1e-3, 0.5, 2.0, 1e3]),
+    "negated": lambda v, _: -v,
+    "noise": with_noise,
+    "random": lambda v, g: g.standard_normal(v.shape),
+    "zeros": lambda v, _: np.zeros_like(v),
+    "shuffled": lambda v, g: g.permutation(v.ravel()).reshape(v.shape),
+    "rolled": lambda v, g: np.roll(v.ravel(), g.integers(1, 100)).reshape(v.shape),
+    "huge": lambda v, _: v * 1e20,
+    "denormal": lambda v, _: np.full_like(v, 1e-42),
+    "constant": lambda v, _: np.full_like(v, v.mean()),
+    "float16": lambda v, _: v.astype(np.float16),
+    "one wrong entry": with_one_wrong,
+    "largest numbers": lambda v, _: np.full_like(v, np.finfo(np.float32).max),
 }

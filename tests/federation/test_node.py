@@ -23,6 +23,8 @@ from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.federation.node import FAILED
 from fedmjp.federation.tap import WrappedGrid
 from fedmjp.federation.wire import flat, layout_of, unpack
+from fedmjp.models import build_model
+from fedmjp.models.weights import read_state
 from tests.conftest import observed_update
 
 OPTIONS = {"model": "vit_mini_32", "weights": "random", "clients": 2, "rounds": 1, "test_limit": 2, "threads": 1}
@@ -35,14 +37,18 @@ def state():
     return pack_state(ClientTask(from_flat(OPTIONS), "none"))
 
 
-def reply_of(state, node_config: Mapping[str, Any], defense: str = "none", client=app, **ordered) -> Message:
-    """A node's reply to an order."""
+def reply_of(
+    state, node_config: Mapping[str, Any], defense: str = "none", client=app, kept: RecordDict | None = None, **ordered
+) -> Message:
+    """A node's reply to an order; what it keeps in `kept`, such as its key, is that of an earlier call."""
     order = dataclasses.replace(from_flat({**OPTIONS, **ordered}), defense=(defense,)).order()
     record = ConfigRecord({"config": order, "defense": defense, "round": 1})
     LocalGrid(app, 1)  # Flower's messages carry the id of a run, which a grid sets
     message = Message(RecordDict({"state": state, "instructions": record}), 1, MessageType.TRAIN)
     message.metadata.__dict__["_message_id"] = "1"
-    return client(message, Context(1, 1, {"partition-id": 0, **node_config}, RecordDict(), {}))
+    return client(
+        message, Context(1, 1, {"partition-id": 0, **node_config}, RecordDict() if kept is None else kept, {})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +82,21 @@ def test_the_node_trains_on_its_own_data_whatever_is_ordered(state, home) -> Non
     assert failures == [FAILED] * 2  # two classes of its own, where the server's model has more: nothing leaks of that
     reply = reply_of(state, {"data": "photos"}, data="folder:/etc")
     assert not reply.has_error()
+
+
+@pytest.mark.parametrize("ordered", ["random", "auto", "/etc/passwd"])
+def test_the_node_builds_its_own_weights_whatever_is_ordered(state, tmp_path, monkeypatch, ordered: str) -> None:
+    """No other file is read, and one that does not fit tells the server nothing; what is trained is what was sent."""
+    opened, kept = [], RecordDict()
+    monkeypatch.setattr("fedmjp.models.weights.read_state", lambda path: opened.append(path) or read_state(path))
+    fits, other = tmp_path / "fits.pt", tmp_path / "other.pt"
+    torch.save(build_model("vit_mini_32", num_classes=8, weights="random", seed=1).module.state_dict(), fits)
+    torch.save({"w": torch.zeros(3)}, other)
+    reply = reply_of(state, {"weights": str(fits)}, kept=kept, weights=ordered)
+    assert set(opened) == {fits}
+    plain = reply_of(state, {}, kept=kept).content["update"]["parameters"]
+    assert reply.content["update"]["parameters"].data == plain.data
+    assert reply_of(state, {"weights": str(other)}, weights=ordered).error.reason == FAILED
 
 
 PINNED = [

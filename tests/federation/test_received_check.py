@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
@@ -16,6 +15,7 @@ from fedmjp import simulate
 from fedmjp.federation import ReceivedCheck, build_client_app, of_model
 from fedmjp.federation.boundary import DECLINED
 from fedmjp.federation.local_grid import LocalGrid
+from fedmjp.records.failures import LEFT_OUT, load_failures
 from tests.attacks.active.contexts import before
 from tests.attacks.models import timm_vit
 from tests.conftest import photographs
@@ -44,8 +44,9 @@ def run(out, *options: str) -> int:
 def test_a_fished_client_refuses_and_the_federation_goes_on(tmp_path, undrawn) -> None:
     out = tmp_path / "run"
     assert run(out, "--refuse-suspicious", "--least-share", "0.5") == 0
-    failures = json.loads((out / "run.json").read_text())["failures"]
+    failures = load_failures(out)
     assert [(failure["round"], failure["client"]) for failure in failures] == [(1, 0), (2, 0)]
+    assert {failure["status"] for failure in failures} == {LEFT_OUT}
     assert failures[0]["reason"].startswith("refused the model that it was sent: ")
     assert "bias_range 1e+03" in failures[0]["reason"]
     assert not (out / "rows.jsonl").read_text()
@@ -68,6 +69,8 @@ def test_an_honest_federation_refuses_nothing(tmp_path, undrawn, trained: list[s
 def test_too_few_updates_stop_the_run(tmp_path, capsys) -> None:
     assert run(tmp_path / "run", "--refuse-suspicious") == 1
     assert "error: round 1: client 0 refused the model that it was sent: row_spread 1" in capsys.readouterr().err
+    assert run(tmp_path / "run", "--refuse-suspicious", "--resume") == 1
+    assert [(failure["round"], failure["client"]) for failure in load_failures(tmp_path / "run")] == [(1, 0)]
 
 
 def checked_app(model: nn.Module, refuse: bool, labels: Tensor | None) -> ClientApp:
@@ -153,12 +156,12 @@ def test_a_node_that_was_started_so_checks_whatever_the_server_asks(tmp_path, mo
     monkeypatch.setattr(LocalGrid, "__init__", start)
     monkeypatch.setattr("fedmjp.federation.engines.build_client_app", lambda entropy: build_client_app())
     assert run(tmp_path / "run") == 1
-    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["failures"]) == 1
+    assert len(load_failures(tmp_path / "run")) == 1
 
 
 def test_an_added_layer_is_refused_whatever_it_holds(tmp_path) -> None:
     options = ["--attacks", "imprint", "--grants", "model_weights", "active_architecture"]
     assert run(tmp_path / "run", "--refuse-suspicious", "--least-share", "0.5", *options) == 0
-    failures = json.loads((tmp_path / "run" / "run.json").read_text())["failures"]
+    failures = load_failures(tmp_path / "run")
     assert failures
     assert all("changes the model's architecture (imprint=256)" in str(failure) for failure in failures)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attacks.registry import UsageError
-from fedmjp.records.rows import CASE, ROW_KEYS, RowLog, Schema, load_rows
+from fedmjp.records.rows import CASE, ROW_KEYS, RowLog, Schema, join_rows, load_rows
 from tests.records.sample_rows import make_row
 
 
@@ -151,3 +151,18 @@ def test_another_schema_has_its_own_keys_and_identity(tmp_path):
         assert not log.append({"cell": "a", "value": 2.0})
     with pytest.raises(UsageError, match="line 1: not a results row"):
         RowLog(path)
+
+
+def test_rows_are_joined_whole_and_checked(tmp_path):
+    parts = [tmp_path / name / "rows.jsonl" for name in ("a", "b")]
+    for number, part in enumerate(parts):
+        with RowLog(part) as log:
+            log.append(make_row(image_id=f"image {number}"))
+    joined = join_rows(parts, tmp_path / "rows.jsonl")
+    assert joined == tmp_path / "rows.jsonl.gz"
+    assert load_rows(joined)["image_id"].tolist() == ["image 0", "image 1"]
+    parts[1].write_bytes(parts[1].read_bytes().replace(b"image 1", b"image 2"))
+    with pytest.raises(UsageError, match=r"b/rows.jsonl, line 1"):
+        join_rows(parts, tmp_path / "rows.jsonl")
+    assert load_rows(joined)["image_id"].tolist() == ["image 0", "image 1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "rows.jsonl.gz"}

@@ -17,6 +17,7 @@ from fedmjp import train as command
 from fedmjp.config import DataConfig, ModelConfig
 from fedmjp.evaluation.accuracy import evaluate
 from fedmjp.models import build_model
+from fedmjp.models.weights import read_state
 from fedmjp.objectives import Draws, client_loss
 from fedmjp.training import Recipe, TrainConfig, train
 from fedmjp.training.batches import Batches
@@ -110,6 +111,19 @@ def test_the_folder_holds_the_documented_files(whole) -> None:
     accuracy = evaluate(built, test, torch.device("cpu"))[1]
     assert f"{accuracy:.1%} of 8 test images" in card
     assert "gamma 0.9" in card
+
+
+@pytest.mark.parametrize("part", ["weights", "name", "digest", "objective"])
+def test_weights_with_a_flipped_bit_are_refused(whole, tmp_path, part: str) -> None:
+    content = bytearray((whole.out / "model.safetensors").read_bytes())
+    assert read_state(whole.out / "model.safetensors")
+    places = {"weights": -9, "name": content.index(b"pos_embed"), "digest": content.index(b"sha256") + 20}
+    places["objective"] = content.index(b"supervised")
+    content[places[part]] ^= 1
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"model.safetensors is damaged: its weights are not as they were written"):
+        read_state(path)
 
 
 def test_a_step_equals_a_clients_step(tmp_path) -> None:

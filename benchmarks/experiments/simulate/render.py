@@ -61,6 +61,7 @@ RENDERINGS = (
     Rendering("simulate", run_files, {"simulate": run_block}, _figures),
     Rendering("mjp_federation", run_files, figures=_figures),
     Rendering("soteria_precode_ats", run_files, {"soteria_precode_ats": run_block}),
+    Rendering("known_draws", run_files, {"known_draws": run_block}),
     Rendering("training_mode", run_files, {"training_mode": run_block}),
     Rendering("ats", rounds_files, {"ats": rounds_block}),
     Rendering("adapters", rounds_files, {"adapters": rounds_block}),

@@ -19,6 +19,7 @@ from experiments.situations.cases import CASES
 from experiments.situations.options import Options
 from experiments.situations.render import SITUATIONS, read_answers
 from fedmjp.records import provenance
+from fedmjp.records.files import read_record, write_record
 
 
 def run(options: Options, console: Console) -> None:
@@ -34,7 +35,7 @@ def run(options: Options, console: Console) -> None:
         seconds |= {} if taken is None else {name: taken}
         console.print(f"{name}: {answer.kind}. {answer.words}", highlight=False, markup=False, soft_wrap=True)
         kept = {key: vars(answers[key]) for key in CASES if key in answers}
-        path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_record(path, kept)
     _note(options, seconds)
     SITUATIONS.write(options.out)
 
@@ -65,13 +66,9 @@ def asked(names: Sequence[str], tree: Path) -> Iterator[tuple[str, Answer, float
 def _note(options: Options, seconds: Mapping[str, float]) -> None:
     """Which version answered for which column, and each situation's CPU seconds; those of earlier calls are kept."""
     path = options.out / "run.json"
-    run = (
-        json.loads(path.read_text(encoding="utf-8"))
-        if path.is_file()
-        else {"command": "python benchmarks/situations.py"}
-    )
+    run = read_record(path, "restore it") if path.is_file() else {"command": "python benchmarks/situations.py"}
     git = ["git", "-C", str(options.tree), "rev-parse", "--short=10", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     taken = run.get(options.column, {}).get("seconds", {}) | seconds
     run[options.column] = {"commit": commit or provenance.commit(), "versions": provenance.versions(), "seconds": taken}
-    path.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    write_record(path, run)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from pathlib import Path
 
 from experiments.rendering import Rendering, markdown_table
 from experiments.situations.answers import Answer
+from fedmjp.records.files import read_record
 
 WIDTH = 260  # characters of an answer in the table
 
 
 def read_answers(path: Path) -> dict[str, Answer]:
-    """The answers of one column by situation; none where there is no file."""
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The answers of one column by situation; none where there is no file.
+
+    Raises:
+        UsageError: the file is not as it was written.
+    """
+    kept = read_record(path, "restore it") if path.is_file() else {}
     return {name: Answer(**answer) for name, answer in kept.items()}
 
 

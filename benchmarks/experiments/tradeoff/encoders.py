@@ -7,6 +7,7 @@ one. Supervised federations in the same table are measured so, too.
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.evaluation.features import trained_pool
 from fedmjp.evaluation.linear_probe import probe_accuracy
+from fedmjp.records.files import read_sealed, write_sealed
 from fedmjp.records.run_folder import RunFolder
 
 FILE = "encoder.csv"
@@ -40,9 +42,16 @@ def measure_encoder(config: RunConfig, folder: RunFolder) -> None:
             task.load(state.weights)
         accuracy = probe_accuracy(task.learner.model, images, device, pool)
         lines.append({"round": at, "loss": float("nan"), "accuracy": accuracy, "test_images": len(images.test)})
-    pd.DataFrame(lines).to_csv(config.out / FILE, index=False)
+    write_sealed(config.out / FILE, pd.DataFrame(lines).to_csv(index=False).encode())
 
 
 def read_encoder(out: Path) -> pd.DataFrame | None:
-    """round, loss (empty), accuracy and test_images of a federation's encoder; None where it was not measured."""
-    return pd.read_csv(out / FILE) if (out / FILE).exists() else None
+    """round, loss (empty), accuracy and test_images of a federation's encoder; None where it was not measured.
+
+    Raises:
+        UsageError: the file is not as it was written.
+    """
+    if not (out / FILE).exists():
+        return None
+    content, _ = read_sealed(out / FILE, f"delete the folder {out} and pass --resume")
+    return pd.read_csv(io.BytesIO(content))

@@ -32,6 +32,7 @@ from fedmjp.defenses import Defense
 from fedmjp.federation import ClientFailure
 from fedmjp.models import split_name
 from fedmjp.models.weights import SHIPPED
+from fedmjp.records.files import write_whole
 from fedmjp.records.run_folder import test_images_of
 from fedmjp.records.run_record import note_rows
 from fedmjp.settings import split_entry
@@ -199,7 +200,7 @@ def collect(done: Sequence[Federation], options: Options) -> None:
     """Gather rows and rounds of finished federations, note the call in run.json, and write table and figure."""
     out = options.out
     gather_rows([one.config.out for one in done], out)
-    _rounds(done).to_csv(out / "rounds.csv", index=False)
+    write_whole(out / "rounds.csv", _rounds(done).to_csv(index=False).encode())
     titles = sorted(one.title for one in done)
     program = "python benchmarks/federated_tradeoff.py"
     rows = read_rows(out)
