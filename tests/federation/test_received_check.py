@@ -62,7 +62,7 @@ def test_an_honest_federation_refuses_nothing(tmp_path, undrawn, trained: list[s
     """Every client checks every round's model; without --least-share one refusal would stop the run."""
     honest = ["--rounds", "3", "--attacks", "patch_embedding", "--grants", "model_weights", "position_gradient"]
     assert run(tmp_path / "run", "--refuse-suspicious", *honest, *trained) == 0
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["failures"] == []
+    assert load_failures(tmp_path / "run") == []
     assert len((tmp_path / "run" / "rounds.csv").read_text().splitlines()) == 5  # the head, and rounds 0 to 3
 
 
