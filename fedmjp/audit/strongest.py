@@ -7,6 +7,8 @@ updates one half does both, and the verdict says so).
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pandas as pd
 
@@ -51,7 +53,11 @@ def ranked(gains: pd.DataFrame) -> list[str]:
         gains: images x attacks, as `gains_over_guesses` gives them.
     """
     counted = gains.dropna(axis=1, how="all").clip(upper=EXACT_GAIN)
-    wins = {name: sum(_better(counted[name], counted[other]) for other in counted) for name in counted}
+    wins = dict.fromkeys(counted, 0)
+    for one, other in combinations(counted, 2):
+        better = _better(counted[one], counted[other])
+        if better:
+            wins[one if better > 0 else other] += 1
     key = {name: (wins[name], int(counted[name].count()), float(counted[name].mean())) for name in counted}
     return sorted(counted, key=key.__getitem__, reverse=True)
 
@@ -99,12 +105,14 @@ def _update_of(images: pd.MultiIndex) -> np.ndarray:
     return frame.assign(alone=alone).groupby(keys, sort=False, dropna=False).ngroup().to_numpy()
 
 
-def _better(one: pd.Series, other: pd.Series) -> bool:
+def _better(one: pd.Series, other: pd.Series) -> int:
+    """1 if `one` is better, -1 if `other` is, 0 if neither can be said."""
     both = (one - other).dropna()
     if both.empty:
-        return bool(one.mean() > other.mean())
+        return int(np.sign(np.nan_to_num(one.mean() - other.mean())))
     interval = bootstrap_mean(both.to_numpy())
-    return interval.low > 0 if interval.count > 1 else interval.mean > 0
+    low, high = (interval.low, interval.high) if interval.count > 1 else (interval.mean, interval.mean)
+    return int(low > 0) - int(high < 0)
 
 
 def by_image(rows: pd.DataFrame, metric: str, index: list[str] = IMAGE) -> pd.DataFrame:
