@@ -143,7 +143,7 @@ class FeatureFishing(ClassifierAttack):
                 head = self.read_head(observation, layer)
             except UsageError:  # an honest round
                 continue
-            if _is_gated(head):
+            if _is_gated(head) and head.is_in(observation):
                 threshold = -float(head.bias[head.row]) / float(head.direction.norm())
                 found.setdefault(threshold, _read_probe(observation, head, threshold))
         probes = [found[threshold] for threshold in sorted(found)]
@@ -163,6 +163,7 @@ class FeatureFishing(ClassifierAttack):
         head = self.head_of(last)
         if last.local_steps > 1:
             raise UsageError(unmet_assumptions(1, last.local_steps)[0])
+        head.row_gradient(last)  # says what a client withholds
         probes, _ = self.probes(observations, head.layer)
         intervals = intervals_of(probes)
         details = {

@@ -123,7 +123,7 @@ class Fishing(ClassifierAttack):
                 head = self.read_head(observation, layer)
             except UsageError:  # an honest round
                 continue
-            if _is_fished(head):
+            if _is_fished(head) and head.is_in(observation):
                 found.append((head, head.class_counts(observation, self.local_steps == "adamw")))
         return found
 

@@ -47,6 +47,10 @@ class SetHead:
     held: bool = False
     constant: int | None = None
 
+    def is_in(self, observation: Observation) -> bool:
+        """Whether the update holds what `row_gradient` reads; clients may withhold it."""
+        return all(f"{self.layer}.{part}" in observation.gradients for part in ("weight", "bias"))
+
     def bias_gradient(self, observation: Observation) -> Tensor:
         """dL/db of this client's images, (K,) float64: of its own column, where one is set."""
         if self.constant is None or self.held:
@@ -58,6 +62,9 @@ class SetHead:
 
         Over the classes dL/db sums to zero. It is read from the other classes, because returned weights have no digits
         left for the change of a bias as far from zero as b_t; of a held classifier it is the anchor's that has none.
+
+        Raises:
+            UsageError: the update does not hold them.
         """
         weight = observation.gradient_of(f"{self.layer}.weight")[self.row].double()
         bias = self.bias_gradient(observation)

@@ -96,6 +96,16 @@ def rows_of(out, name: str) -> list[dict]:
     return [row for row in rows if row["attack"] == name]
 
 
+@pytest.mark.parametrize("name", ["fishing", "feature_fishing"])
+def test_clients_that_withhold_what_is_read_are_a_diagnosis(tmp_path, name: str) -> None:
+    """The server goes on, though no earlier update tells what to send next."""
+    quick = ["--model", "vit_micro_32", "--weights", "random", "--rounds", "2", "--grants", *GRANTS]
+    assert attack(tmp_path / "run", name, *quick, "--defense", "withheld:train_only=*.bias") == 0
+    rows = rows_of(tmp_path / "run", name)
+    assert len(rows) == 8
+    assert {row["diagnosis"].partition(" (")[0] for row in rows} == {"the update holds no gradient of head.weight"}
+
+
 SEARCH = ["feature_fishing", "--rounds", "5", "--grants", *GRANTS]
 
 
