@@ -42,7 +42,7 @@ from tests.federation.malformed import LIES, MALFORMED, copy_of, flipped, put, w
 
 CASES = int(os.environ.get("FEDMJP_FUZZ", "2000"))  # `make fuzz` runs more
 # Shares of the cases, after what one takes: the others go to the boundary alone.
-WATCHED, LYING_CLIENTS = CASES // 20, CASES // 125
+WATCHED, LYING_CLIENTS = CASES // 20, CASES // 140
 TOGETHER = 500  # replies to one Watcher
 CLIENTS = 90  # of one federation, at most: there are 96 photographs
 RIGHT = 25  # dB, above which an image is the client's
@@ -61,8 +61,9 @@ def test_fuzz_the_boundary(good) -> None:
         bad = copy_of(content)
         CHANGES[number % len(CHANGES)](bad, generator)
         reason = expected.why_not(bad, 1)
-        with contextlib.suppress(UsageError):
-            tensors_of(bad)
+        if not number % 5:  # no divisor of the number of kinds
+            with contextlib.suppress(UsageError):
+                tensors_of(bad)
         if not reason:  # a changed byte of the header may leave its meaning
             assert np.array_equal(bad["update"]["parameters"].numpy(), content["update"]["parameters"].numpy())
     assert tracemalloc.get_traced_memory()[1] < 20e6
@@ -127,7 +128,7 @@ def lying(gradients: Mapping[str, np.ndarray], number: int, generator: np.random
     return {n: lie(g, generator).astype(np.float32) if name in ("", n) else g for n, g in gradients.items()}
 
 
-def test_fuzz_the_watcher(model, gradients, tmp_path) -> None:
+def test_fuzz_the_watcher(model, gradients, undrawn, tmp_path) -> None:
     """Malformed arrays of a user's own app, and finite lies in turn: a problem's line names the node."""
     sent, generator = RecordDict({"arrays": ArrayRecord(model.state_dict())}), np.random.default_rng(8)
     for number, watcher in watchers(model, tmp_path / "leaks", WATCHED):
@@ -143,7 +144,7 @@ def test_fuzz_the_watcher(model, gradients, tmp_path) -> None:
     assert watcher.problems
 
 
-def test_an_active_server_withstands_malformed_replies(model, gradients, tmp_path) -> None:
+def test_an_active_server_withstands_malformed_replies(model, gradients, undrawn, tmp_path) -> None:
     """In sums of two clients; what the strategy gets in place of a reply has the types that it has sent."""
     view = {"image_shape": (3, 32, 32), "mean": [0.5] * 3, "std": [0.5] * 3, "sends": "gradient", "batch_size": 1}
     grants = ThreatModel.parse(["model_weights", "position_gradient", "active_parameters"])
