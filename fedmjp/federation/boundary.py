@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedmjp.errors import ClientFailure
 from fedmjp.federation.tap import WrappedGrid
-from fedmjp.federation.wire import Layout, count_of, flat
+from fedmjp.federation.wire import Layout, all_finite, count_of, flat
 from fedmjp.records.provenance import source
 
 REFUSED = 1000  # error code of a reply that did not pass, and of an order that a node refuses
@@ -166,8 +165,7 @@ def _why_not_array(part: str, array: Any, count: int) -> str:
         return f"sent {part} that cannot be read ({error})"
     if values.shape != (count,):
         return f"sent {part} of the shape {tuple(values.shape)} where the model has {count} values"
-    # A finite sum has no NaN or infinity in it. In float64, which takes longer, no sum of float32 values overflows.
-    if not torch.isfinite(values.sum()) and not torch.isfinite(values.sum(dtype=torch.float64)):
+    if not all_finite(values):
         return f"sent {part} with NaN or infinity: training diverged; try a smaller --learning-rate"
     return ""
 

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Strategy
 from fedmjp.errors import ClientFailure
 from fedmjp.federation.boundary import failure_of, partitions_by_node
 from fedmjp.federation.server_optimizer import ServerOptimizer
-from fedmjp.federation.wire import KEPT, flat, pack
+from fedmjp.federation.wire import KEPT, all_finite, flat, pack
 
 
 def sample_clients(clients: int, per_round: int, seed: int, round: int, always: Sequence[int] = ()) -> list[int]:
@@ -129,7 +129,7 @@ class FederatedMean(Strategy):
         if not examples:
             return self._sent, MetricRecord({"train-loss": float("nan"), "clients": clients})
         mean = {part: total.div_(examples) for part, total in sums.items()}
-        if not all(torch.isfinite(values).all() for values in mean.values()):
+        if not all(map(all_finite, mean.values())):
             raise ClientFailure(
                 f"round {number}: the mean of {clients} finite updates is not finite: training diverged; try a smaller "
                 "--learning-rate"

@@ -59,6 +59,12 @@ def flat(array: Array) -> Tensor:
         return torch.from_numpy(values)
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether float32 values hold neither NaN nor infinity; one pass over the memory, without a copy of its size."""
+    # A finite sum has no NaN or infinity in it. In float64, which takes longer, no sum of float32 values overflows.
+    return bool(torch.isfinite(values.sum()) or torch.isfinite(values.sum(dtype=torch.float64)))
+
+
 def unpack(values: Tensor, layout: Layout) -> dict[str, Tensor]:
     """Views of a flat tensor by name, the inverse of `pack`.
 
