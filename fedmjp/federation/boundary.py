@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
@@ -88,16 +89,25 @@ class CheckedGrid(WrappedGrid):
         """At most one reply of each node that was asked; one that does not pass is an error reply."""
         outgoing = list(messages)
         waiting = {message.metadata.dst_node_id: message.metadata.message_type for message in outgoing}
-        for reply in self._grid.send_and_receive(outgoing, timeout=timeout):
-            node = reply.metadata.src_node_id
-            kind = waiting.pop(node, None)
-            if kind is None:
-                continue
-            if reply.has_content() and kind.startswith(MessageType.TRAIN):
-                reason = self._expected.why_not(reply.content, node)
-                if reason:
-                    reply = Message(Error(REFUSED, reason), metadata=reply.metadata)
-            yield reply
+        replies = self._grid.send_and_receive(outgoing, timeout=timeout)
+        # A loop over the replies would hold each of them while the next is made.
+        yield from filter(None, map(partial(self._checked, waiting), replies))
+
+    def _checked(self, waiting: dict[int, str], reply: Message) -> Message | None:
+        """The reply, or an error in its place; None if none is awaited of that node.
+
+        Args:
+            waiting: node id -> type of its message, for nodes that have not replied yet; the node is taken out.
+        """
+        node = reply.metadata.src_node_id
+        kind = waiting.pop(node, None)
+        if kind is None:
+            return None
+        if reply.has_content() and kind.startswith(MessageType.TRAIN):
+            reason = self._expected.why_not(reply.content, node)
+            if reason:
+                return Message(Error(REFUSED, reason), metadata=reply.metadata)
+        return reply
 
 
 def failure_of(reply: Message) -> str:
