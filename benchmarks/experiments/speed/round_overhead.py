@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from statistics import median
 
 import pandas as pd
@@ -10,6 +11,7 @@ import torch
 from rich.console import Console
 
 from experiments.rendering import csv
+from experiments.scaffold import Failure
 from experiments.speed.options import RoundOptions
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
@@ -17,40 +19,62 @@ from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.objectives import client_loss
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
+from fedmjp.records.server_state import ServerState
+
+WEIGHT_TOLERANCE = 1e-5  # the two loops add the clients' gradients in other roundings
 
 
-def federated_round(config: RunConfig, task: ClientTask) -> float:
-    """Seconds from the first message of the second round to its end; the first round warms up."""
-    marks: list[float] = []
+class PlainRounds:
+    """The same gradients and the same steps without messages.
 
-    def conduct(grid) -> None:
-        run_rounds(
-            grid,
-            task,
-            "none",
-            on_update=lambda view: None,
-            on_round=lambda n, state: marks.append(time.perf_counter()),
-        )
+    Args:
+        config: of the federation.
+    """
 
-    ENGINES.get("local")(conduct, config.federation.clients, config.client_entropy())
-    return marks[2] - marks[1]
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.task = config, ClientTask(config, "none")
+        self.parameters = list(self.task.model.module.parameters())
 
-
-def plain_round(config: RunConfig, task: ClientTask) -> float:
-    """Seconds of the same gradients and the same step, without messages."""
-    parameters = list(task.model.module.parameters())
-    for number in (1, 2):
-        start = time.perf_counter()
-        mean = [torch.zeros_like(p) for p in parameters]
-        for client in range(config.federation.clients):
+    def take(self, number: int) -> None:
+        """Round `number`, from 1."""
+        clients, task = self.config.federation.clients, self.task
+        mean = [torch.zeros_like(p) for p in self.parameters]
+        for client in range(clients):
             batch = task.batch(client, number, 0)
             loss = client_loss(task.model, batch.images, batch.labels, None, {})
-            for total, gradient in zip(mean, torch.autograd.grad(loss, parameters), strict=True):
-                total.add_(gradient, alpha=1 / config.federation.clients)
+            for total, gradient in zip(mean, torch.autograd.grad(loss, self.parameters), strict=True):
+                total.add_(gradient, alpha=1 / clients)
         with torch.no_grad():
-            for parameter, gradient in zip(parameters, mean, strict=True):
-                parameter.sub_(gradient, alpha=config.federation.learning_rate)
-    return time.perf_counter() - start
+            for parameter, gradient in zip(self.parameters, mean, strict=True):
+                parameter.sub_(gradient, alpha=self.config.federation.learning_rate)
+
+
+def pairs_of_rounds(config: RunConfig) -> list[tuple[float, float]]:
+    """Processor seconds of each federated round and of the plain round after it; the first pair warms up.
+
+    The federation runs once. The plain loop takes its turn between two of its rounds.
+
+    Raises:
+        Failure: the loops do not come to the same weights.
+    """
+    plain, marks = PlainRounds(config), []
+
+    def on_round(number: int, state: ServerState) -> None:
+        """Between two rounds: the plain loop's turn."""
+        end = time.process_time()
+        for name, parameter in plain.task.parameters.items():
+            if not torch.allclose(parameter, state.weights[name], rtol=0, atol=WEIGHT_TOLERANCE):
+                raise Failure(f"after round {number} the plain loop has other weights {name} than the federation")
+        start = time.process_time()
+        plain.take(number + 1)
+        marks.append((end, start, time.process_time()))
+
+    def conduct(grid) -> None:
+        run_rounds(grid, ClientTask(config, "none"), "none", on_update=lambda view: None, on_round=on_round)
+
+    ENGINES.get("local")(conduct, config.federation.clients, config.client_entropy())
+    pairs = [(end - before, after - start) for (_, _, before), (end, start, after) in pairwise(marks)]
+    return pairs[1:]
 
 
 def measure(options: RoundOptions, console: Console) -> pd.DataFrame:
@@ -58,20 +82,17 @@ def measure(options: RoundOptions, console: Console) -> pd.DataFrame:
     rows = []
     for model in options.models:
         for batch_size in options.batch_sizes:
-            flat = {"model": model, "clients": options.clients, "batch_size": batch_size, "rounds": 2, "threads": 1}
-            config = from_flat(flat)
-            seconds: dict[str, list[float]] = {"federated": [], "plain": []}
-            for _ in range(options.repeats):
-                seconds["federated"].append(federated_round(config, ClientTask(config, "none")))
-                seconds["plain"].append(plain_round(config, ClientTask(config, "none")))
-            ratios = [f / p for f, p in zip(seconds["federated"], seconds["plain"], strict=True)]
+            flat = {"model": model, "clients": options.clients, "batch_size": batch_size, "threads": 1}
+            pairs = pairs_of_rounds(from_flat(flat | {"rounds": options.repeats + 1}))
+            federated, plain = map(list, zip(*pairs, strict=True))
+            ratios = [f / p for f, p in pairs]
             rows.append(
                 {
                     "model": model,
                     "clients": options.clients,
                     "batch_size": batch_size,
-                    "federated_seconds_median": median(seconds["federated"]),
-                    "plain_seconds_median": median(seconds["plain"]),
+                    "federated_seconds_median": median(federated),
+                    "plain_seconds_median": median(plain),
                     "ratio_median": median(ratios),
                     "ratio_min": min(ratios),
                     "ratio_max": max(ratios),
