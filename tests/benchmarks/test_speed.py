@@ -115,6 +115,8 @@ def test_overheads_write_their_tables(tmp_path) -> None:
     whole = ["--models", "vit_mini_64", "--clients", "2", "--batch-sizes", "1", "--repeats", "1"]
     assert round_overhead.main([*whole, "--out", str(tmp_path / "round")]) == 0
     assert pd.read_csv(tmp_path / "round" / "overhead.csv")["ratio_median"].gt(0).all()
+    assert round_overhead.main([*whole, "--batch-sizes", "2", "--resume", "--out", str(tmp_path / "round")]) == 0
+    assert pd.read_csv(tmp_path / "round" / "overhead.csv")["batch_size"].tolist() == [1, 2]
     for name in ("step", "round"):
         assert json.loads((tmp_path / name / "run.json").read_text())["devices"]
 

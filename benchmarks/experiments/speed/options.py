@@ -101,6 +101,8 @@ class RoundOptions:
     """Images a client; at 1 the messages weigh most."""
     repeats: int = 12
     """Timed rounds of each kind; medians are reported."""
+    resume: bool = False
+    """Keep the rows in --out of models and batch sizes that are not asked for."""
     out: Path = RESULTS / "round_overhead"
     """Folder of the table."""
 

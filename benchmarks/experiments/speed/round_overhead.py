@@ -18,8 +18,10 @@ from fedmjp.config import RunConfig, from_flat
 from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.objectives import client_loss
 from fedmjp.records import provenance
+from fedmjp.records.files import write_whole
 from fedmjp.records.run_record import note_run
 from fedmjp.records.server_state import ServerState
+from fedmjp.report.columns import TEXT
 
 WEIGHT_TOLERANCE = 1e-5  # the two loops add the clients' gradients in other roundings
 
@@ -77,41 +79,39 @@ def pairs_of_rounds(config: RunConfig) -> list[tuple[float, float]]:
     return pairs[1:]
 
 
-def measure(options: RoundOptions, console: Console) -> pd.DataFrame:
-    """One row a model and batch size."""
-    rows = []
-    for model in options.models:
-        for batch_size in options.batch_sizes:
-            flat = {"model": model, "clients": options.clients, "batch_size": batch_size, "threads": 1}
-            pairs = pairs_of_rounds(from_flat(flat | {"rounds": options.repeats + 1}))
-            federated, plain = map(list, zip(*pairs, strict=True))
-            ratios = [f / p for f, p in pairs]
-            rows.append(
-                {
-                    "model": model,
-                    "clients": options.clients,
-                    "batch_size": batch_size,
-                    "federated_seconds_median": median(federated),
-                    "plain_seconds_median": median(plain),
-                    "ratio_median": median(ratios),
-                    "ratio_min": min(ratios),
-                    "ratio_max": max(ratios),
-                    "repeats": options.repeats,
-                    "device": provenance.device_name(torch.device("cpu")),
-                    "commit": provenance.commit(),
-                }
-            )
-            console.print(
-                f"{model} batch {batch_size}: {rows[-1]['ratio_median']:.3f}x the plain loop", highlight=False
-            )
-    return pd.DataFrame(rows)
+def measure(options: RoundOptions, model: str, batch_size: int) -> dict[str, object]:
+    """The row of a model and batch size."""
+    flat = {"model": model, "clients": options.clients, "batch_size": batch_size, "threads": 1}
+    pairs = pairs_of_rounds(from_flat(flat | {"rounds": options.repeats + 1}))
+    federated, plain = map(list, zip(*pairs, strict=True))
+    ratios = [f / p for f, p in pairs]
+    return {
+        "model": model,
+        "clients": options.clients,
+        "batch_size": batch_size,
+        "federated_seconds_median": median(federated),
+        "plain_seconds_median": median(plain),
+        "ratio_median": median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "repeats": options.repeats,
+        "device": provenance.device_name(torch.device("cpu")),
+        "commit": provenance.commit(),
+    }
 
 
 def run(options: RoundOptions, console: Console) -> None:
-    """Measure, write and print the table."""
-    table = measure(options, console)
+    """Measure, write after each row, and print the table."""
+    file, key = options.out / "overhead.csv", ["model", "batch_size"]
+    table = pd.read_csv(file, dtype=TEXT) if options.resume and file.exists() else pd.DataFrame()
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "overhead.csv").write_text(csv(table, 5))
-    note_run(options.out, "python benchmarks/round_overhead.py", devices=table["device"], overwritten=True)
+    for model in options.models:
+        for batch_size in options.batch_sizes:
+            row = measure(options, model, batch_size)
+            console.print(f"{model} batch {batch_size}: {row['ratio_median']:.3f}x the plain loop", highlight=False)
+            table = pd.concat([table, pd.DataFrame([row])]).drop_duplicates(key, keep="last").sort_values(key)
+            write_whole(file, csv(table, 5).encode())
+    program, fresh = "python benchmarks/round_overhead.py", not options.resume
+    note_run(options.out, program, devices=table["device"], commits=table["commit"], overwritten=fresh)
     console.print(table.drop(columns=["device", "commit"]).round(3).to_string(index=False), highlight=False)
     console.print(f"at most {table['ratio_median'].max():.3f}x (aim: 1.2x); table: {options.out}", highlight=False)
