@@ -273,7 +273,8 @@ class ClientTask:
         own = self.learner.objective.kept_by == "client"
         if own and kept and self.config.federation.update == "gradient":
             self.learner.after_step(self._progress(round, 0, 1))  # the server has taken the step
-        self.model.module.train()
+        if not all(part.training for part in self.model.module.modules()):  # setting the mode takes four times as long
+            self.model.module.train()
         steps, descends = self.steps(client), self.config.federation.update == "weights"
         optimizer = self._optimizer() if descends else None
         losses, gradients = [], {}
@@ -355,7 +356,7 @@ class ClientTask:
         """
         local = self.local_step(client, round, step)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            self.entropy.seed_globally(7, client, round, step)
+            self.entropy.seed_globally(7, client, round, step, device=self.device.type)
             return self._defended(local, client, round, step)
 
     def _defended(self, local: LocalStep, client: int, round: int, step: int) -> tuple[dict[str, Tensor], float]:

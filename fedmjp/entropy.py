@@ -67,9 +67,14 @@ class ClientEntropy:
         generator.set_state(self._state(purpose, place))
         return generator
 
-    def seed_globally(self, purpose: int, *place: int) -> None:
-        """Start torch's global generators of all devices from one stream; see `torch.random.fork_rng`."""
-        torch.manual_seed(self.seed(purpose, *place))
+    def seed_globally(self, purpose: int, *place: int, device: str = "cpu") -> None:
+        """Start torch's global generators from one stream: that of the CPU, and those of `device` if it is another one.
+
+        `torch.manual_seed` formats the call stack for CUDA, so that it is not called for computations on the CPU. See
+        `torch.random.fork_rng`.
+        """
+        if device != "cpu":
+            torch.manual_seed(self.seed(purpose, *place))
         torch.set_rng_state(self._state(purpose, place))
 
     def _state(self, purpose: int, place: tuple[int, ...]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,22 +29,31 @@ def read_npy(data: bytes) -> np.ndarray:
         ValueError: the bytes are no .npy of numbers (or strings), or hold another number of values than their header
             says; one line.
     """
-    stream = io.BytesIO(data[:LONGEST_HEADER])
     try:
+        stream = io.BytesIO(data[:LONGEST_HEADER])
         version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(stream)
+        first = stream.tell() + (2 if version == (1, 0) else 4)  # behind the field that holds the header's length
+        length = int.from_bytes(data[stream.tell() : first], "little")
+        shape, fortran, dtype = _read_header(version, bytes(data[stream.tell() : min(first + length, LONGEST_HEADER)]))
     except Exception as error:  # the header's parser raises whatever a malformed header leads it to
         words = str(error).splitlines() or [type(error).__name__]
         raise ValueError(words[0][:MOST_WORDS]) from error
     if dtype.hasobject:
         raise ValueError("it holds pickled objects")
-    if min(shape, default=0) < 0 or len(data) - stream.tell() != math.prod(shape) * dtype.itemsize:
+    start = first + length
+    if min(shape, default=0) < 0 or len(data) - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes do not hold an array of the shape {str(shape)[:MOST_WORDS]}")
     if not math.prod(shape) * dtype.itemsize:
         return np.empty(shape, dtype)
-    values = np.frombuffer(data, dtype=dtype, offset=stream.tell())
+    values = np.frombuffer(data, dtype=dtype, offset=start)
     return values.reshape(shape, order="F" if fortran else "C")
+
+
+@lru_cache(maxsize=64)
+def _read_header(version: tuple[int, int], header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """(shape, Fortran order, type) from a header's length and text; the arrays of a federation have few headers."""
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(io.BytesIO(header))
 
 
 def tensors_of(message: Mapping) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ class LocalStep:
         loss_of: (views, labels) -> the mean loss over the images of a batch with the defence's terms, a scalar.
         trained: the parameters that the client trains, by name (all but `Defense.freezes`).
         frozen: the others.
+        names: of all parameters, in the model's order.
         unused: after `gradients`, names of trained parameters that the loss does not depend on.
     """
 
@@ -36,7 +37,8 @@ class LocalStep:
     labels: Tensor | None
     loss_of: Callable[[tuple[ClientInput, ...], Tensor | None], Tensor]
     trained: Mapping[str, Tensor]
-    frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    frozen: Mapping[str, Tensor]
+    names: tuple[str, ...]
     unused: set[str] = field(default_factory=set, init=False)
 
     @cached_property
@@ -58,7 +60,7 @@ class LocalStep:
         import torch
 
         whole = dict(gradients) | {name: torch.zeros_like(p) for name, p in self.frozen.items()}
-        return {name: whole[name] for name, _ in self.model.module.named_parameters()}
+        return {name: whole[name] for name in self.names}
 
 
 def local_step(
@@ -70,6 +72,7 @@ def local_step(
 ) -> LocalStep:
     """A step of a client that freezes the parameters whose names `freezes` says; see `LocalStep`."""
     parts: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
-    for name, parameter in model.module.named_parameters():
+    parameters = dict(model.module.named_parameters())
+    for name, parameter in parameters.items():
         parts[freezes(name)][name] = parameter
-    return LocalStep(model, views, labels, loss_of, parts[False], parts[True])
+    return LocalStep(model, views, labels, loss_of, parts[False], parts[True], tuple(parameters))

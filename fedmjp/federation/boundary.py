@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedmjp.errors import ClientFailure
 from fedmjp.federation.tap import WrappedGrid
-from fedmjp.federation.wire import Layout, count_of, flat
+from fedmjp.federation.wire import Layout, all_finite, count_of, flat
 from fedmjp.records.provenance import source
 
 REFUSED = 1000  # error code of a reply that did not pass, and of an order that a node refuses
@@ -89,16 +89,25 @@ class CheckedGrid(WrappedGrid):
         """At most one reply of each node that was asked; one that does not pass is an error reply."""
         outgoing = list(messages)
         waiting = {message.metadata.dst_node_id: message.metadata.message_type for message in outgoing}
-        for reply in self._grid.send_and_receive(outgoing, timeout=timeout):
-            node = reply.metadata.src_node_id
-            kind = waiting.pop(node, None)
-            if kind is None:
-                continue
-            if reply.has_content() and kind.startswith(MessageType.TRAIN):
-                reason = self._expected.why_not(reply.content, node)
-                if reason:
-                    reply = Message(Error(REFUSED, reason), metadata=reply.metadata)
-            yield reply
+        replies = self._grid.send_and_receive(outgoing, timeout=timeout)
+        # A loop over the replies would hold each of them while the next is made.
+        yield from filter(None, map(partial(self._checked, waiting), replies))
+
+    def _checked(self, waiting: dict[int, str], reply: Message) -> Message | None:
+        """The reply, or an error in its place; None if none is awaited of that node.
+
+        Args:
+            waiting: node id -> type of its message, for nodes that have not replied yet; the node is taken out.
+        """
+        node = reply.metadata.src_node_id
+        kind = waiting.pop(node, None)
+        if kind is None:
+            return None
+        if reply.has_content() and kind.startswith(MessageType.TRAIN):
+            reason = self._expected.why_not(reply.content, node)
+            if reason:
+                return Message(Error(REFUSED, reason), metadata=reply.metadata)
+        return reply
 
 
 def failure_of(reply: Message) -> str:
@@ -166,8 +175,7 @@ def _why_not_array(part: str, array: Any, count: int) -> str:
         return f"sent {part} that cannot be read ({error})"
     if values.shape != (count,):
         return f"sent {part} of the shape {tuple(values.shape)} where the model has {count} values"
-    # A finite sum has no NaN or infinity in it. In float64, which takes longer, no sum of float32 values overflows.
-    if not torch.isfinite(values.sum()) and not torch.isfinite(values.sum(dtype=torch.float64)):
+    if not all_finite(values):
         return f"sent {part} with NaN or infinity: training diverged; try a smaller --learning-rate"
     return ""
 

@@ -10,12 +10,15 @@ files when it fails. A simulation passes its clients' key instead, trusts itself
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor
 
 from fedmjp.client import ClientTask, shared_task
 from fedmjp.detect import Received
@@ -117,6 +120,17 @@ def _update(task: ClientTask, message: Message, context: Context) -> Message:
     )
 
 
+@dataclass(frozen=True)
+class _State:
+    """What `read_state` made of the bytes of parameters and buffers."""
+
+    data: tuple[bytes, bytes]
+    tensors: dict[str, Tensor]
+
+
+_READ: WeakKeyDictionary[ClientTask, _State] = WeakKeyDictionary()  # the last state that was read for each task
+
+
 def _partition(context: Context) -> int:
     return int(context.node_config["partition-id"])
 
@@ -132,11 +146,16 @@ def pack_state(task: ClientTask) -> ArrayRecord:
 def read_state(task: ClientTask, record: ArrayRecord) -> dict:
     """Parameters and float buffers by name: views of the message's bytes, which must not be written to.
 
+    In one process all clients of a round receive the same bytes, whose views are made once for a task.
+
     Raises:
         ValueError: the record's length does not fit the task's model.
     """
-    state = unpack(flat(record["parameters"]), layout_of(task.parameters))
-    return state | unpack(flat(record["buffers"]), layout_of(task.buffers))
+    data = record["parameters"].data, record["buffers"].data
+    if task not in _READ or any(new is not old for new, old in zip(data, _READ[task].data, strict=True)):
+        state = unpack(flat(record["parameters"]), layout_of(task.parameters))
+        _READ[task] = _State(data, state | unpack(flat(record["buffers"]), layout_of(task.buffers)))
+    return dict(_READ[task].tensors)
 
 
 def read_kept(task: ClientTask, record: ArrayRecord) -> dict | None:

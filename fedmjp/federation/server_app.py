@@ -153,7 +153,8 @@ class _ServerSide:
 
         def added(node: int) -> int:
             """Values that the node's model has beside those of the federation's."""
-            return count_of(layout_of(self.task_of(node).parameters)) - count_of(usual)
+            own = self.task_of(node)
+            return 0 if own is self.task else count_of(layout_of(own.parameters)) - count_of(usual)
 
         return Expected.of(usual, layout_of(self.task.buffers), examples, added)
 

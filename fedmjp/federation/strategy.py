@@ -9,7 +9,8 @@ under every engine, so that all engines give identical results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from flwr.serverapp.strategy import Strategy
 from fedmjp.errors import ClientFailure
 from fedmjp.federation.boundary import failure_of, partitions_by_node
 from fedmjp.federation.server_optimizer import ServerOptimizer
-from fedmjp.federation.wire import KEPT, flat, pack
+from fedmjp.federation.wire import KEPT, all_finite, flat, pack
 
 
 def sample_clients(clients: int, per_round: int, seed: int, round: int, always: Sequence[int] = ()) -> list[int]:
@@ -114,22 +115,13 @@ class FederatedMean(Strategy):
         number = server_round + self.offset
         sums: dict[str, torch.Tensor] = {}
         examples, loss, clients = 0, 0.0, 0
-        for reply in self._in_order(replies, number):
-            metrics, update = reply.content["metrics"], reply.content["update"]
-            weight = int(metrics["num-examples"])
-            if not weight:
-                continue
-            for part, array in update.items():
-                values = flat(array)
-                if part in sums:
-                    sums[part].add_(values, alpha=weight)
-                else:
-                    sums[part] = values * weight
-            examples, loss, clients = examples + weight, loss + weight * float(metrics["train-loss"]), clients + 1
+        for weight, own_loss in map(partial(_add_update, sums), self._in_order(replies, number)):
+            if weight:
+                examples, loss, clients = examples + weight, loss + weight * own_loss, clients + 1
         if not examples:
             return self._sent, MetricRecord({"train-loss": float("nan"), "clients": clients})
         mean = {part: total.div_(examples) for part, total in sums.items()}
-        if not all(torch.isfinite(values).all() for values in mean.values()):
+        if not all(map(all_finite, mean.values())):
             raise ClientFailure(
                 f"round {number}: the mean of {clients} finite updates is not finite: training diverged; try a smaller "
                 "--learning-rate"
@@ -145,6 +137,8 @@ class FederatedMean(Strategy):
     def _in_order(self, replies: Iterable[Message], number: int) -> Iterator[Message]:
         """Updates in the order of the clients' messages; early ones are kept (never under the local engine).
 
+        One that is passed on is not held here, so that its memory is free when the next client trains.
+
         Raises:
             ClientFailure: too few are left.
         """
@@ -152,30 +146,31 @@ class FederatedMean(Strategy):
         turn, missing = 0, []
         for reply in replies:
             waiting[reply.metadata.src_node_id] = reply
+            del reply
             while turn < len(self._queue) and self._queue[turn] in waiting:
-                yield from self._unless_failed(self._queue[turn], waiting, number, missing)
+                if self._arrived(self._queue[turn], waiting, number, missing):
+                    yield waiting.pop(self._queue[turn])
                 turn += 1
         for node in self._queue[turn:]:
-            yield from self._unless_failed(node, waiting, number, missing)
+            if self._arrived(node, waiting, number, missing):
+                yield waiting.pop(node)
 
-    def _unless_failed(
-        self, node: int, waiting: dict[int, Message], number: int, missing: list[str]
-    ) -> Iterator[Message]:
-        """The node's reply if it holds an update; else note the failure, in `missing` too.
+    def _arrived(self, node: int, waiting: Mapping[int, Message], number: int, missing: list[str]) -> bool:
+        """Whether the node's reply holds an update; else note the failure, in `missing` too.
 
         Raises:
             ClientFailure: so many are missing that fewer than `least_share` of the round's clients are left.
         """
-        reply = waiting.pop(node, None)
+        reply = waiting.get(node)
         if reply is not None and not reply.has_error():
-            yield reply
-            return
+            return True
         client, reason = self.partitions[node], "sent no reply" if reply is None else failure_of(reply)
         self.on_failure(number, client, reason)
         missing.append(f"round {number}: client {client} {reason}")
         if len(self._queue) - len(missing) < self.least_share * len(self._queue):
             others = f" (the last of {len(missing)} whose updates are missing)" if len(missing) > 1 else ""
             raise ClientFailure(missing[-1] + others)
+        return False
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -186,3 +181,16 @@ class FederatedMean(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Nothing to aggregate."""
         return None
+
+
+def _add_update(sums: dict[str, torch.Tensor], reply: Message) -> tuple[int, float]:
+    """Add a client's update to the sums by part, weighted by its examples; returns these and its training loss."""
+    metrics, update = reply.content["metrics"], reply.content["update"]
+    weight = int(metrics["num-examples"])
+    for part, array in update.items() if weight else ():
+        values = flat(array)
+        if part in sums:
+            sums[part].add_(values, alpha=weight)
+        else:
+            sums[part] = values * weight
+    return weight, float(metrics["train-loss"])

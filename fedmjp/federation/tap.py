@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -70,7 +71,10 @@ class WrappedGrid(Grid):
 
 
 class OrderedGrid(WrappedGrid):
-    """`grid`, whose replies come in the order of the messages; early ones are kept (never under the local engine)."""
+    """`grid`, whose replies come in the order of the messages; early ones are kept (never under the local engine).
+
+    One that is passed on is not held here, so that its memory is free when the next client trains.
+    """
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """At most one reply of each node that was asked."""
@@ -79,6 +83,7 @@ class OrderedGrid(WrappedGrid):
         waiting: dict[int, Message] = {}
         for reply in self._grid.send_and_receive(outgoing, timeout=timeout):
             waiting[reply.metadata.src_node_id] = reply
+            del reply
             while queue and queue[0] in waiting:
                 yield waiting.pop(queue.popleft())
         yield from (waiting[node] for node in queue if node in waiting)
@@ -114,15 +119,18 @@ class TapGrid(WrappedGrid):
             for message in outgoing
             if message.metadata.message_type.startswith(MessageType.TRAIN)
         }
-        for reply in replies:
-            node = reply.metadata.src_node_id
-            if node in sent and reply.has_content():
-                self._observer(sent.pop(node), reply.content, node)
-                if node in turns:
-                    reply.content = turns[node].pass_on(reply.content)
-            yield reply
+        yield from map(partial(self._observe, sent, turns), replies)  # a loop would hold a reply while the next is made
         if outgoing and outgoing[0].metadata.message_type.startswith(MessageType.TRAIN):
             getattr(self._observer, "round_done", lambda: None)()
+
+    def _observe(self, sent: dict[int, RecordDict], turns: Mapping[int, Turn], reply: Message) -> Message:
+        """The reply after the observer has seen it, if it is the first of a node that was sent a training message."""
+        node = reply.metadata.src_node_id
+        if node in sent and reply.has_content():
+            self._observer(sent.pop(node), reply.content, node)
+            if node in turns:
+                reply.content = turns[node].pass_on(reply.content)
+        return reply
 
     def _prepare(self, messages: Iterable[Message]) -> dict[int, Turn]:
         """Let the observer replace the content of training messages, in place; the turns that it took, by node."""

@@ -35,13 +35,13 @@ def count_of(layout: Layout) -> int:
 
 def pack(tensors: Mapping[str, Tensor]) -> Array:
     """One flat float32 Array of all tensors, concatenated in their order."""
-    parts = [t.detach().to("cpu", torch.float32).contiguous().view(-1).numpy() for t in tensors.values()]
+    parts = [t.detach().to("cpu", torch.float32).contiguous().numpy() for t in tensors.values()]
     size = sum(p.size for p in parts)
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         header, {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": (size,)}
     )
-    data = b"".join([header.getvalue(), *(memoryview(p).cast("B") for p in parts)])
+    data = b"".join([header.getvalue(), *parts])
     return Array(dtype="float32", shape=(size,), stype="numpy.ndarray", data=data)
 
 
@@ -57,6 +57,12 @@ def flat(array: Array) -> Tensor:
     with warnings.catch_warnings():  # torch warns that the memory is read-only, which is intended
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(values)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether float32 values hold neither NaN nor infinity; one pass over the memory, without a copy of its size."""
+    # A finite sum has no NaN or infinity in it. In float64, which takes longer, no sum of float32 values overflows.
+    return bool(torch.isfinite(values.sum()) or torch.isfinite(values.sum(dtype=torch.float64)))
 
 
 def unpack(values: Tensor, layout: Layout) -> dict[str, Tensor]:

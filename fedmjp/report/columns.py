@@ -148,7 +148,7 @@ QUANTITIES = {
     "test_loss": "on test images",
     "test_accuracy": "top-1 accuracy on test images, a share (0 to 1)",
     "train_seconds": "of an epoch",
-    "images_per_second": "of an epoch",
+    "images_per_second": "of an epoch, or of a training step",
     "rate": "learning rate at the end of an epoch",
     "places": "per cent of patches whose place is predicted",
     "printed_places": "the average that a paper prints, where it is not that of its cells",
@@ -213,6 +213,12 @@ QUANTITIES = {
     "times_faster": "seconds of the breaching package's step to those of this one",
     "ours_over_bare": "seconds of our path to those of a bare forward and backward pass",
     "peer_over_ours": "seconds of the breaching package to those of our path",
+    "step_over_bare": "seconds of our training step to those of a bare timm step with attention as ours",
+    "step_over_fused": "seconds of our training step to those of a bare timm step with torch's fused attention",
+    "loaded_step_over_bare": "step_over_bare with the time of drawing the batch in both",
+    "loaded_step_over_fused": "step_over_fused with the time of drawing the batch in both",
+    "bare_images_per_second": "of a bare timm step with attention as ours",
+    "loaded_images_per_second": "of our training step with the time of drawing the batch",
     **{
         f"{name}_seconds": f"of {words}"
         for name, words in (
@@ -220,6 +226,10 @@ QUANTITIES = {
             ("mjp_step", "a training step with MJP"),
             ("federated", "a round with Flower"),
             ("plain", "a round without it"),
+            ("load", "drawing a training batch"),
+            ("ours", "our training step"),
+            ("bare", "a bare timm step with attention as ours"),
+            ("fused", "a bare timm step with torch's fused attention"),
         )
     },
     **{

@@ -22,6 +22,7 @@ TYPOS = {
     "corruptions": ["--corruptions", "rain"],
     "speed": ["--images", "0"],
     "mjp_overhead": ["--steps", "0"],
+    "training_speed": ["--models", "swin_t", "--image-sizes", "224", "--batch-sizes", "4"],
 }
 LIGHT = """
 import contextlib, io, sys

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 import round_overhead
 import speed as command
-from experiments.speed import matching_speed, speed, timing
-from experiments.speed.options import SpeedOptions
+import training_speed as training_command
+from experiments.speed import matching_speed, speed, timing, training_speed
+from experiments.speed.options import SpeedOptions, TrainingSpeedOptions
 
 from attacks.breaching import prepare_attack
 
@@ -114,8 +115,31 @@ def test_overheads_write_their_tables(tmp_path) -> None:
     whole = ["--models", "vit_mini_64", "--clients", "2", "--batch-sizes", "1", "--repeats", "1"]
     assert round_overhead.main([*whole, "--out", str(tmp_path / "round")]) == 0
     assert pd.read_csv(tmp_path / "round" / "overhead.csv")["ratio_median"].gt(0).all()
+    assert round_overhead.main([*whole, "--batch-sizes", "2", "--resume", "--out", str(tmp_path / "round")]) == 0
+    assert pd.read_csv(tmp_path / "round" / "overhead.csv")["batch_size"].tolist() == [1, 2]
     for name in ("step", "round"):
         assert json.loads((tmp_path / name / "run.json").read_text())["devices"]
+
+
+def test_the_bare_loop_takes_the_steps_of_our_training() -> None:
+    options = TrainingSpeedOptions(precision="float32")
+    bench = training_speed.Bench(options, "vit_micro_32", 32, 4)
+    losses = pd.DataFrame([bench.pair(number)[1] for number in range(4)])
+    assert losses["ours"].nunique() == 4
+    assert losses["bare"].tolist() == pytest.approx(losses["ours"].tolist(), rel=1e-6)
+    assert losses["fused"].tolist() == pytest.approx(losses["ours"].tolist(), rel=1e-4)
+
+
+def test_training_speed_writes_its_table(tmp_path, capsys) -> None:
+    case = ["--models", "vit_micro_32", "--image-sizes", "24", "--batch-sizes", "4", "--precision", "float32"]
+    assert training_command.main([*case, "--warm-up", "1", "--repeats", "2", "--out", str(tmp_path)]) == 0
+    runs, table = (pd.read_csv(tmp_path / name) for name in ("runs.csv", "table.csv"))
+    assert runs["repeat"].tolist() == [0, 1]
+    assert table.loc[0, "image_size"] == 24
+    ratio = (runs["ours_seconds"] / runs["bare_seconds"]).median()
+    assert table.loc[0, "step_over_bare_median"] == pytest.approx(ratio, rel=1e-3)
+    assert training_command.main(["--models", "swin_t", "--image-sizes", "224", "--batch-sizes", "4"]) == 2
+    assert "--models takes plain ViTs, which a bare timm loop can train, not swin_t" in capsys.readouterr().err
 
 
 def test_a_campaign_is_timed_in_one_process_and_in_two(tmp_path, capsys) -> None:

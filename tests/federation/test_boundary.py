@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,6 +39,29 @@ def test_malformed_replies_are_refused_in_one_line(good, name: str) -> None:
     assert reason.startswith(("sent ", "says ", "reports "))
     assert "\n" not in reason
     assert len(reason) < 400
+
+
+class Watching(LocalGrid):
+    """A grid that notes whether a client's update is still held when the next client is asked."""
+
+    def __init__(self, clients: int) -> None:
+        super().__init__(APP, clients)
+        self.held: list[bool] = []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        last = None
+        for message in messages:
+            if last is not None:
+                self.held.append(last() is not None)
+            reply = [self._deliver(message)]
+            last = weakref.ref(reply[0])
+            yield reply.pop()
+
+
+def test_no_reply_is_held_while_the_next_client_trains(small) -> None:
+    grid = Watching(small.federation.clients)
+    mean_of(changed(small, rounds=1), grid)
+    assert grid.held[-(small.federation.clients - 1) :] == [False] * (small.federation.clients - 1)
 
 
 class Tampering(LocalGrid):

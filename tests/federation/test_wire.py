@@ -7,7 +7,7 @@ import pytest
 import torch
 from flwr.app import Array
 
-from fedmjp.federation.wire import flat, layout_of, pack, unpack
+from fedmjp.federation.wire import all_finite, flat, layout_of, pack, unpack
 
 
 def test_round_trip_and_flowers_own_reader() -> None:
@@ -25,6 +25,12 @@ def test_reads_what_flower_writes() -> None:
 
 def test_empty() -> None:
     assert unpack(flat(pack({})), {}) == {}
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [3e38] * 4, [np.inf, 1.0], [np.inf, -np.inf], [3e38, 3e38, np.nan]])
+def test_finite_values_are_told_from_others_by_their_sum(values: list[float]) -> None:
+    whole = torch.tensor(values, dtype=torch.float32)
+    assert all_finite(whole) == bool(torch.isfinite(whole).all())
 
 
 def test_refuses_another_length_or_type() -> None:

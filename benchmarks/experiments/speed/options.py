@@ -8,6 +8,7 @@ from typing import Literal
 
 from attacks import UsageError
 from experiments.scaffold import RESULTS, DeviceOptions, check_positive
+from fedmjp.models.registry import MODELS, split_name
 from fedmjp.workers.options import WorkerConfig
 
 
@@ -87,19 +88,21 @@ class StepOptions(DeviceOptions):
 class RoundOptions:
     """What does Flower cost a round?
 
-    Seconds of a federated round (local engine, messages and all) against a plain PyTorch loop that computes the same
-    clients' gradients and takes the same step, with one thread, alternating in one run. Writes overhead.csv and
-    run.json to --out.
+    Processor time of a federated round (local engine, messages and all) against a plain PyTorch loop that computes the
+    same clients' gradients and takes the same step, with one thread, round by round in turn in one process. Writes
+    overhead.csv and run.json to --out.
     """
 
     models: tuple[str, ...] = ("vit_mini_64", "deit_ti", "deit_s")
     """Models to time."""
     clients: int = 8
     """Clients a round."""
-    batch_sizes: tuple[int, ...] = (1, 16)
+    batch_sizes: tuple[int, ...] = (1, 8)
     """Images a client; at 1 the messages weigh most."""
-    repeats: int = 5
+    repeats: int = 12
     """Timed rounds of each kind; medians are reported."""
+    resume: bool = False
+    """Keep the rows in --out of models and batch sizes that are not asked for."""
     out: Path = RESULTS / "round_overhead"
     """Folder of the table."""
 
@@ -155,3 +158,56 @@ class CampaignOptions:
     def resume_hint(self) -> str:
         """How to go on after an interrupt."""
         return f"finished runs are in {self.out}; go on with --resume"
+
+
+@dataclass(frozen=True)
+class TrainingSpeedOptions(DeviceOptions):
+    """How fast is training beside a bare timm loop?
+
+    A step of `fedmjp.training` against one of a loop that holds nothing of this project: the same timm model, AdamW by
+    timm, clipped gradients, cross-entropy, autocast. Both start from the same weights and take a step on the same batch
+    in turn. The bare loop is measured twice: with timm's unfused attention, which this project takes on a CPU, and with
+    torch's fused kernel, which timm takes. Drawing the batch is timed by itself, and counted once for each loop or left
+    out. Times are of the processor on a CPU with one thread, and of the wall clock elsewhere.
+
+    Writes runs.csv (a row a pair of steps), table.csv and run.json to --out.
+    """
+
+    threads: int = 1
+    """Torch threads (0: torch's own choice)."""
+    models: tuple[str, ...] = ("vit_mini_32", "vit_ti")
+    """Plain ViTs, random weights."""
+    image_sizes: tuple[int, ...] = (32, 160)
+    """Pixels of a side, one for each model."""
+    batch_sizes: tuple[int, ...] = (64, 32)
+    """Images of a step, one for each model."""
+    data: str = "photos"
+    """photos, or a data set's name (`fedmjp.train --data`)."""
+    data_path: Path | None = None
+    """Local copy of a named data set."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of activations."""
+    warm_up: int = 2
+    """Steps before the first that counts."""
+    repeats: int = 20
+    """Pairs of steps; medians of their ratios are reported."""
+    out: Path = RESULTS / "training_speed"
+    """Folder of the tables."""
+
+    def cases(self) -> list[tuple[str, int, int]]:
+        """(model, pixels of a side, images of a step) of each measurement."""
+        return list(zip(self.models, self.image_sizes, self.batch_sizes, strict=True))
+
+    def validate(self) -> None:
+        """Raise `UsageError` for options out of range."""
+        super().validate()
+        check_positive(self, "image_sizes", "batch_sizes", "repeats")
+        if self.warm_up < 0:
+            raise UsageError(f"--warm-up must not be negative, but is {self.warm_up}")
+        if not len(self.models) == len(self.image_sizes) == len(self.batch_sizes):
+            raise UsageError("--models, --image-sizes and --batch-sizes take as many entries each")
+        for model in self.models:
+            name, variant = split_name(model)
+            spec = MODELS.get(name)
+            if variant or spec.vit is None or spec.speech:
+                raise UsageError(f"--models takes plain ViTs, which a bare timm loop can train, not {model}")

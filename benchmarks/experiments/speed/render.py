@@ -99,6 +99,53 @@ def campaign_block(folder: Path) -> str:
     return f"{table}\n\n{about}; {run['cores']} CPU cores, {row.repeats} turns; medians."
 
 
+def training_table(folder: Path) -> pd.DataFrame:
+    """Our training step beside a bare timm loop's, paired; medians and quartiles (`training_speed`)."""
+    runs = pd.read_csv(folder / "runs.csv")
+    loaded = {name: runs["load_seconds"] + runs[f"{name}_seconds"] for name in ("ours", "bare", "fused")}
+    runs["step_over_bare"] = runs["ours_seconds"] / runs["bare_seconds"]
+    runs["step_over_fused"] = runs["ours_seconds"] / runs["fused_seconds"]
+    runs["loaded_step_over_bare"] = loaded["ours"] / loaded["bare"]
+    runs["loaded_step_over_fused"] = loaded["ours"] / loaded["fused"]
+    runs["images_per_second"] = runs["batch_size"] / runs["ours_seconds"]
+    runs["bare_images_per_second"] = runs["batch_size"] / runs["bare_seconds"]
+    runs["loaded_images_per_second"] = runs["batch_size"] / loaded["ours"]
+    lines, keys = [], ["model", "image_size", "batch_size", "precision"]
+    for values, own in runs.groupby(keys, sort=False):
+        line = dict(zip(keys, values, strict=True))
+        line |= {f"{n}_median": own[n].median() for n in runs.columns if n.endswith("images_per_second")}
+        for name in (n for n in runs.columns if "step_over" in n):
+            line |= {f"{name}_{part}": own[name].quantile(q) for part, q in QUARTILES.items()}
+        lines.append(line | {"repeats": len(own), "device": own["device"].iloc[0]})
+    return pd.DataFrame(lines)
+
+
+def training_block(folder: Path) -> str:
+    """Training beside a bare timm loop."""
+    lines = []
+    table = training_table(folder)
+    for _, row in table.iterrows():
+        setting = f"{row.model}, {row.image_size} px, batch {row.batch_size}, {row.precision}"
+        speeds = (f"{row[f'{way}images_per_second_median']:.1f}" for way in ("", "bare_", "loaded_"))
+        ratios = (
+            f"{row[f'{name}_median']:.3f} ({row[f'{name}_q25']:.2f} to {row[f'{name}_q75']:.2f})"
+            for name in ("step_over_bare", "loaded_step_over_bare", "step_over_fused")
+        )
+        lines.append([setting, *speeds, *ratios])
+    head = [
+        "training",
+        "images/s",
+        "bare loop",
+        "with loading",
+        "step / bare step",
+        "with loading",
+        "/ fused attention",
+    ]
+    pairs = f"{table['repeats'].min()} pairs of steps, medians (quartiles)"
+    return f"{markdown_table(head, lines)}\n\n{', '.join(sorted(set(table['device'])))}; {pairs}."
+
+
+QUARTILES = {"median": 0.5, "q25": 0.25, "q75": 0.75}
 SERIAL = "one process"
 TIMES = {
     "seconds": "seconds [min, max]",
@@ -112,8 +159,14 @@ CAMPAIGN = Rendering(
     files=lambda folder: {"table.csv": csv(campaign_table(folder), 5)},
     blocks={"campaign_speed": campaign_block},
 )
+TRAINING = Rendering(
+    "training_speed",
+    files=lambda folder: {"table.csv": csv(training_table(folder), 5)},
+    blocks={"training_speed": training_block},
+)
 RENDERINGS = (
     CAMPAIGN,
+    TRAINING,
     Rendering("speed", blocks={"speed": speed_block, "matching_speed": matching_speed_block}),
     Rendering("mjp_overhead", blocks={"overhead": overhead_block}),
 )
