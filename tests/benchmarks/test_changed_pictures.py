@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from experiments.scaffold import AttackOptions, RowOptions
+from experiments.scaffold import BENCHMARKS, AttackOptions, RowOptions
 from experiments.session import AttackSession, Session
 from PIL import Image
 from rich.console import Console
@@ -38,6 +38,18 @@ COMMANDS = {
     "strangers": [*MICRO, "--images", "photos", "--num-images", "2"],
     "withheld": ["--models", "vit_micro_32=random", "--num-images", "2"],
 }
+# Modules that load galleries beside `Session.gallery`, and why.
+LOADERS = {
+    "fishing/protocol": "compares the images that it draws (check_images)",
+    "leakage/protocol": "a Campaign compares",
+    "matching/protocol": "a Campaign compares",
+    **dict.fromkeys(
+        ("adaptive/protocol", "batches/protocol", "mp3/figures", "trained_models/attention_maps"), "a figure"
+    ),
+    **dict.fromkeys(("confidence/protocol", "image_prior/protocol", "piece_predictor/protocol"), "a fit, without rows"),
+    **dict.fromkeys(("speed/campaign_speed", "speed/matching_speed", "speed/speed"), "seconds"),
+    "session": "Session.gallery itself",
+}
 SIDES = (32, 40, 64)  # of the models' images, and of the scenes that `augmentation` takes views of
 
 
@@ -58,6 +70,16 @@ def test_other_pictures_are_refused_before_any_attack(name: str, tmp_path, capsy
     assert f"of photos is not the one that {tmp_path / FILE} was written for" in complaint
     assert not (tmp_path / "rows.jsonl").exists() or not (tmp_path / "rows.jsonl").stat().st_size
     assert (tmp_path / FILE).read_text() == other_digests
+
+
+def test_galleries_enter_tables_through_the_session() -> None:
+    root = BENCHMARKS / "experiments"
+    found = {
+        str(path.relative_to(root).with_suffix(""))
+        for path in root.rglob("*.py")
+        if "load_gallery(" in path.read_text()
+    }
+    assert found == set(LOADERS)
 
 
 def copied_photographs(folder: Path, count: int) -> list[Path]:
