@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -21,12 +23,12 @@ from fedmjp.audit.harness import ScoreImages, scorer
 from fedmjp.audit.suite import select_attacks
 from fedmjp.audit.victims import Victims
 from fedmjp.budgets import ALL, AUTO
-from fedmjp.data import Gallery
+from fedmjp.data import Gallery, load_gallery
 from fedmjp.defenses import Defense
 from fedmjp.devices import usable_device
 from fedmjp.metrics import load_lpips
 from fedmjp.records import provenance
-from fedmjp.records.image_digests import ImageDigests
+from fedmjp.records.image_digests import FILE, ImageDigests
 from fedmjp.records.lock import FolderLock
 from fedmjp.records.rows import RESULTS, RowLog, Schema, pack_rows, unpack_rows
 from fedmjp.records.run_record import note_rows, note_start
@@ -34,6 +36,7 @@ from fedmjp.workers.schedule import NOT_ATTACKED
 
 # Options that decide about no number.
 _NEUTRAL = {"out", "resume", "device", "threads", "workers", "ray", "batch_size", "together"}
+_DECODED = 64  # images at a time
 
 
 def prepare_torch(options: DeviceOptions) -> torch.device:
@@ -62,6 +65,7 @@ class Session:
         asked = {k: str(v) for k, v in vars(options).items() if k not in _NEUTRAL}
         self.columns = {"run_id": provenance.run_id(asked), **provenance.columns(self.device)}
         self._said: dict[str, None] = {}
+        self._locked, self._galleries, self._compared = False, list[Gallery](), set[tuple[str, int, str]]()
 
     def say(self, line: str) -> None:
         """Print a line, unless it was printed before."""
@@ -93,14 +97,16 @@ class Session:
     def rows(self, defense: Defense | None = None) -> Iterator[RowLog]:
         """The folder's rows, to append to; packed where the block ends without an exception.
 
-        run.json is there before the first row, and says that they are not finished.
+        run.json is there before the first row, and says that they are not finished. Galleries loaded before are
+        compared with the folder's pictures first (`check_images`).
 
         Args:
             defense: the one that all rows of the same name must be of, with its options; None where a command runs
                 several.
 
         Raises:
-            UsageError: rows of the folder are of the same defence with other options; nothing is changed.
+            UsageError: rows of the folder are of the same defence with other options, or of other pictures; no row is
+                changed.
         """
         path = self.out / "rows.jsonl"
         if defense is not None and any(self.out.glob("rows.jsonl*")):
@@ -108,6 +114,9 @@ class Session:
         self.out.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(self.out)
         try:
+            self._locked = True
+            while self._galleries:
+                self.check_images(self._galleries.pop(0))
             note_start(self.out)
             unpack_rows(path)
             with RowLog(path, self._schema) as rows:
@@ -115,11 +124,41 @@ class Session:
                     self.say("the last row was half-written: it is computed again")
                 yield rows
         finally:
+            self._locked = False
             lock.release()
         if not path.stat().st_size:
             self.require_all()
             raise UsageError(f"no picture of --images {self.options.images} can be read; nothing was attacked")
         pack_rows(path)
+
+    def gallery(self, place: str, *, size: int, limit: int | None = None, path: Path | None = None) -> Gallery:
+        """Images that rows are about: `fedmjp.data.load_gallery`, then `check_images`.
+
+        Raises:
+            UsageError: no such images, or others than before.
+        """
+        gallery = load_gallery(place, size=size, limit=limit, path=path)
+        self.check_images(gallery)
+        return gallery
+
+    def check_images(self, gallery: Gallery) -> None:
+        """Refuse to go on with other pictures than the folder's rows are about, those of complete rows as well.
+
+        Pictures that the folder has no digest of are noted: a later call may attack more of them, or fewer. Outside
+        of a block of `rows`, where another process may write to the folder, the comparison waits for the next block.
+
+        Raises:
+            UsageError: see `ImageDigests.check`.
+        """
+        if not self._locked:
+            self._galleries.append(gallery)
+            return
+        images, digests = gallery.images, ImageDigests(self.out, gallery.name)
+        keys = [(gallery.name, images.size, name) for name in images.ids]
+        fresh = [index for index, key in enumerate(keys) if key not in self._compared]
+        for names, pixels in replace(gallery, images=images.subset(fresh)).decoded(_DECODED):
+            digests.check(names, pixels)
+        self._compared |= set(keys)
 
     def _require_same(self, defense: Defense) -> None:
         rows, asked = read_rows(self.out, self._schema), json.loads(json.dumps(defense.parameters()))
@@ -172,6 +211,20 @@ class AttackSession(Session):
         self._chosen = False
         self._left_out: dict[str, dict[str, str]] = {}
 
+    @contextmanager
+    def rows(self, defense: Defense | None = None) -> Iterator[RowLog]:
+        """See `Session.rows`.
+
+        Raises:
+            RuntimeError: rows were written of images that nothing compared with those of a run that is resumed; a
+                protocol loads them by `gallery`, or passes them to `check_images`.
+        """
+        with super().rows(defense) as rows:
+            before = rows.path.stat().st_size
+            yield rows
+            if rows.path.stat().st_size > before and not (self.out / FILE).exists():
+                raise RuntimeError(f"rows were written of images that have no digest in {self.out / FILE}")
+
     def suite(
         self, names: Sequence[str], observations: Sequence[Observation], threat_model: ThreatModel
     ) -> dict[str, Attack]:
@@ -209,21 +262,6 @@ class AttackSession(Session):
         for reason in gallery.skipped:
             self.say(f"left out: {reason}")
         return Victims(gallery, defense, seed=seed, device=self.device, warn=self.say, group=group)
-
-    def check_images(self, victims: Victims, size: int) -> None:
-        """Refuse to go on with other pictures than the folder's rows are of (`Campaign` does so by itself).
-
-        Args:
-            victims: the clients whose images are compared, those of complete rows as well.
-            size: clients whose images are decoded at a time.
-
-        Raises:
-            UsageError: see `ImageDigests.check`.
-        """
-        digests = ImageDigests(self.out, victims.gallery.name)
-        for batch in victims.batches(size):
-            clients, images = victims.decode(batch)
-            digests.check([name for client in clients for name in victims.ids(client)], images)
 
 
 class TableRun:

@@ -6,8 +6,13 @@ images, flat or with class folders.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from attacks.registry import UsageError
 from fedmjp.data.catalog import IMAGES, KINDS, SOURCES, require_kind
@@ -31,6 +36,16 @@ class Gallery:
     name: str
     provenance: str
     skipped: tuple[str, ...] = ()
+
+    def decoded(self, size: int) -> Iterator[tuple[list[str], Tensor]]:
+        """The images that can be decoded, `size` at a time: their ids, and (B, C, H, W) in [0, 1]."""
+        for start in range(0, len(self.images), size):
+            found: dict[str, Tensor] = {}
+            for index in range(start, min(start + size, len(self.images))):
+                with suppress(UsageError):
+                    found[self.images.ids[index]] = self.images.images([index])
+            if found:
+                yield list(found), torch.cat(list(found.values()))
 
 
 def load_gallery(

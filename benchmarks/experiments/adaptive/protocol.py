@@ -68,7 +68,7 @@ class Run:
         sent = self.subjects["standard"].built
         score = self.session.scorer(sent.patch_size)
         self.updates = Updates(options, self.subjects, score, self.session.columns)
-        self.gallery = load_gallery(options.images, size=sent.image_size, limit=options.num_images)
+        self.gallery = self.session.gallery(options.images, size=sent.image_size, limit=options.num_images)
 
     def subject(self, block: str) -> Subject:
         """The model that clients are sent in their first update; its block may be of the server's choosing."""
@@ -100,10 +100,8 @@ class Run:
     def attack(self, rows: RowLog) -> None:
         """Write every row that is missing."""
         with self.session.bar() as bar:
-            for number, case in enumerate(cases(self.options)):
+            for case in cases(self.options):
                 victims = self.session.victims(self.gallery, case.defense, self.options.seed)
-                if not number:  # all cases have the same images
-                    self.session.check_images(victims, self.options.batch_size)
                 plan = self.plan(case, victims)
                 lines = [
                     self.updates.case(victims, case, count, name, attack)

@@ -22,7 +22,6 @@ from experiments.withheld.groups import without
 from fedmjp.audit.harness import score_found
 from fedmjp.audit.per_image import observe_groups, observe_together
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
@@ -73,7 +72,7 @@ class Run(TableRun):
         o, subject = self.options, victim(self.options, defense)
         subject.built.module.to(self.session.device)
         size = subject.built.image_size + 2 * subject.built.patch_size
-        gallery = load_gallery(o.images, size=size, limit=o.num_images, path=o.data_path)
+        gallery = self.session.gallery(o.images, size=size, limit=o.num_images, path=o.data_path)
         self.provenance = gallery.provenance
         return subject, self.session.victims(gallery, defense, o.seed)
 

@@ -21,7 +21,6 @@ from experiments.augmentation.render import FALSE_MATCHES, STRANGERS
 from experiments.session import Session
 from fedmjp.audit.per_image import observe_together
 from fedmjp.audit.victims import Subject, Victims, drifted
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.records.rows import RowLog
 
@@ -55,7 +54,7 @@ class Run:
         """The model and one client for each image."""
         o, subject = self.options, victim(self.options, defense)
         subject.built.module.to(self.session.device)
-        gallery = load_gallery(o.images, size=subject.built.image_size, limit=o.num_images, path=o.data_path)
+        gallery = self.session.gallery(o.images, size=subject.built.image_size, limit=o.num_images, path=o.data_path)
         victims = Victims(gallery, defense, seed=o.seed, device=self.session.device, warn=self.session.say)
         return subject, victims
 

@@ -20,7 +20,7 @@ from fedmjp.audit.harness import Scored, score_found
 from fedmjp.audit.per_image import observe_together
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.budgets import AUTO
-from fedmjp.data import load_gallery
+from fedmjp.data import Gallery, load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
@@ -55,11 +55,11 @@ class Run:
         built.module.to(self.session.device).eval()
         self.subject = Subject(built)
         self.score = self.session.scorer(built.patch_size)
-        self.victims = self.holding(options.images, options.num_images)
+        gallery = self.session.gallery(options.images, size=built.image_size, limit=options.num_images)
+        self.victims = self.holding(gallery)
 
-    def holding(self, images: str, limit: int) -> Victims:
+    def holding(self, gallery: Gallery) -> Victims:
         """The clients of these images."""
-        gallery = load_gallery(images, size=self.subject.built.image_size, limit=limit)
         return self.session.victims(gallery, DEFENSES.get("none")(), self.options.seed)
 
     def __call__(self) -> None:
@@ -148,7 +148,7 @@ class Run:
 
     def picture(self, size: int, attacks: Mapping[str, Attack]) -> None:
         """Draw the embedded photographs of one plane, each with its reconstruction from one step and from all steps."""
-        victims = self.holding("photos", size**2)
+        victims = self.holding(load_gallery("photos", size=self.subject.built.image_size, limit=size**2))
         panels: dict[int, Panel] = {}
         for name, client, place, one, _ in self.follow(victims, range(size**2), size, attacks, lambda: None):
             image = victims.gallery.images.images([client])[0]

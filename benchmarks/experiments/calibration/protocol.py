@@ -21,7 +21,6 @@ from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.budgets import AUTO
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import patch_recovery
 from fedmjp.models import BuiltModel, build_model
@@ -77,7 +76,7 @@ def _case(options: Options, session: AttackSession, gamma: float) -> Case:
     dal = getattr(defense, "dal", "none")
     built = build_model(model, num_classes=classes, weights=options.weights, dal=dal, seed=options.seed)
     built.module.to(session.device).eval()
-    gallery = load_gallery(options.images, size=built.image_size, limit=options.num_images)
+    gallery = session.gallery(options.images, size=built.image_size, limit=options.num_images)
     setting = Setting("original", defended=bool(gamma), hidden=bool(gamma), against="original")
     return Case(built, name, setting, session.victims(gallery, defense, options.seed))
 

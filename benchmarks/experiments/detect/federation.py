@@ -15,6 +15,7 @@ from fedmjp.audit.observe import model_as_sent, observe_update
 from fedmjp.budgets import build_attack
 from fedmjp.client import ClientTask, shared_task
 from fedmjp.config import RunConfig
+from fedmjp.data import Gallery
 from fedmjp.detect import STATISTICS, Measurement
 from fedmjp.detect.clients import received_in
 from fedmjp.federation import build_client_app, run_rounds
@@ -185,6 +186,16 @@ def train(config: RunConfig, on_turn: Callable[[Turn], None], on_round: Callable
         on_round=lambda number, state: on_round(),
         on_send=on_send,
     )
+
+
+def trained_on(task: ClientTask) -> Gallery:
+    """The training images that the clients of a federation see in any round."""
+    f, train = task.config.federation, task.data.train
+    turns = ((c, r) for c in range(f.clients) for r in range(1, f.rounds + 1))
+    steps = ((c, r, step) for c, r in turns for step in range(f.steps_of(len(task.parts[c]))))
+    seen = {name for place in steps for name in task.batch_ids(*place)}
+    kept = [index for index, name in enumerate(train.ids) if name in seen]
+    return Gallery(train.subset(kept), task.data.name, task.data.provenance)
 
 
 def plain(config: RunConfig) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import TaskID
 
-from experiments.detect.federation import Prepared, Turn, active_attacks, held_once, plain, probes, train
+from experiments.detect.federation import Prepared, Turn, active_attacks, held_once, plain, probes, train, trained_on
 from experiments.detect.options import ADAPTIVE, EVALUATION, Federation, Options
 from experiments.detect.render import DETECT, HONEST, ROWS
 from experiments.session import Session
@@ -41,6 +41,7 @@ class Checked:
         self.options, self.session, self.federation, self.rows = options, session, federation, rows
         self.config = plain(federation.config)
         self.task = shared_task(self.config.order(), options.defense, self.config.client_entropy())
+        session.check_images(trained_on(self.task))
         self.score, self.active = scorer(self.task.model.patch_size, None), active_attacks(self.task, session.say)
 
     def __call__(self) -> None:

@@ -125,7 +125,9 @@ class Run:
         o = self.options
         drawn = draw_batches(own, size, labels, o.clients * o.sum_of, o.seed)
         images = self.gallery.images.subset([index for batch in drawn for index in batch])
-        victims = self.session.victims(replace(self.gallery, images=images), self.defense, o.seed, size)
+        held = replace(self.gallery, images=images)
+        self.session.check_images(held)
+        victims = self.session.victims(held, self.defense, o.seed, size)
         pictures: dict[str, Tensor] = {}
         with self.session.bar() as bar:
             task = bar.add_task(f"{name}, {size} {labels} labels", total=o.clients * self.rounds(size))

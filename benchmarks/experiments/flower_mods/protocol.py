@@ -29,7 +29,6 @@ from experiments.session import TableRun
 from fedmjp.audit import Watcher
 from fedmjp.audit.harness import Scored, score_found
 from fedmjp.audit.victims import Subject
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.federation import TapGrid
 from fedmjp.federation.local_grid import LocalGrid
@@ -103,7 +102,7 @@ class FlowerMods(TableRun):
         o = self.options
         classes = classes_of(o.model, o.weights) or IMAGENET_CLASSES
         self.built = build_model(o.model, num_classes=classes, weights=o.weights, seed=o.seed)
-        gallery = load_gallery(o.images, size=self.built.image_size, path=o.data_path)
+        gallery = self.session.gallery(o.images, size=self.built.image_size, path=o.data_path)
         if len(gallery.images) < o.clients:
             raise UsageError(f"--images {o.images} has {len(gallery.images)} images for {o.clients} --clients")
         self.victims = self.session.victims(gallery, DEFENSES.get("none")(), o.seed)

@@ -15,7 +15,6 @@ from experiments.session import TableRun
 from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.victims import Subject, Victims
 from fedmjp.budgets import build_attack
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import BuiltModel, build_model, resize_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
@@ -38,7 +37,7 @@ class Run(TableRun):
         super().__init__(options, console)
         self.situations = [one for one in situations() if one.attack in options.attacks]
         self.plain = self.build(options.model, options.weights)
-        self.gallery = load_gallery(
+        self.gallery = self.session.gallery(
             options.images, size=self.plain.image_size, limit=options.num_images, path=options.data_path
         )
         masked = any(one.masked for one in self.situations)

@@ -21,7 +21,6 @@ from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Subject, Victims, drifted
 from fedmjp.budgets import build_attack
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import METRIC_DIRECTIONS
 from fedmjp.models import build_model
@@ -60,7 +59,7 @@ class Run(TableRun):
         built.module.to(self.session.device).eval()
         if o.bounds and 3 * built.image_size**2 > LARGEST:
             raise UsageError(f"--bounds: images of {built.image_size} px have more than {LARGEST} values")
-        gallery = load_gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
+        gallery = self.session.gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
         victims, subject = self.session.victims(gallery, acting, o.seed), Subject(built)
         with self.session.bar() as bar:
             task = bar.add_task(f"{built.name}, {built.provenance}", total=len(victims))

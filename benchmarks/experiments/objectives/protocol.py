@@ -19,7 +19,6 @@ from fedmjp.audit.observe import observe_step
 from fedmjp.audit.victims import Subject, Victims
 from fedmjp.budgets import build_attack
 from fedmjp.config import ModelConfig
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models.weights import classes_of
 from fedmjp.objectives import Draws, Learner, read_objective
@@ -47,7 +46,7 @@ class Run(TableRun):
         """Write every row of one line that is missing; returns the images' provenance."""
         o, learner = self.options, self.learner(line)
         count = max(1, round(line.images * o.num_images))
-        gallery = load_gallery(o.images, size=learner.model.image_size, limit=o.num_images, path=o.data_path)
+        gallery = self.session.gallery(o.images, size=learner.model.image_size, limit=o.num_images, path=o.data_path)
         victims = self.session.victims(gallery, learner.defense, o.seed)
         with self.session.bar() as bar:
             task = bar.add_task(f"{line.objective}, {learner.model.provenance}", total=min(count, len(victims)))

@@ -17,7 +17,6 @@ from experiments.session import Session, TableRun
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Victims
 from fedmjp.budgets import build_attack
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
@@ -61,7 +60,7 @@ class Run(TableRun):
         dal = getattr(defense, "dal", "none")
         built = build_model(model, num_classes=classes, weights=o.weights, dal=dal, seed=o.seed)
         built.module.to(self.session.device).eval()
-        gallery = load_gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
+        gallery = self.session.gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
         victims = Victims(gallery, defense, seed=o.seed, device=self.session.device, warn=self.session.say)
         tokenizer = find_tokenizer(built.module, (3, built.image_size, built.image_size))
         case = {"dataset": gallery.name, "model": built.name, "weights": built.provenance, "attack": name}

@@ -17,7 +17,6 @@ from attacks.mjp.placement import Placement
 from experiments.placement.options import Options
 from experiments.placement.render import EXACT, PLACEMENT, SCHEMA
 from experiments.session import Session
-from fedmjp.data import load_gallery
 from fedmjp.defenses.masking import block_masks, jigsaw_order
 from fedmjp.records.rows import RowLog
 
@@ -27,7 +26,7 @@ CLOSEST = 10 ** (-EXACT / 10)  # smallest squared error that PSNR resolves
 def run(options: Options, console: Console) -> None:
     """Place, then write the table."""
     session = Session(options, console, SCHEMA)
-    gallery = load_gallery(options.images, size=options.image_size, limit=options.num_images, path=options.data_path)
+    gallery = session.gallery(options.images, size=options.image_size, limit=options.num_images, path=options.data_path)
     with session.rows() as rows, session.bar() as bar:
         task = bar.add_task("photographs", total=len(gallery.images))
         for index, name in enumerate(gallery.images.ids):

@@ -16,7 +16,6 @@ from experiments.withheld.render import WITHHELD
 from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Subject, Victims
-from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model, resize_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
@@ -48,7 +47,7 @@ class Run(TableRun):
         built = built if pixels is None else resize_model(built, pixels)
         built.module.to(self.session.device).eval()
         subject = Subject(built, self.granted)
-        gallery = load_gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
+        gallery = self.session.gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
         victims, groups = self.session.victims(gallery, DEFENSES.get("none")(), o.seed), o.withheld()
         with self.session.bar() as bar:
             task = bar.add_task(f"{built.name}, {built.provenance}", total=len(victims) * len(groups))
