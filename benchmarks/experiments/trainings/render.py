@@ -7,9 +7,17 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.rendering import Rendering, markdown_table
-from experiments.trainings import ablation, backbones, masking_ratio, precision
-from experiments.trainings.options import AblationOptions, BackboneOptions, PrecisionOptions, RatioOptions
+from experiments.trainings import ablation, backbones, fine_tuning, masking_ratio, precision
+from experiments.trainings.options import (
+    AblationOptions,
+    BackboneOptions,
+    FineTuningOptions,
+    PrecisionOptions,
+    RatioOptions,
+)
 from experiments.trainings.training_curves import curves
+
+PUBLIC_VIT_TI = "vit_tiny_patch16_224.tiny_imagenet.safetensors"  # what the committed fine-tunings start from
 
 
 def training_block(folder: Path) -> str:
@@ -24,6 +32,7 @@ def training_block(folder: Path) -> str:
 
 RENDERINGS = (
     Rendering("training", blocks={"training": training_block}, figures=curves),
+    fine_tuning.table(FineTuningOptions(weights=PUBLIC_VIT_TI)).rendering(),
     backbones.table(BackboneOptions()).rendering(),
     ablation.table(AblationOptions()).rendering(),
     masking_ratio.table(RatioOptions()).rendering(),
