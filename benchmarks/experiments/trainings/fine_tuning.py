@@ -58,12 +58,13 @@ def figure(rows: pd.DataFrame, table: pd.DataFrame, path: Path) -> None:
     """Accuracy and Consistency against the masking ratio at inference, a curve a line."""
     drawing = Figure(figsize=(6.8, 3.6), layout="constrained")
     panels = drawing.subplots(1, 2)
-    methods = ablation.paper()["method"]
-    labels = {name: f"{name}: {methods[name]}" if name in methods else name for name in rows["line"].unique()}
-    labels[PLAIN] = f"{PLAIN}: plain"
+    methods, labels = ablation.paper()["method"], {PLAIN: f"{PLAIN}: plain"}
+    for name, group in rows[rows["line"] != PLAIN].groupby("line", sort=False):
+        letter, gamma = name.partition(",")[0], group["defense_parameters"].iloc[0].get("gamma")
+        labels[name] = f"{letter}: {methods[letter]}" + ("" if gamma is None else f", γ = {gamma:g}")
     for panel, metric in zip(panels, ("accuracy", "consistency"), strict=True):
         ratio_curves(panel, rows, metric, labels)
-    save_with_legend(drawing, panels[0], path, columns=3)
+    save_with_legend(drawing, panels[0], path, columns=2)
 
 
 def table(options: FineTuningOptions) -> TrainingTable:
