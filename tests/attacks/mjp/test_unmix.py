@@ -264,5 +264,7 @@ def test_deit_s_at_224_from_one_update() -> None:
     image = photographs(224, 1)
     model = build_model("deit_s_mjp", num_classes=8, weights="random")
     view, _, _ = masked_update(model, image, gamma=0.02)
-    ours, prior = (psnr(ATTACKS.get(name)()([view]).images, image) for name in ("unmix", "mjp_subspace"))
+    quick = TokenSearch(rounds=0, steps=15)  # more starts find nothing more here
+    attacks = (ATTACKS.get("unmix")(search=quick), ATTACKS.get("mjp_subspace")())
+    ours, prior = (psnr(attack([view]).images, image) for attack in attacks)
     assert ours > prior + 5, (ours, prior)  # 53.8 and 39.4 dB when this was written
