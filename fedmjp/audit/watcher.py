@@ -157,7 +157,7 @@ class Watcher:
         except Exception as error:  # the app's training must go on
             self.problems.append(f"round {number}, node {node}: {error}".splitlines()[0])
             LOG.warning("not audited: %s", self.problems[-1])
-            with suppress(Exception):  # a full disk, and the line is told already
+            with suppress(Exception):  # such as a full disk; the problem is logged already
                 reason = str(error).partition("\n")[0]
                 self._opened().failures.note(DEFENSE, number, node, NOT_AUDITED, reason)
 

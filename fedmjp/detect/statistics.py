@@ -37,8 +37,8 @@ LEAST_SIDE = 32
 
 STARTS_AT_ZERO = (
     "the classifier {layer} is zero in the first model that the client was sent: below it no image sends a gradient in "
-    "this step. Some models start so, and a server can silence a client so; from this model alone the two are not told "
-    "apart"
+    "this step. Some models start so, and a server can silence a client so; this model alone does not "
+    "say which"
 )
 FIRST_ROUND = "the first model that the client was sent: nothing to compare it with"
 NO_CLASSIFIER = "the model's logits are not the output of one linear layer"

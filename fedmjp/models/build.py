@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import timm
@@ -19,6 +20,8 @@ from attacks.registry import UsageError
 from fedmjp.models.registry import MODELS, ModelSpec, split_name
 from fedmjp.models.vit import AprilBlock, BlockKind, ViT
 from fedmjp.models.weights import PRETEXT, load_weights, read_state
+
+NAMED = ("random", "timm", "auto")  # weights that are no file
 
 
 @dataclass(frozen=True)
@@ -109,19 +112,35 @@ def build_model(
         adapt(module)
     about = {"image_size": spec.image_size, "patch_size": spec.patch_size, "mean": spec.mean, "std": spec.std}
     built = BuiltModel(module, name, block, **about, provenance="", speech=spec.speech)
-    resized = image_size is not None and image_size != spec.image_size
-    resized_before = resized and _holds_positions(weights, image_size // spec.patch_size)
-    if resized_before:
-        built = resize_model(built, image_size)
-    provenance = load_weights(module, name=name, source=weights, timm_name=spec.published, seed=seed)
+    load = partial(load_weights, module, name=name, source=weights, timm_name=spec.published, seed=seed)
+    built = load_at_size(built, image_size, None if weights in NAMED else Path(weights), load)
     if block == "april":
         module.blocks[0] = AprilBlock(module.blocks[0])
     if adapt is not None and not adapted:
         adapt_seeded(module, adapt, seed)
-    if resized and not resized_before:
-        built = resize_model(built, image_size)
-        provenance += f", resized to {image_size} px"
-    return replace(built, provenance=provenance)
+    return built
+
+
+def load_at_size(
+    built: BuiltModel, image_size: int | None, checkpoint: Path | None, load: Callable[[], str]
+) -> BuiltModel:
+    """The model with weights loaded and for images of another size, in the order that the weights ask for.
+
+    Args:
+        built: at its own size; changed in place.
+        image_size: pixels of a side, None for its own.
+        checkpoint: the file of the weights, None for weights by name.
+        load: loads them into the module and returns their origin in words.
+
+    Raises:
+        UsageError: see `resize_model`; what `load` raises.
+    """
+    if image_size is None or image_size == built.image_size:
+        return replace(built, provenance=load())
+    if checkpoint is not None and _holds_positions(checkpoint, image_size // built.patch_size):
+        return replace(resize_model(built, image_size), provenance=load())
+    provenance = f"{load()}, resized to {image_size} px"
+    return replace(resize_model(built, image_size), provenance=provenance)
 
 
 def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
@@ -163,7 +182,7 @@ def adapt_seeded(module: nn.Module, adapt: Callable[[nn.Module], None], seed: in
 
 def _holds_added(weights: str, module: nn.Module, adapt: Callable[[nn.Module], None]) -> bool:
     """Whether `weights` is a checkpoint that holds parameters which `adapt` would add to the module."""
-    if weights in ("random", "timm", "auto"):
+    if weights in NAMED:
         return False
     changed = deepcopy(module)
     adapt_seeded(changed, adapt, 0)
@@ -171,11 +190,9 @@ def _holds_added(weights: str, module: nn.Module, adapt: Callable[[nn.Module], N
     return not added.isdisjoint(read_state(Path(weights)))
 
 
-def _holds_positions(weights: str, side: int) -> bool:
-    """Whether `weights` is a checkpoint whose position embedding is that of a grid of `side` times `side` patches."""
-    if weights in ("random", "timm", "auto"):
-        return False
-    positions = read_state(Path(weights)).get("pos_embed")
+def _holds_positions(checkpoint: Path, side: int) -> bool:
+    """Whether the checkpoint's position embedding is that of a grid of `side` times `side` patches."""
+    positions = read_state(checkpoint).get("pos_embed")
     return positions is not None and positions.shape[1] == side**2 + 1
 
 

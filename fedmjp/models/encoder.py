@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -24,25 +23,15 @@ RENEWED = {
 }
 
 
-@dataclass(frozen=True)
-class EncoderOrigin:
-    """Where a loaded encoder comes from.
-
-    Attributes:
-        objective: the entry of --objective that trained it, or "" where the file does not say.
-        provenance: in words for a table.
-    """
-
-    objective: str
-    provenance: str
-
-
-def load_encoder(module: nn.Module, path: Path) -> EncoderOrigin:
+def load_encoder(module: nn.Module, path: Path) -> str:
     """Load blocks, patch projection and norms, and of class token and positions what the checkpoint holds and fits.
 
     Args:
         module: the model to fine-tune, newly built.
         path: a .safetensors, .pt or .pth state dict.
+
+    Returns:
+        Where the encoder comes from, in words for a table.
 
     Raises:
         UsageError: no such file, or one that holds no encoder of this architecture.
@@ -68,6 +57,5 @@ def load_encoder(module: nn.Module, path: Path) -> EncoderOrigin:
     module.load_state_dict(kept, strict=False)
     new = [words for n, words in RENEWED.items() if any(o.startswith(n) and o not in kept for o in own)]
     origin = read_origin(path)
-    objective = origin.objective if origin else ""
-    trained = f" pre-trained by {objective}" if objective else ""
-    return EncoderOrigin(objective, f"encoder of {path.name}{trained} ({', '.join([*new, 'head'])} new)")
+    trained = f" pre-trained by {origin.objective}" if origin else ""
+    return f"encoder of {path.name}{trained} ({', '.join([*new, 'head'])} new)"

@@ -4,10 +4,10 @@ the loss with the defence's terms.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from fedmjp.config import ModelConfig
 from fedmjp.defenses import ClientInput, Defense
 from fedmjp.defenses.step import LocalStep, local_step
 from fedmjp.models import BuiltModel, build_model
-from fedmjp.models.build import adapt_seeded
+from fedmjp.models.build import adapt_seeded, load_at_size
 from fedmjp.models.encoder import load_encoder
 from fedmjp.models.weights import Origin, classes_of, read_origin, read_state
 from fedmjp.objectives import read_objective
@@ -87,13 +87,13 @@ class Learner:
             seed=seed,
             attach=objective.attach,
             adapt=defense.adapt if encoder is None else None,
-            image_size=model.image_size,
+            image_size=model.image_size if encoder is None else None,
         )
         if encoder is not None:
-            origin = load_encoder(built.module, encoder)
-            if origin.objective:
+            load, origin = partial(load_encoder, built.module, encoder), read_origin(encoder)
+            built = load_at_size(built, model.image_size, encoder, load)
+            if origin:
                 read_objective(origin.objective).begin_fine_tuning(built.module)
-            built = dataclasses.replace(built, provenance=origin.provenance)
             adapt_seeded(built.module, defense.adapt, seed)
         built.module.to(device)
         return cls(objective, defense, built)

@@ -385,10 +385,9 @@ from flwr.app import ArrayRecord, RecordDict
 from fedmjp.audit import Watcher
 from tests.attacks.models import timm_vit
 model, half = timm_vit(), [0.5] * 3
-state = {n: t.detach() for n, t in model.state_dict().items()}
 watcher = Watcher(model, image_shape=(3, 32, 32), mean=half, std=half, attacks="patch_embedding", out=sys.argv[1])
-after = {n: t - 0.01 * torch.randn(t.shape) for n, t in state.items()}
-watcher(*(RecordDict({"arrays": ArrayRecord(s)}) for s in (state, after)), 7)
+after = {n: t - 0.01 * torch.randn(t.shape) for n, t in model.state_dict().items()}
+watcher(*(RecordDict({"arrays": ArrayRecord(s)}) for s in (dict(model.state_dict()), after)), 7)
 """
 
 

@@ -13,8 +13,11 @@ from timm.layers import resample_abs_pos_embed
 from attacks import UsageError
 from fedmjp import simulate
 from fedmjp.config import DataConfig
+from fedmjp.defenses import Defense
 from fedmjp.model_options import ModelConfig
-from fedmjp.models import build_model
+from fedmjp.models import build_model, resize_model
+from fedmjp.objectives import Learner
+from fedmjp.objectives.supervised import Supervised
 from fedmjp.records.rows import load_rows
 from fedmjp.training.config import UNAUGMENTED, TrainConfig
 from fedmjp.training.run import train
@@ -49,6 +52,19 @@ def test_a_checkpoint_of_either_size_is_loaded(tmp_path) -> None:
         assert all(torch.equal(found[key], value) for key, value in wanted.items())
     with pytest.raises(UsageError, match="pass the --image-size that it was trained at"):
         build_model("vit_micro_32", weights=str(tmp_path / "48.safetensors"), num_classes=5)
+
+
+@pytest.mark.parametrize("size", [None, 48])
+def test_an_encoder_of_either_size_is_fine_tuned_with_its_positions(tmp_path, size: int | None) -> None:
+    start = build_model("vit_micro_32", weights="random", image_size=size, **TINY)
+    save_file(start.module.state_dict(), tmp_path / "start.safetensors")
+    wanted = start.module.pos_embed if size else resize_model(start, 48).module.pos_embed
+    model, cpu = ModelConfig("vit_micro_32", "random", image_size=48), torch.device("cpu")
+    encoder = tmp_path / "start.safetensors"
+    found = Learner.build(Supervised(), Defense(), model, num_classes=7, seed=2, device=cpu, encoder=encoder)
+    assert torch.equal(found.model.module.pos_embed, wanted)
+    assert found.model.image_size == 48
+    assert "positions new" not in found.model.provenance
 
 
 @pytest.mark.parametrize("name", ["vit_micro_32_rel", "vit_micro_32_idx", "swin_micro_32", "speech_mini"])

@@ -90,7 +90,7 @@ class Run:
         adapt = self.defense.adapt if self.defense.adapts else None
         built = build_model(name, num_classes=classes, weights=options.weights, seed=options.seed, adapt=adapt)
         if options.encoder is not None:
-            built = replace(built, provenance=load_encoder(built.module, options.encoder).provenance)
+            built = replace(built, provenance=load_encoder(built.module, options.encoder))
         built = built if options.image_size is None else resize_model(built, options.image_size)
         built.module.to(self.session.device).eval()
         self.built, self.shape = built, (3, built.image_size, built.image_size)

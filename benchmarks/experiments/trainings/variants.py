@@ -115,7 +115,8 @@ def limits(rows: pd.DataFrame, with_paper: bool) -> str:
     """
     seen = " or ".join(f"{images:,}" for images in sorted(set(rows["images_seen"])))
     data = "; ".join(sorted(set(rows["provenance"])))
-    text = f"Every training saw {seen} images ({data})"
+    start = "".join(f", from {name}, whose own training is not counted" for name in rows["start"].dropna().unique())
+    text = f"Every training saw {seen} images ({data}){start}"
     text += f"; the paper's see {PAPER_IMAGES:,}. " if with_paper else ". "
     text += (
         "Whether a difference found here lasts, or one not found here comes, when training goes on, this cannot tell."
