@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -128,8 +129,17 @@ def lying(gradients: Mapping[str, np.ndarray], number: int, generator: np.random
     return {n: lie(g, generator).astype(np.float32) if name in ("", n) else g for n, g in gradients.items()}
 
 
+def peak_mebibytes() -> float:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
 def test_fuzz_the_watcher(model, gradients, undrawn, tmp_path) -> None:
-    """Malformed arrays of a user's own app, and finite lies in turn: a problem's line names the node."""
+    """Malformed arrays of a user's own app, and finite lies in turn: a problem's line names the node.
+
+    What is read and what is attacked fit into the memory that the process has held, and little more.
+    """
+    before_all = peak_mebibytes()
     sent, generator = RecordDict({"arrays": ArrayRecord(model.state_dict())}), np.random.default_rng(8)
     for number, watcher in watchers(model, tmp_path / "leaks", WATCHED):
         before, kind, good = len(watcher.problems), number // 2, arrays(model, gradients, watcher.sends)
@@ -142,6 +152,7 @@ def test_fuzz_the_watcher(model, gradients, undrawn, tmp_path) -> None:
             assert problem.startswith(f"round 1, node {number}: ")
             assert len(problem) < 500
     assert watcher.problems
+    assert peak_mebibytes() - before_all < 300
 
 
 def test_an_active_server_withstands_malformed_replies(model, gradients, undrawn, tmp_path) -> None:
