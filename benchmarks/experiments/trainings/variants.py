@@ -7,6 +7,7 @@ a variant share its training, and an interrupted table goes on where it stopped.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,7 +181,7 @@ def train_and_measure(
     history = [trainer.epoch(number, lambda loss: None) for number in range(1, config.recipe.epochs + 1)]
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        export(trainer, history, kept)
+        export(trainer, history, kept, f"python benchmarks/{Path(sys.argv[0]).name}")
     model = trainer.model
     trained_with = getattr(trainer.defense, "positions", "own")
     positions = trained_with if trained_with in position_treatments(model) else position_treatments(model)[-1]
