@@ -14,7 +14,7 @@ import pytest
 import torch
 from experiments.trained_models import corrupted, corruption_table, corruptions
 from experiments.trained_models.checkpoints import load_trained
-from experiments.trained_models.options import CORRUPTIONS
+from experiments.trained_models.options import CORRUPTIONS, CorruptionOptions
 from safetensors.torch import save_file
 
 from fedmjp.data import load_data
@@ -195,7 +195,7 @@ def test_committed_answers_come_out_again() -> None:
     for row in rows:
         if (row["corruption"], row["severity"]) not in (("none", 0), ("contrast", 3)):
             continue
-        model = load_trained(row["model"], "auto", bundle)
+        model = load_trained(CorruptionOptions(), row["model"], "auto", bundle)
         if row["state"] == corruptions.fingerprint(model):
             seen = corrupted.corrupt(pictures, bundle.test.ids[:100], row["corruption"], row["severity"], row["seed"])
             wrong = "".join(map(str, corruptions.mistakes(model, seen, labels).tolist()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -86,6 +87,14 @@ def attention_block(folder: Path) -> str:
     return markdown_table(["model", "patches", *heads], lines)
 
 
+def on_fine_tuned(measured: Rendering) -> Rendering:
+    """The same measures, of the arms that `fine_tuning` has trained."""
+    blocks = {f"{name}_fine_tuned": block for name, block in measured.blocks.items()}
+    return replace(measured, folder=f"{measured.folder}_fine_tuned", blocks=blocks)
+
+
+POSITIONS = Rendering("position_embeddings", blocks={"position_embeddings": position_block})
+ATTENTION = Rendering("attention_maps", blocks={"attention": attention_block})
 RENDERINGS = (
     Rendering(
         "consistency", blocks={"consistency": partial(consistency_block, paper=True)}, figures=consistency_figures
@@ -95,7 +104,6 @@ RENDERINGS = (
         blocks={"consistency_cifar10": partial(consistency_block, paper=False)},
         figures=consistency_figures,
     ),
-    Rendering("position_embeddings", blocks={"position_embeddings": position_block}),
-    CORRUPTION,
-    Rendering("attention_maps", blocks={"attention": attention_block}),
+    *(POSITIONS, CORRUPTION, ATTENTION),
+    *map(on_fine_tuned, (POSITIONS, CORRUPTION, ATTENTION)),
 )
