@@ -11,7 +11,7 @@ from typing import Any
 from attacks import UsageError
 from fedmjp.audit.verdict import Answer
 from fedmjp.leaderboard import figure, measure, protocol
-from fedmjp.leaderboard.listing import submissions, tier_title
+from fedmjp.leaderboard.listing import rerun_words, submissions, tier_title
 from fedmjp.leaderboard.tiers import TIERS, Tier, tier_called
 from fedmjp.records.reasons import grouped
 from fedmjp.report.blocks import differing_blocks, markdown_table
@@ -121,6 +121,7 @@ def leaderboard(folder: Path) -> str:
         table,
         "</div>",
         *_older(found),
+        rerun_words(found),
         "## Accuracy against leakage",
         figure.plane(points, tiers, _accuracy_interval(usual)),
         figure.SCRIPT,

@@ -373,8 +373,10 @@ def test_the_page_is_the_same_twice_and_names_every_submission(added: Path, tmp_
     shutil.copytree(added.parent, tmp_path / "results")
     path = tmp_path / "results" / added.name
     document = schema.read(path)
-    path.write_text(json.dumps(document | {"comparable": True, "track": "small"}))
+    again = {"rerun": {"share": 0.1, "seed": 3, "commit": "abc1234"}}
+    path.write_text(json.dumps(document | {"comparable": True, "track": "small"} | again))
     plain = document | {"comparable": True, "track": "small", "entry": "none", "name": "none", "known_by": []}
+    plain |= {"rerun": None}
     (tmp_path / "results" / "none.json").write_text(json.dumps(plain))
     text = page.leaderboard(tmp_path / "results")
     assert text == page.leaderboard(tmp_path / "results")
@@ -382,6 +384,8 @@ def test_the_page_is_the_same_twice_and_names_every_submission(added: Path, tmp_
     assert text.count("\n### ") == text.count("<g data-y=") == 2
     assert "[toy, gamma 0.5](#toy-gamma-05)" in text
     assert "### toy, gamma 0.5" in text
+    assert "updates of 1 of the 2 submissions was run again here" in text
+    assert text.count("; 10% of its updates run again here, at commit abc1234.") == 1
     assert "**No adaptive attack:**" in text
     assert "http" not in text.replace("http://www.w3.org", "")
     target = tmp_path / "page.md"
