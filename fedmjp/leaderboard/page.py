@@ -180,8 +180,8 @@ def _lacking(found: Sequence[Document]) -> list[str]:
     if not lacking:
         return []
     return [
-        f"{len(found) - lacking} of the {len(found)} submissions were run under the whole protocol. The other "
-        f"{lacking} lack a part of it, as the column *attacked* says; that could only add to what they leak."
+        f"{len(found) - lacking} of the {len(found)} submissions were run under the whole protocol. The others "
+        f"({lacking}) lack a part of it, as the column *attacked* says; that could only add to what they leak."
     ]
 
 
