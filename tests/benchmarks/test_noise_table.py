@@ -12,6 +12,8 @@ from experiments.noise.bounds import repeated
 from experiments.noise.options import Options
 from experiments.rendering import read_rows
 
+from fedmjp.cli import split_commas
+
 WEAK, STRONG = "noise:noise_unit=entry,noise_multiplier=1e-3", "dp_sgd:dp_noise_multiplier=0.5"
 SMALL = ["--clients", "2", "--updates", "1", "2", "--attacks", "patch_embedding", "--threads", "1"]
 
@@ -49,6 +51,12 @@ def test_bounds_stand_beside_what_was_measured(table: Path) -> None:
     for key, own in bounds.groupby(["defense", "round"]):
         line = lines[(lines["defense"] == key[0]) & (lines["round"] == key[1])]
         assert np.allclose(line["psnr_unbiased_median"], own["psnr_unbiased"].median(), atol=0.05)
+
+
+def test_commas_part_defences_and_not_their_settings() -> None:
+    given = split_commas(Options(defenses=(f"{WEAK},{STRONG}", "noise,dp_sgd:dp_epsilon=8"), attacks=("a,b",)))
+    assert given.defenses == (WEAK, STRONG, "noise", "dp_sgd:dp_epsilon=8")
+    assert given.attacks == ("a", "b")
 
 
 @pytest.mark.parametrize(
