@@ -33,6 +33,7 @@ SURROUNDINGS = frozenset(
     }
 )
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+SETTING = re.compile(r"[\w.]+=")  # begins another setting of "NAME:option=value,option=value"
 
 
 def parse(
@@ -80,13 +81,24 @@ def parse(
 
 
 def split_commas(options: T) -> T:
-    """The options with every "a,b" in a tuple of words taken for "a b"."""
+    """The options with every "a,b" in a tuple of words taken for "a b"; "a:option=1,option=2,b" is "a:..." and "b"."""
     words = {
-        field.name: tuple(word for entry in value for word in entry.split(",") if word)
+        field.name: tuple(word for entry in value for word in _split(entry) if word)
         for field in dataclasses.fields(options)
         if isinstance(value := getattr(options, field.name), tuple) and all(isinstance(v, str) for v in value)
     }
     return dataclasses.replace(options, **words)
+
+
+def _split(entry: str) -> list[str]:
+    """The words between commas; the settings of a word stay with it."""
+    words: list[str] = []
+    for word in entry.split(","):
+        if words and ":" in words[-1] and SETTING.match(word):
+            words[-1] += f",{word}"
+        else:
+            words.append(word)
+    return words
 
 
 def guarded(work: Callable[[], None], resume: Callable[[], str]) -> int:

@@ -33,7 +33,7 @@ class LowRankAdaptation(Defense):
     lora_rank: int = 8
     """Rank r of the terms (the paper: 1 to 64, mostly 4 or 8)."""
     lora_alpha: float = 16.0
-    """The terms are scaled by alpha / r."""
+    """The terms are scaled by alpha / r (the paper sets alpha to the first r that is tried)."""
     lora_targets: tuple[str, ...] = ("*attn.qkv",)
     """Linear layers that get a term, as patterns of their names."""
 

@@ -32,8 +32,9 @@ LARGEST = {"int4": 7, "int8": 127}
 class Quantise(Defense):
     """Options of --defense quantise."""
 
-    # It reads the grid, the format or the signs from the values, and solves with the error that they leave.
-    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding",)
+    # They read the grid, the format or the signs from the values: one solves with the error that they leave, the other
+    # then matches the whole message to that error.
+    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding", "gauss_newton")
 
     quantise_format: Literal["sign", "int4", "int8", "float16", "bfloat16"] = "int8"
     """What an entry is sent as."""

@@ -31,8 +31,8 @@ SEED_BITS = 64  # from which the server draws a random mask
 class TopK(Defense):
     """Options of --defense topk."""
 
-    # It takes an entry that was not sent for one that is no larger than those that were, or for an unknown one.
-    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding", "sparse_rounds")
+    # They take an entry that was not sent for one that is no larger than those that were, or for an unknown one.
+    known_by: ClassVar[tuple[str, ...]] = ("patch_embedding", "sparse_rounds", "gauss_newton")
 
     topk_share: float = 0.1
     """Share of the entries that is sent, in (0, 1] (Zhu et al. prune 0.01 to 0.7; Lin et al. send 0.001)."""

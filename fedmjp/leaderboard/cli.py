@@ -20,6 +20,7 @@ from rich.console import Console
 from attacks import UsageError
 from fedmjp.cli import EXIT_FAILURE, guarded, parse, terminal
 from fedmjp.leaderboard.protocol import TRACKS, slug, track_of
+from fedmjp.leaderboard.tiers import tier_called
 from fedmjp.workers.options import WorkerConfig
 
 TRACK_HELP = "How much is run: " + "; ".join(f"{track.name}: {track.meaning}" for track in TRACKS.values()) + "."
@@ -44,7 +45,9 @@ class Add:
     """Folder of the federations; each submission has one of its own in it."""
     computing: WorkerConfig = field(default_factory=WorkerConfig)
     only_missing: bool = False
-    """Run only what the protocol has gained since the submission was made; its other rows stay as they are."""
+    """Run only what the submission lacks of the protocol, which may have grown; its other rows stay as they are."""
+    tiers: tuple[str, ...] = ()
+    """Run these threat tiers alone (none given: all), of a defence that takes long; its card names what it lacks."""
 
     def run(self, console: Console) -> None:
         """Do it.
@@ -55,11 +58,13 @@ class Add:
         track, name = track_of(self.track), slug(self.defense)
         if self.images is not None and not self.images.is_dir():
             raise UsageError(f"--images {self.images} is no folder; lay images out as CLASS/FILE")
+        for tier in self.tiers:
+            tier_called(tier)
         from fedmjp.leaderboard.submission import Submission, add, extend
 
         work = self.work / f"{name}@{track.name}"
         work = work if self.images is None else work.with_name(f"{work.name}@{self.images.name}")
-        submission = Submission(self.defense, track, work, self.results, self.images, self.computing)
+        submission = Submission(self.defense, track, work, self.results, self.images, self.computing, self.tiers)
         written = (extend if self.only_missing else add)(submission, console)
         console.print(f"written: {written}", highlight=False, soft_wrap=True)
 

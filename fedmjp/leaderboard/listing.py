@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,16 @@ def worst_words(document: Mapping[str, Any]) -> str:
     """Where the worst case of a submission is: tier and model."""
     worst = document["worst"]
     return f"{tier_title(worst['tier'])}, {worst['model']}"
+
+
+def rerun_words(found: Sequence[Mapping[str, Any]]) -> str:
+    """How many submissions say that a part of them was run again (`fedmjp-leaderboard verify --record`)."""
+    again = sum(document["rerun"] is not None for document in found)
+    whose = f"each of the {again}" if again == len(found) else f"{again} of the {len(found)}"
+    return (
+        f"A random tenth of the attacked updates of {whose} submissions was run again here, with the same metrics "
+        "within the tolerances of `fedmjp-leaderboard verify`; their cards name the commit."
+    )
 
 
 def listing(results: Path) -> Table:

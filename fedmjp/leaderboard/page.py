@@ -11,7 +11,7 @@ from typing import Any
 from attacks import UsageError
 from fedmjp.audit.verdict import Answer
 from fedmjp.leaderboard import figure, measure, protocol
-from fedmjp.leaderboard.listing import submissions, tier_title
+from fedmjp.leaderboard.listing import rerun_words, submissions, tier_title
 from fedmjp.leaderboard.tiers import TIERS, Tier, tier_called
 from fedmjp.records.reasons import grouped
 from fedmjp.report.blocks import differing_blocks, markdown_table
@@ -120,7 +120,8 @@ def leaderboard(folder: Path) -> str:
         '<div id="leaderboard" markdown>',
         table,
         "</div>",
-        *_older(found),
+        *_lacking(found),
+        rerun_words(found),
         "## Accuracy against leakage",
         figure.plane(points, tiers, _accuracy_interval(usual)),
         figure.SCRIPT,
@@ -173,15 +174,14 @@ def _cells(number: int, document: Document) -> list[str]:
     ]
 
 
-def _older(found: Sequence[Document]) -> list[str]:
+def _lacking(found: Sequence[Document]) -> list[str]:
     """A sentence on submissions that were not run under the whole protocol; none if there are none."""
-    older = sum(bool(protocol.missing(document)) for document in found)
-    if not older:
+    lacking = sum(bool(protocol.missing(document)) for document in found)
+    if not lacking:
         return []
     return [
-        f"{len(found) - older} of the {len(found)} submissions were run under the whole protocol. The other {older} "
-        "are older than a part of it, as the column *attacked* says: their figures follow from their rows by the "
-        "present rules, their peak memory was measured later, and what they lack could only add to what they leak."
+        f"{len(found) - lacking} of the {len(found)} submissions were run under the whole protocol. The others "
+        f"({lacking}) lack a part of it, as the column *attacked* says; that could only add to what they leak."
     ]
 
 

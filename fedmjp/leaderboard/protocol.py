@@ -15,7 +15,7 @@ from fedmjp.budgets import AUTO
 from fedmjp.config import AuditConfig, DataConfig, ModelConfig, RunConfig
 from fedmjp.defenses.chain import split_chain
 from fedmjp.federation_options import FederationConfig
-from fedmjp.leaderboard.tiers import OLDER, PLAIN, SLOWEST, TIERS, Prepared, Tier
+from fedmjp.leaderboard.tiers import LACKING, PLAIN, SLOWEST, TIERS, Prepared, Tier
 
 SEARCH = "inverting_gradients"  # the one search that every submission gets, beside the suite
 SLOW = ("unmix", "unmix_rounds")  # seconds an update
@@ -271,15 +271,15 @@ def missing(document: Mapping[str, Any]) -> list[tuple[Tier, Prepared | None, st
 def not_covered(document: Mapping[str, Any]) -> list[dict[str, str]]:
     """The tiers that a submission was not, or not wholly, run under: tier, title, reason."""
     found = []
-    older = missing(document)
+    lacks = missing(document)
     for tier in TIERS:
         reason = idle(tier, document["known_by"])
-        lacking = {one.attack if one else "" for own, one, _ in older if own is tier}
-        models = {model for own, _, model in older if own is tier}
+        lacking = {one.attack if one else "" for own, one, _ in lacks if own is tier}
+        models = {model for own, _, model in lacks if own is tier}
         if lacking:
             ran = any(result["tier"] == tier.name for result in document["results"])
             which = sorted(filter(None, lacking)) or sorted(models)
-            reason = OLDER + (f" ({', '.join(which)})" if ran else "")
+            reason = LACKING + (f" ({', '.join(which)})" if ran else "")
         if reason:
             found.append({"tier": tier.name, "title": tier.title, "reason": reason})
     return found

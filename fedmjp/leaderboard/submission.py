@@ -53,6 +53,7 @@ class Submission:
         results: folder of the leaderboard.
         images: a user's own folder of images, or None for the fixed list.
         computing: where the attacks on its updates are computed.
+        tiers: names of the threat tiers that are run; () for all.
     """
 
     entry: str
@@ -61,6 +62,7 @@ class Submission:
     results: Path
     images: Path | None = None
     computing: WorkerConfig = HERE
+    tiers: tuple[str, ...] = ()
 
     @property
     def data(self) -> str:
@@ -91,7 +93,8 @@ class Submission:
 
     def parts(self) -> list[Part]:
         """Its federations under attack."""
-        found = protocol.parts(self.entry, self.track, self.work, self.data)
+        every = protocol.parts(self.entry, self.track, self.work, self.data)
+        found = [part for part in every if not self.tiers or part.tier.name in self.tiers]
         return [replace(part, config=replace(part.config, computing=self.computing)) for part in found]
 
     def tuning(self) -> RunConfig:
@@ -107,7 +110,7 @@ def add(submission: Submission, console: Console) -> Path:
 
     Raises:
         UsageError: an unknown defence or one that does not fit, other pixels than the list's, too few images of one's
-            own.
+            own, or a file there that holds more tiers than are asked for.
         ClientFailure: a client failed; what is finished is kept.
         Incomplete: attacks were given up in a federation, which would flatter the defence.
     """
@@ -117,6 +120,7 @@ def add(submission: Submission, console: Console) -> Path:
         check_before_start(config)
         _require_images(config, submission)
     _require_own(submission.path, submission.entry)
+    _require_no_less(submission)
     run_or_resume(tuned, "accuracy", console)
     run_parts(every, console)
     console.print("cost and re-identification", style="bold", highlight=False)
@@ -212,6 +216,17 @@ def _require_images(config: RunConfig, submission: Submission) -> None:
 def _require_own(path: Path, entry: str) -> None:
     if path.exists() and json.loads(path.read_text(encoding="utf-8")).get("entry") != entry:
         raise UsageError(f"{path} holds another defence; pass another --results")
+
+
+def _require_no_less(submission: Submission) -> None:
+    """Refuse to replace a file by one of fewer tiers."""
+    if submission.tiers and submission.path.exists():
+        held = {result["tier"] for result in read(submission.path)["results"]}
+        if more := sorted(held - set(submission.tiers)):
+            raise UsageError(
+                f"{submission.path} holds {', '.join(more)} too: pass --only-missing to add --tiers to it, or another "
+                "--results"
+            )
 
 
 def _cached(path: Path, make: Any) -> dict[str, Any]:

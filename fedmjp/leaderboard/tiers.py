@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attacks import Capability
+from attacks import Capability, UsageError
 from fedmjp.budgets import AUTO
 
 PLAIN = (Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT)
 SLOWEST = "batch_tokens"  # up to a minute a sum
-OLDER = "not run for this submission, which is older than this part of the protocol"
+LACKING = "not run for this submission; fedmjp-leaderboard add --only-missing runs it"
 
 
 @dataclass(frozen=True)
@@ -144,5 +144,12 @@ PASSIVE = tuple(tier for tier in TIERS if not tier.prepared and not tier.group) 
 
 
 def tier_called(name: str) -> Tier:
-    """The tier of that name."""
-    return next(tier for tier in TIERS if tier.name == name)
+    """The tier of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = next((tier for tier in TIERS if tier.name == name), None)
+    if found is None:
+        raise UsageError(f"unknown tier {name!r}; choose from: {', '.join(tier.name for tier in TIERS)}")
+    return found

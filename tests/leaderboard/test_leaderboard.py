@@ -103,8 +103,8 @@ def test_an_older_submission_gets_what_the_protocol_has_gained(added: Path, tmp_
     path.write_text(json.dumps(document))
     assert [one.attack for _, one, _ in protocol.missing(document)] == list(NEWER)
     reasons = {one["tier"]: one["reason"] for one in protocol.not_covered(document)}
-    assert reasons["active_parameters"] == f"{protocol.OLDER} (token_bins)"
-    assert reasons["active_architecture"] == protocol.OLDER
+    assert reasons["active_parameters"] == f"{protocol.LACKING} (token_bins)"
+    assert reasons["active_architecture"] == protocol.LACKING
     assert page.attacked(document) == "5 of 7"
     work = added.parent.parent / "work"
     options = ["--track", "trial", "--results", str(path.parent), "--work", str(work)]
@@ -115,6 +115,23 @@ def test_an_older_submission_gets_what_the_protocol_has_gained(added: Path, tmp_
     rows.write_bytes(rows.read_bytes() + b"\0")
     assert main(["add", ENTRY, "--only-missing", *options]) == 2
     assert "is not the file that toy-gamma_0.5@trial.json names" in capsys.readouterr().err
+
+
+def test_a_slow_defence_may_be_added_tier_by_tier(added: Path, tmp_path, capsys) -> None:
+    work = added.parent.parent / "work"
+    options = ["--track", "trial", "--results", str(tmp_path), "--work", str(work)]
+    assert main(["add", ENTRY, *options, "--tiers", "passive_one", "aggregate_only"]) == 0
+    part = schema.read(tmp_path / added.name)
+    assert [result["tier"] for result in part["results"]] == ["passive_one", "aggregate_only"]
+    assert page.attacked(part) == "2 of 7"
+    assert protocol.LACKING in {one["reason"] for one in part["not_covered"]}
+    assert main(["add", ENTRY, *options, "--tiers", "passive_one"]) == 2
+    assert "holds aggregate_only too: pass --only-missing" in capsys.readouterr().err
+    assert main(["add", ENTRY, *options, "--only-missing"]) == 0
+    whole, before = schema.read(tmp_path / added.name), schema.read(added)
+    assert [whole[name] for name in ("results", "worst", "cost")] == [
+        before[name] for name in ("results", "worst", "cost")
+    ]
 
 
 def test_verify_runs_a_tenth_again(added: Path, capsys) -> None:
@@ -225,6 +242,7 @@ def test_a_defence_must_keep_names_and_shapes() -> None:
         (["add", "mjp+mjp"], "names mjp twice"),
         (["add", "../none"], "unknown defense '../none'"),
         (["add", "none", "--track", "big"], "unknown track 'big'; choose from: small, full, trial"),
+        (["add", "none", "--tiers", "passive"], "unknown tier 'passive'; choose from: passive_one, passive_several"),
         (["add", "none", "--images", "nowhere"], "--images nowhere is no folder"),
         (["verify", "nowhere.json"], "no submission nowhere.json"),
         (["list", "--results", "nowhere"], "no submission in nowhere"),
@@ -373,8 +391,10 @@ def test_the_page_is_the_same_twice_and_names_every_submission(added: Path, tmp_
     shutil.copytree(added.parent, tmp_path / "results")
     path = tmp_path / "results" / added.name
     document = schema.read(path)
-    path.write_text(json.dumps(document | {"comparable": True, "track": "small"}))
+    again = {"rerun": {"share": 0.1, "seed": 3, "commit": "abc1234"}}
+    path.write_text(json.dumps(document | {"comparable": True, "track": "small"} | again))
     plain = document | {"comparable": True, "track": "small", "entry": "none", "name": "none", "known_by": []}
+    plain |= {"rerun": None}
     (tmp_path / "results" / "none.json").write_text(json.dumps(plain))
     text = page.leaderboard(tmp_path / "results")
     assert text == page.leaderboard(tmp_path / "results")
@@ -382,6 +402,8 @@ def test_the_page_is_the_same_twice_and_names_every_submission(added: Path, tmp_
     assert text.count("\n### ") == text.count("<g data-y=") == 2
     assert "[toy, gamma 0.5](#toy-gamma-05)" in text
     assert "### toy, gamma 0.5" in text
+    assert "updates of 1 of the 2 submissions was run again here" in text
+    assert text.count("; 10% of its updates run again here, at commit abc1234.") == 1
     assert "**No adaptive attack:**" in text
     assert "http" not in text.replace("http://www.w3.org", "")
     target = tmp_path / "page.md"
