@@ -48,8 +48,13 @@ def place_one(options: Options, session: Session, rows: RowLog, dataset: str, na
         degraded = degrade(pieces, level, generator)
         for solver in options.solvers:
             case = {"dataset": dataset, "solver": solver, **learned_of(solver, options)}
-            case |= {"image_size": options.image_size, "pieces": side**2, "gamma": gamma, "level": float(min(level, EXACT))}
-            case |= {"seed": options.seed, "restarts": options.restarts, "image_id": name}
+            case |= {"image_size": options.image_size, "pieces": side**2, "gamma": gamma}
+            case |= {
+                "level": float(min(level, EXACT)),
+                "seed": options.seed,
+                "restarts": options.restarts,
+                "image_id": name,
+            }
             if rows.has(case):
                 continue
             placement = Placement(
