@@ -73,7 +73,7 @@ def mask_block(folder: Path) -> str:
     return markdown_table(["γ", "attack", "updates", *(f"`{name}`" for name in choices), "images"], lines)
 
 
-MASKS, LARGER_MASKS = (Rendering(name, mask_files, {name: mask_block}) for name in ("mjp_masks", "mjp_masks_vit_ti"))
+MASKS = Rendering("mjp_masks", mask_files, {"mjp_masks": mask_block})
 
 
 RENDERINGS = (
@@ -85,5 +85,4 @@ RENDERINGS = (
     _rendering("mjp_adaptive_vit_ti", "adaptive_vit_ti"),
     _rendering("mjp_adaptive_vit_ti_224", "adaptive_vit_ti_224"),
     MASKS,
-    LARGER_MASKS,
 )
