@@ -8,7 +8,7 @@ from pathlib import Path
 from attacks.registry import UsageError
 from experiments.scaffold import AttackOptions, check_positive
 
-PRETRAINED = ("mp3", "droppos", "droppos_learned", "mst")  # names of --pretrained
+PRETRAINED = ("mp3", "droppos", "mst")  # names of --pretrained
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,6 @@ LINES = {
         f"{_DROPPOS},positions=learned", "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.2
     ),
     "droppos_trained": Line(_DROPPOS, "vit_mini_32", "droppos", ("mjp_rounds",), (1, 16, 64), images=0.1),
-    "droppos_learned_trained": Line(
-        f"{_DROPPOS},positions=learned", "vit_mini_32", "droppos_learned", ("mjp_rounds",), (1, 16, 64), images=0.2
-    ),
     "mst": Line(_MST, "vit_micro8_32", "random", ("patch_embedding", "batch_rounds"), (1, 8), images=0.2),
     "mst_one_update": Line(_MST, "vit_micro8_32", "random", ("batch_tokens", "pixel_head"), images=0.2),
     "mst_trained": Line(
@@ -70,8 +67,8 @@ class Options(AttackOptions):
     lines: tuple[str, ...] = tuple(LINES)
     """Lines of the table."""
     pretrained: tuple[str, ...] = ()
-    """NAME=FILE for the lines *_trained*: files of fedmjp.train under the objective of NAME, one of mp3, droppos,
-    droppos_learned and mst."""
+    """NAME=FILE for the lines *_trained*: files of fedmjp.train under the objective of NAME, one of mp3, droppos and
+    mst."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None
