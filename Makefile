@@ -2,9 +2,9 @@
 #   make simulate   create the environment, run the main job on the embedded photographs, print the path of the report
 #   make test       create the environment, run the tests (make test-fast: without the slow ones)
 # make notebook runs examples/audit.ipynb from top to bottom, make docs builds the documentation into site/,
-# make lint checks style and format, make fuzz sends 100,000 malformed and lying replies, make crash kills commands at
-# each of their file operations and resumes them, make deployment-test runs a deployment on loopback. constraints.txt holds
-# the versions that are installed.
+# make lint checks style and format, make fuzz sends 100,000 malformed and lying replies, make crash resumes commands
+# from what a SIGKILL leaves at each of their file operations, make deployment-test runs a deployment on loopback.
+# constraints.txt holds the versions that are installed.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -30,7 +30,7 @@ test-fast: $(STAMP)
 fuzz: $(STAMP)
 	FEDMJP_FUZZ=100000 $(TEST) tests/federation/test_fuzz.py $(ARGS)
 
-# One command after the other, or some: make crash ARGS="--command train".
+# One command after the other, or some: make crash ARGS="--command train --kill" (with --kill, a process for each).
 crash: $(STAMP)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m tests.crash $(ARGS)
 

@@ -1,11 +1,14 @@
-"""Kill a command at each of its file operations, resume it, and compare with an unbroken run.
+"""Resume a command from what a SIGKILL at each of its file operations leaves, and compare with an unbroken run.
 
     python -m tests.crash                              every operation of simulate, train and april_attack
     python -m tests.crash --command train --points 3   three of them, spread evenly
+    python -m tests.crash --kill                       a process killed for each, instead of one that is copied
 
 Operations are what the process does below --out: opening a file to write, renaming, removing, making folders, and the
-low-level writes, truncations and flushes of the row log. A write is killed after half of its bytes. Each run is a fork
-of this process, which imports what the unbroken run has imported, so that no other fork has to.
+low-level writes, truncations and flushes of the row log. A killed process leaves what is on disk, without what it has
+not written yet; so one unbroken run suffices, whose folder is copied before each operation, and at half of the bytes of
+a write. Copies that hold the same are resumed once. Each run is a fork of this process, which imports what the unbroken
+run has imported, so that no other fork has to.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import csv
 import hashlib
 import importlib
+import io
 import json
 import os
 import shutil
@@ -64,9 +68,13 @@ def _train(arguments: list[str]) -> int:
 def _april_attack(arguments: list[str]) -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
     import april_attack
-    from experiments.leakage import protocol
+    from experiments.leakage import protocol, render
+    from matplotlib.figure import Figure
+
+    from fedmjp.report.styles import save
 
     protocol.Run.picture = lambda self, subjects: None
+    render.condition_figure = lambda points, path: save(Figure(), path)  # the same files, drawn in less time
     return april_attack.main(arguments)
 
 
@@ -122,19 +130,49 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-When = Callable[[int, str], bool]  # whether to kill at an operation, by its number in the process, from 1, and its name
+Reaction = Callable[[int, str], None]  # to an operation, by its number in the process, from 1, and its name
 
 
-def never(number: int, what: str) -> bool:
+def never(number: int, what: str) -> None:
     """An unbroken run."""
-    return False
+
+
+def killed_at(place: int) -> Reaction:
+    """The process ends at the operation of this number."""
+
+    def react(number: int, what: str) -> None:
+        if number == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return react
+
+
+class Copies:
+    """Copies of a folder at the operations of a process, one for all operations that leave the same in it."""
+
+    def __init__(self, out: Path, folder: Path) -> None:
+        self.out, self.folder, self.known = out, folder, set[str]()
+        folder.mkdir()
+
+    def __call__(self, number: int, what: str) -> None:
+        content = held(self.out)
+        if content and content not in self.known:
+            self.known.add(content)
+            shutil.copytree(self.out, self.folder / str(number))
+
+
+def held(folder: Path) -> str:
+    """A digest of the names and bytes of what a folder holds; "" for nothing, which is nothing to resume."""
+    found = sorted(folder.rglob("*")) if folder.exists() else []
+    parts = (f"{path.relative_to(folder)} {_digest(path) if path.is_file() else ''}" for path in found)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest() if found else ""
 
 
 class Counter:
-    """Counts the file operations below a folder, and kills the process at one of them."""
+    """Counts the file operations below a folder, and reacts to each before it is done, or half done for a write."""
 
-    def __init__(self, out: Path, kill_when: When, log: Path) -> None:
-        self.out, self.kill_when, self.count = str(out), kill_when, 0
+    def __init__(self, out: Path, react: Reaction, log: Path) -> None:
+        self.out, self.react, self.count = str(out), react, 0
         self.log = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         self._write, self._fsync = os.write, os.fsync
         sys.addaudithook(self._audited)
@@ -154,11 +192,12 @@ class Counter:
             return False
 
     def _written(self, descriptor: int, content: Any) -> int:
-        if descriptor != self.log and self._below(descriptor):
-            if self.kill_when(self.count + 1, "write"):
-                self._write(descriptor, bytes(content)[: len(content) // 2])
-            self.step("write")
-        return self._write(descriptor, content)
+        if descriptor == self.log or not self._below(descriptor):
+            return self._write(descriptor, content)
+        content = bytes(content)
+        done = self._write(descriptor, content[: len(content) // 2])
+        self.step("write")
+        return done + self._write(descriptor, content[done:])
 
     def _flushed(self, descriptor: int) -> None:
         if self._below(descriptor):
@@ -168,11 +207,10 @@ class Counter:
     def step(self, what: str) -> None:
         self.count += 1
         self._write(self.log, f"{what}\n".encode())
-        if self.kill_when(self.count, what):
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.react(self.count, what)
 
 
-def forked(command: Command, out: Path, kill_when: When = never, resume: bool = False) -> tuple[int, list[str], str]:
+def forked(command: Command, out: Path, react: Reaction = never, resume: bool = False) -> tuple[int, list[str], str]:
     """(exit code, or -9 where it was killed, operations done, what it printed) of the command in a fork."""
     events, printed = out.with_suffix(".events"), out.with_suffix(".log")
     child = os.fork()
@@ -184,7 +222,7 @@ def forked(command: Command, out: Path, kill_when: When = never, resume: bool = 
             os.dup2(descriptor, 2)
             sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
             sys.argv = ["command"]
-            Counter(out, kill_when, events)
+            Counter(out, react, events)
             code = command.run([*command.arguments, "--out", str(out), *(["--resume"] if resume else [])])
             out.with_suffix(".modules").write_text("\n".join(sys.modules))
         except BaseException:
@@ -198,30 +236,27 @@ def forked(command: Command, out: Path, kill_when: When = never, resume: bool = 
     return os.waitstatus_to_exitcode(status), events.read_text().splitlines(), printed.read_text()
 
 
-def unbroken(command: Command, folder: Path) -> tuple[list[str], Any]:
+def unbroken(command: Command, folder: Path, react: Reaction = never) -> tuple[list[str], Any]:
     """(operations, what is compared) of a run that is not killed, whose imports are those of this process from now on.
 
     Raises:
         RuntimeError: it fails.
     """
-    out = folder / "unbroken"
-    code, events, printed = forked(command, out)
+    out = folder / "run"
+    code, events, printed = forked(command, out, react)
     if code:
         raise RuntimeError(f"the unbroken run ends with {code}: {printed[-2000:]}")
     for name in out.with_suffix(".modules").read_text().splitlines():
         with contextlib.suppress(Exception):  # the names that a package gives to parts of others
             importlib.import_module(name)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        command.run(["--help"])  # reads the sources that the help comes from, once for all forks
     return events, command.result(out)
-
-
-def begun(out: Path) -> bool:
-    """Whether there is something to resume."""
-    return out.exists() and any(out.iterdir())
 
 
 def resumed(command: Command, out: Path, wanted: Any) -> str:
     """What went wrong with a command that was killed and is resumed to its end; "" for nothing."""
-    code, _, printed = forked(command, out, resume=begun(out))
+    code, _, printed = forked(command, out, resume=bool(held(out)))
     if code:
         return f"resumed with exit code {code}: {printed.strip()[-500:]}"
     if command.result(out) != wanted:
@@ -232,72 +267,53 @@ def resumed(command: Command, out: Path, wanted: Any) -> str:
 
 def killed(command: Command, out: Path, place: int, wanted: Any) -> str:
     """What went wrong with a command that is killed at an operation and resumed; "" for nothing."""
-    code, _, _ = forked(command, out, kill_when=lambda number, what: number == place)
+    shutil.rmtree(out, ignore_errors=True)
+    code, _, _ = forked(command, out, killed_at(place))
     if code != -signal.SIGKILL:
         return f"not killed, but ends with {code}"
     return resumed(command, out, wanted)
 
 
-def kind_of(what: str) -> str:
-    """open, os.rename, os.remove, os.rmdir, os.mkdir, os.truncate, write or fsync."""
-    return what.split()[0]
-
-
-def check_kinds(name: str, folder: Path) -> str:
-    """What went wrong with a command killed at each kind of its operations in turn, resumed each time; "" for nothing.
-
-    Every process goes on where the last one was killed, by at least its part of the whole, so that all kinds together
-    take about as long as two unbroken runs.
-    """
-    command, out = COMMANDS[name], folder / "run"
-    events, wanted = unbroken(command, folder)
-    kinds = list(dict.fromkeys(map(kind_of, events)))
-    step = len(events) // (len(kinds) + 1)
-    for kind in kinds:
-        code, done, printed = forked(command, out, _at(kind, step), resume=begun(out))
-        if not code:  # what was left holds none of this kind
-            shutil.rmtree(out)
-            code, done, printed = forked(command, out, _at(kind, 1))
-        if code != -signal.SIGKILL or kind_of(done[-1]) != kind:
-            return f"not killed at {kind}, but ends with {code}: {printed.strip()[-500:]}"
-    print(f"{name}: killed at {', '.join(kinds)}", flush=True)
+def copied(command: Command, out: Path, copy: Path, wanted: Any) -> str:
+    """What went wrong with a command that is resumed from a copy of its folder; "" for nothing."""
+    shutil.rmtree(out, ignore_errors=True)
+    copy.rename(out)
     return resumed(command, out, wanted)
 
 
-def _at(kind: str, least: int) -> When:
-    """At the first operation of that kind whose number is at least `least`."""
-    return lambda number, what: number >= least and kind_of(what) == kind
+def check(name: str, folder: Path, points: int = 0, kill: bool = False) -> list[str]:
+    """What went wrong with a command that is interrupted at `points` of its operations, spread evenly; 0 for all.
 
-
-def check(name: str, folder: Path, points: int = 0) -> list[str]:
-    """What went wrong with a command killed at `points` of its operations, spread evenly; 0 for all of them."""
-    command, out = COMMANDS[name], folder / "run"
-    events, wanted = unbroken(command, folder)
-    failures = []
-    places = range(1, len(events) + 1)
+    Args:
+        kill: a process for every point, instead of copies of one.
+    """
+    command, out, copies = COMMANDS[name], folder / "run", folder / "copies"
+    events, wanted = unbroken(command, folder, never if kill else Copies(out, copies))
+    places = list(range(1, len(events) + 1)) if kill else sorted(int(path.name) for path in copies.iterdir())
     if points:
-        places = sorted({1 + round((len(events) - 1) * (i + 1) / (points + 1)) for i in range(points)})
+        places = sorted({places[round((len(places) - 1) * (i + 1) / (points + 1))] for i in range(points)})
+    failures = []
     for place in places:
-        shutil.rmtree(out, ignore_errors=True)
-        if wrong := killed(command, out, place, wanted):
+        wrong = killed(command, out, place, wanted) if kill else copied(command, out, copies / str(place), wanted)
+        if wrong:
             failures.append(f"{name}, operation {place} of {len(events)} ({events[place - 1]}): {wrong}")
             print(failures[-1], flush=True)
-    print(
-        f"{name}: killed at {len(list(places))} of {len(events)} file operations, {len(failures)} failures", flush=True
-    )
+    what = f"killed at {len(places)}" if kill else f"resumed from {len(places)} states"
+    print(f"{name}: {what} of {len(events)} file operations, {len(failures)} failures", flush=True)
     return failures
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--command", choices=COMMANDS, nargs="*", default=list(COMMANDS))
-    parser.add_argument("--points", type=int, default=0, help="operations to kill at (0: all)")
+    parser.add_argument("--points", type=int, default=0, help="operations to interrupt at (0: all)")
+    parser.add_argument("--kill", action="store_true", help="kill a process at each, instead of copying one's folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = []
     for name in options.command:
         with tempfile.TemporaryDirectory() as folder:
-            found += check(name, Path(folder), options.points)
+            found += check(name, Path(folder), options.points, options.kill)
     return 1 if found else 0
 
 

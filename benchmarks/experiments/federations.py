@@ -1,12 +1,34 @@
-"""Federations as parts of a table: each in a folder of its own (`run_or_resume`), their rows gathered."""
+"""Federations as parts of a table: folders beside each other, of the same pictures, whose rows are gathered."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from fedmjp.audited_federation import run_or_resume
+from fedmjp.config import RunConfig
+from fedmjp.records.image_digests import FILE, ImageDigests
 from fedmjp.records.rows import join_rows
+from fedmjp.records.run_folder import RunFolder, holds_finished
+
+
+def run_federation(
+    config: RunConfig, title: str, console: Console, measure: Callable[[RunConfig, RunFolder], None] | None = None
+) -> None:
+    """`run_or_resume` on the pictures that the federations in the folders beside `config.out` have attacked.
+
+    Raises:
+        UsageError, ClientFailure, Incomplete: see `run_or_resume`; pictures that are others than before.
+    """
+    if not holds_finished(config):
+        config.out.mkdir(parents=True, exist_ok=True)
+        digests = ImageDigests(config.out, config.data.data)
+        for other in sorted(config.out.parent.glob(f"*/{FILE}")):
+            digests.adopt(other.parent)
+    run_or_resume(config, title, console, measure)
 
 
 def gather_rows(folders: Sequence[Path], out: Path) -> None:

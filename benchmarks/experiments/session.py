@@ -156,8 +156,8 @@ class Session:
         images, digests = gallery.images, ImageDigests(self.out, gallery.name)
         keys = [(gallery.name, images.size, name) for name in images.ids]
         fresh = [index for index, key in enumerate(keys) if key not in self._compared]
-        for names, pixels in replace(gallery, images=images.subset(fresh)).decoded(_DECODED):
-            digests.check(names, pixels)
+        for found in replace(gallery, images=images.subset(fresh)).contents(_DECODED):
+            digests.check_contents(list(found), list(found.values()), images.size)
         self._compared |= set(keys)
 
     def _require_same(self, defense: Defense) -> None:

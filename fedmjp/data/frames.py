@@ -73,6 +73,14 @@ class FrameSet(ImageSet):
             found.append(self._kept[row])
         return torch.stack(found)
 
+    def contents(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> list[bytes]:
+        """The samples of the words at `indices`, float32: frames are rounded differently by different machines."""
+        found = []
+        for index in (int(i) for i in indices):
+            self._check(index)
+            found.append(np.asarray(self._open(int(self._rows[index])), dtype=np.float32).tobytes())
+        return found
+
     def _of_rows(self, picked: list[int]) -> FrameSet:
         part = FrameSet(self._open, self.labels[picked], [self.ids[i] for i in picked], self.classes)
         part._kept = self._kept

@@ -11,9 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from attacks.registry import UsageError
 from fedmjp.data.catalog import IMAGES, KINDS, SOURCES, require_kind
 from fedmjp.data.folder import FileImages, find_pictures, openable, printable
@@ -37,15 +34,14 @@ class Gallery:
     provenance: str
     skipped: tuple[str, ...] = ()
 
-    def decoded(self, size: int) -> Iterator[tuple[list[str], Tensor]]:
-        """The images that can be decoded, `size` at a time: their ids, and (B, C, H, W) in [0, 1]."""
+    def contents(self, size: int) -> Iterator[dict[str, bytes]]:
+        """`ImageSet.contents` of the images that can be decoded, by their ids, `size` at a time."""
         for start in range(0, len(self.images), size):
-            found: dict[str, Tensor] = {}
+            found: dict[str, bytes] = {}
             for index in range(start, min(start + size, len(self.images))):
                 with suppress(UsageError):
-                    found[self.images.ids[index]] = self.images.images([index])
-            if found:
-                yield list(found), torch.cat(list(found.values()))
+                    (found[self.images.ids[index]],) = self.images.contents([index])
+            yield found
 
 
 def load_gallery(

@@ -80,11 +80,23 @@ class ImageSet:
             UsageError: an image cannot be decoded; the message names it.
         """
         # 8-bit values until the whole batch is converted: one conversion per batch, and a quarter of the memory.
-        batch = np.empty((len(indices), 3, self.size, self.size), dtype=np.uint8)  # (B, 3, size, size)
+        return torch.from_numpy(self._pixels(indices)).float().div_(255)
+
+    def contents(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> list[bytes]:
+        """What tells the images at `indices` from others, the same on every machine: their 8-bit pixels (C, H, W).
+
+        Raises:
+            IndexError, UsageError: see `images`.
+        """
+        return [pixels.tobytes() for pixels in self._pixels(indices)]
+
+    def _pixels(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
+        """(B, 3, size, size) uint8."""
+        batch = np.empty((len(indices), 3, self.size, self.size), dtype=np.uint8)
         for slot, index in enumerate(int(i) for i in indices):
             self._check(index)
             batch[slot] = self._decode(index).transpose(2, 0, 1)
-        return torch.from_numpy(batch).float().div_(255)
+        return batch
 
     def targets(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
         """What a model is trained to say of the images at `indices`: their classes, (B,) int64."""

@@ -161,7 +161,7 @@ class RunFolder:
         indices = sorted(where[name] for name in names)
         for start in range(0, len(indices), 64):
             some = indices[start : start + 64]
-            digests.check([train.ids[i] for i in some], train.images(some))
+            digests.check_contents([train.ids[i] for i in some], train.contents(some), train.size)
 
     def note_expected(self, defense: str, rows: int) -> None:
         """Record how many rows a finished federation has."""

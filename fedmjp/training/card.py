@@ -40,18 +40,26 @@ CARD = """# {name}, {data}
 
     {command}
 
-Weights are stored as float16. They are released under this project's licence; the images they were trained on are no
-part of it and have terms of their own.
+Weights are stored as float16. {terms}
 """
 
 
-def export(trainer: Trainer, history: list[dict[str, float]], path: Path) -> float:
+OWN_TERMS = """They are released under this project's licence; the images they were trained on are no
+part of it and have terms of their own."""
+OTHER_TERMS = """The weights that they started from, and the images they were trained on, have terms of their own,
+which hold for these weights too."""
+
+
+def export(
+    trainer: Trainer, history: list[dict[str, float]], path: Path, program: str = "python -m fedmjp.train"
+) -> float:
     """Write the weights as float16 to `path`, and the model card to the same path with the suffix .md.
 
     Args:
         trainer: the finished training.
         history: one record per epoch, from `Trainer.epoch`.
         path: the .safetensors file to write.
+        program: how the command that trains is typed, without its options.
 
     Returns:
         Accuracy in [0, 1] of the weights in the written file, of what `Objective.accuracy_of` names.
@@ -62,7 +70,7 @@ def export(trainer: Trainer, history: list[dict[str, float]], path: Path) -> flo
     origin = json.dumps(vars(Origin.of(trainer.config.objective, trainer.model.name, halves)))
     write_whole(path, save(halves, metadata={ORIGIN: origin}))
     accuracy = _accuracy_of_file(trainer, path)
-    write_whole(path.with_suffix(".md"), CARD.format(**_facts(trainer, history, accuracy)).encode())
+    write_whole(path.with_suffix(".md"), CARD.format(**_facts(trainer, history, accuracy, program)).encode())
     return accuracy
 
 
@@ -73,8 +81,9 @@ def _accuracy_of_file(trainer: Trainer, path: Path) -> float:
     return objective.evaluate(read.model, trainer.learner.local, trainer.data, trainer.device)[1]
 
 
-def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -> dict[str, Any]:
+def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float, program: str) -> dict[str, Any]:
     config, data, versions = trainer.config, trainer.data, provenance.versions()
+    own = config.model.weights == "random" and config.start.checkpoint is None
     steps, objective = int(sum(line["steps"] for line in history)), trainer.learner.objective
     seconds = sum(line["train_seconds"] for line in history)
     return {
@@ -100,7 +109,8 @@ def _facts(trainer: Trainer, history: list[dict[str, float]], accuracy: float) -
         "commit": provenance.commit(),
         "torch": torch.__version__,
         "timm": versions["timm"],
-        "command": provenance.command("python -m fedmjp.train"),
+        "command": provenance.command(program),
+        "terms": OWN_TERMS if own else OTHER_TERMS,
     }
 
 

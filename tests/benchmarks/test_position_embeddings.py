@@ -116,6 +116,13 @@ def checkpoint(tmp_path):
     return tmp_path / "grid.safetensors"
 
 
+def test_a_model_of_another_size_has_fewer_places(checkpoint) -> None:
+    found = position_embeddings.load(options.PositionOptions(image_size=32), "vit_mini_64", str(checkpoint))
+    assert found.grid == (4, 4)
+    assert found.values.shape == (16, 192)
+    assert np.linalg.matrix_rank(found.values - found.values.mean(axis=0), tol=1e-4) == 2  # still a plane
+
+
 @pytest.mark.slow
 def test_tables_and_figures(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"

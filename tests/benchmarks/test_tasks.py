@@ -19,6 +19,7 @@ from experiments.speech.render import leak_table, speech_table
 
 from fedmjp.data import DataBundle
 from fedmjp.data.catalog import LABEL_MAPS
+from fedmjp.records.image_digests import FILE
 
 
 class Painted:
@@ -134,6 +135,20 @@ def test_a_wide_model_with_learned_positions_gives_its_frames_away(tmp_path) -> 
     assert pd.isna(table.loc["fixed", "explained_mean"])
     run = json.loads((tmp_path / "out" / "run.json").read_text())
     assert run["rows"] == 4
+
+
+def test_other_sounds_of_the_same_names_are_refused(tmp_path, capsys) -> None:
+    data = tones(tmp_path / "words")
+    options = ["--data", data, "--widths", "32", "--words", "1", "--out", str(tmp_path / "out"), "--threads", "1"]
+    assert exit_code(leak_command, *options) == 0
+    capsys.readouterr()
+    assert exit_code(leak_command, *options, "--resume") == 0
+    (first,) = (line.split()[-1].rstrip('"') for line in (tmp_path / "out" / FILE).read_text().splitlines())
+    other = next(file for file in (tmp_path / "words").rglob("*.wav") if file.parent.name != first.split("/")[0])
+    (tmp_path / "words" / first).write_bytes(other.read_bytes())
+    capsys.readouterr()
+    assert exit_code(leak_command, *options, "--resume") == 2
+    assert f"image {first!r} of {data} is not the one" in capsys.readouterr().err
 
 
 def test_tables_of_speech() -> None:

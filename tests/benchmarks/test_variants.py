@@ -11,6 +11,7 @@ from experiments.trainings import variants as engine
 from experiments.trainings.options import SHORT, TrainingOptions, Variant
 from experiments.trainings.variants import TRAININGS, limits, train_variants, training_id
 from rich.console import Console
+from safetensors.torch import load_file
 
 from attacks import UsageError
 from fedmjp.config import DataConfig
@@ -87,13 +88,18 @@ def test_a_shared_variant_is_trained_once(tmp_path, monkeypatch) -> None:
         return real(config, *arguments)
 
     monkeypatch.setattr(engine, "train_and_measure", noted)
-    asked = options(tmp_path, seeds=(0,))
+    asked = options(tmp_path, seeds=(0,), checkpoints=tmp_path / "weights")
     same = dataclasses.replace(JIGSAWED, name="another table's")
     rows = train_variants([JIGSAWED, same], asked, QUIET)
     assert len(trained) == 1
     assert rows["line"].tolist() == ["J"] * 2 + ["another table's"] * 2
     train_variants([PLAIN, same], dataclasses.replace(asked, resume=True), QUIET)
     assert len(trained) == len(set(trained)) == 2
+    kept = {path.name: load_file(path) for path in (tmp_path / "weights").glob("*.safetensors")}
+    assert {name: "unk_embed" in state for name, state in kept.items()} == {
+        "A-0.safetensors": False,
+        "J-0.safetensors": True,
+    }
 
 
 def test_tables_without_training(whole, tmp_path, monkeypatch) -> None:

@@ -1,7 +1,7 @@
 """Random replies that no honest client sends: the boundary, the Watcher and the audited federation withstand them.
 
 2,000 cases; `make fuzz` runs more. What cannot be read is refused in one line, in memory that does not depend on what a
-header claims. Finite lies pass, and no wrong image is certified.
+header claims; no wrong image is vouched for. Finite lies pass, and no wrong image is certified.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -101,8 +102,8 @@ def gradients(model) -> dict[str, np.ndarray]:
 def watchers(model, out: Path, count: int) -> Iterator[tuple[int, Strict]]:
     """(number, Watcher) for each of `count` replies; a new Watcher after some, when the old one has written its page.
 
-    Weights are sent to the first, gradients to the second, and so on. The answers are those to updates of the first
-    photograph, or are not certified.
+    Weights are sent to the first, gradients to the second, and so on. Answers are the first photograph; those that are
+    not have a diagnosis, or rest on a lie and are not certified.
     """
     view = {"image_shape": (3, 32, 32), "mean": [0.5] * 3, "std": [0.5] * 3, "batch_size": 1, "local_steps": 1}
     for first in range(0, count, TOGETHER):
@@ -111,9 +112,12 @@ def watchers(model, out: Path, count: int) -> Iterator[tuple[int, Strict]]:
         yield from ((number, watcher) for number in range(first, min(first + TOGETHER, count)))
         watcher.finish()
         assert not any("page" in problem for problem in watcher.problems)
-        certified = [found.images for _, _, found in watcher.found if found.certified]
-        assert certified
-        assert min(float(psnr(images, photographs(32, 1))[0]) for images in certified) > RIGHT
+        answers = [(node, found) for node, _, found in watcher.found if found.images is not None]
+        assert any(found.certified for _, found in answers)
+        for node, found in answers:
+            malformed = not node % 2
+            if found.certified or (malformed and not found.diagnosis):
+                assert float(psnr(found.images, photographs(32, 1))[0]) > RIGHT
 
 
 def arrays(model, gradients: Mapping[str, np.ndarray], sends: str) -> ArrayRecord:
@@ -128,8 +132,17 @@ def lying(gradients: Mapping[str, np.ndarray], number: int, generator: np.random
     return {n: lie(g, generator).astype(np.float32) if name in ("", n) else g for n, g in gradients.items()}
 
 
+def peak_mebibytes() -> float:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
 def test_fuzz_the_watcher(model, gradients, undrawn, tmp_path) -> None:
-    """Malformed arrays of a user's own app, and finite lies in turn: a problem's line names the node."""
+    """Malformed arrays of a user's own app, and finite lies in turn: a problem's line names the node.
+
+    What is read and what is attacked fit into the memory that the process has held, and little more.
+    """
+    before_all = peak_mebibytes()
     sent, generator = RecordDict({"arrays": ArrayRecord(model.state_dict())}), np.random.default_rng(8)
     for number, watcher in watchers(model, tmp_path / "leaks", WATCHED):
         before, kind, good = len(watcher.problems), number // 2, arrays(model, gradients, watcher.sends)
@@ -142,6 +155,7 @@ def test_fuzz_the_watcher(model, gradients, undrawn, tmp_path) -> None:
             assert problem.startswith(f"round 1, node {number}: ")
             assert len(problem) < 500
     assert watcher.problems
+    assert peak_mebibytes() - before_all < 300
 
 
 def test_an_active_server_withstands_malformed_replies(model, gradients, undrawn, tmp_path) -> None:

@@ -56,13 +56,13 @@ def test_other_classes_leave_the_head_random() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_names())
 def test_accuracy_is_that_of_the_card(name: str) -> None:
-    """On every tenth test image of the data in the card, to four standard errors of a sample of that size."""
+    """On every twentieth test image of the data in the card, to four standard errors of a sample of that size."""
     data = re.match(r"# \S+, (\S+)", card_of(name))[1]
     accuracy, count = re.search(r"of this file \| ([\d.]+)% of (\d+) test images", card_of(name)).groups()
     built = build_model(name, num_classes=classes_of(name, "auto"))
     test = load_data(data, size=built.image_size, path=Path(shared_file(f"data/{data}"))).test
     assert len(test) == int(count)
-    sample = test.subset(range(0, len(test), 10))
+    sample = test.subset(range(0, len(test), 20))
     expected = float(accuracy) / 100
     error = (expected * (1 - expected) / len(sample)) ** 0.5
     assert evaluate(built, sample, torch.device("cpu"))[1] == pytest.approx(expected, abs=4 * error)

@@ -7,12 +7,11 @@ import json
 import pandas as pd
 from rich.console import Console
 
-from experiments.federations import gather_rows, reasons_not_run
+from experiments.federations import gather_rows, reasons_not_run, run_federation
 from experiments.recipes.options import RECIPES, Options
 from experiments.recipes.render import RECIPE_TABLE
 from experiments.rendering import read_rows
 from experiments.scaffold import Failure
-from fedmjp.audited_federation import run_or_resume
 from fedmjp.before_start import check_before_start
 from fedmjp.federation import ClientFailure
 from fedmjp.records.run_record import note_rows
@@ -32,7 +31,7 @@ def run(options: Options, console: Console) -> None:
         check_before_start(config)
     try:
         for number, (name, config) in enumerate(runs.items(), start=1):
-            run_or_resume(config, f"recipe {number} of {len(runs)}: {name}", console)
+            run_federation(config, f"recipe {number} of {len(runs)}: {name}", console)
     except ClientFailure as error:
         raise Failure(f"{error}\n{options.resume_hint()}") from error
     finally:

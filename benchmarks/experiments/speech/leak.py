@@ -13,7 +13,7 @@ from attacks import ATTACKS, Observation
 from experiments.session import Session
 from experiments.speech.options import LeakOptions
 from experiments.speech.render import LEAK, LEAKS
-from fedmjp.data import load_data
+from fedmjp.data import Gallery, load_data
 from fedmjp.models import MODELS, ViT
 
 ATTACK = "patch_embedding"
@@ -25,6 +25,7 @@ def run(options: LeakOptions, console: Console) -> None:
     session = Session(options, console, LEAKS)
     data = load_data(options.data, size=MODELS.get(MODEL).image_size, train_limit=options.words, seed=options.seed)
     words = data.train
+    session.check_images(Gallery(words, data.name, data.provenance))
     with session.rows() as rows, session.bar() as bar:
         task = bar.add_task("updates", total=2 * len(options.widths) * len(words))
         for width in options.widths:

@@ -17,14 +17,13 @@ from rich.console import Console
 
 from attacks import UsageError
 from attacks.observation import SUPERVISED
-from experiments.federations import gather_rows, reasons_not_run
+from experiments.federations import gather_rows, reasons_not_run, run_federation
 from experiments.rendering import read_rows
 from experiments.scaffold import Failure
 from experiments.tradeoff.encoders import measure_encoder, read_encoder
 from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.render import OBJECTIVES, TRADEOFF
 from experiments.tradeoff.table import point_of, under_objective
-from fedmjp.audited_federation import run_or_resume
 from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
@@ -184,7 +183,7 @@ def run(options: Options, console: Console) -> None:
     try:
         for number, one in enumerate(every, start=1):
             title = f"federation {number} of {len(every)}: {one.title}"
-            run_or_resume(one.config, title, console, measure_encoder if options.probes else None)
+            run_federation(one.config, title, console, measure_encoder if options.probes else None)
     except ClientFailure as error:
         raise Failure(f"{error}\n{options.resume_hint()}") from error
     finally:

@@ -37,7 +37,7 @@ from experiments.trained_models.checkpoints import load_bundle, load_trained
 from experiments.trained_models.options import AttentionOptions
 from fedmjp.data import DataBundle, load_gallery
 from fedmjp.metrics import bootstrap_mean
-from fedmjp.models import MODELS, BuiltModel, build_model, split_name
+from fedmjp.models import BuiltModel, build_model, split_name
 from fedmjp.models.attention import last_attention
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
@@ -122,12 +122,13 @@ def build_subjects(options: AttentionOptions, device: torch.device) -> list[tupl
     """
     sources, bundles = options.sources(), {}
     for name in sources:
-        size = MODELS.get(split_name(name)[0]).image_size
+        size = options.side(name)
         bundles[size] = bundles.get(size) or load_bundle(options, name)
     classes = len(next(iter(bundles.values())).classes)
-    models = [load_trained(n, s, bundles[MODELS.get(split_name(n)[0]).image_size]) for n, s in sources.items()]
+    models = [load_trained(options, name, source, bundles[options.side(name)]) for name, source in sources.items()]
     bases = dict.fromkeys(split_name(name)[0] for name in sources)
-    models += [build_model(base, num_classes=classes, weights="random", seed=options.seed) for base in bases]
+    untrained = {"num_classes": classes, "weights": "random", "seed": options.seed, "image_size": options.image_size}
+    models += [build_model(base, **untrained) for base in bases]
     for model in models:
         model.module.to(device).eval()
     return [(model, bundles[model.image_size]) for model in models]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from attacks import UsageError
 from experiments.trained_models.options import TrainedOptions
 from fedmjp.data import DataBundle, load_data
-from fedmjp.models import MODELS, BuiltModel, build_model, split_name
+from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.weights import classes_of
 
 
 def load_bundle(options: TrainedOptions, model: str) -> DataBundle:
     """The test images asked for, at the size that `model` takes."""
-    size = MODELS.get(split_name(model)[0]).image_size
-    return load_data(options.data, size=size, path=options.data_path, test_limit=options.num_images, seed=options.seed)
+    asked = {"path": options.data_path, "test_limit": options.num_images, "seed": options.seed}
+    return load_data(options.data, size=options.side(model), **asked)
 
 
-def load_trained(name: str, source: str, bundle: DataBundle) -> BuiltModel:
-    """The model, without its DAL map, in evaluation mode.
+def load_trained(options: TrainedOptions, name: str, source: str, bundle: DataBundle) -> BuiltModel:
+    """The model at the size asked for, without its DAL map, in evaluation mode.
 
     Raises:
         UsageError: weights that are not there, or for other classes than those of `bundle`.
@@ -26,6 +26,7 @@ def load_trained(name: str, source: str, bundle: DataBundle) -> BuiltModel:
             f"the weights of {name} are for {classes_of(name, source)} classes, {bundle.name} has "
             f"{len(bundle.classes)}; choose --data or --model to match"
         )
-    built = build_model(name, num_classes=len(bundle.classes), weights=source, dal="none")
+    size = options.image_size
+    built = build_model(name, num_classes=len(bundle.classes), weights=source, dal="none", image_size=size)
     built.module.eval()
     return built

@@ -44,7 +44,7 @@ def table(options: ConsistencyOptions, device: torch.device) -> pd.DataFrame:
     parts = []
     for name, source in options.sources().items():
         bundle = load_bundle(options, name)
-        model = load_trained(name, source, bundle)
+        model = load_trained(options, name, source, bundle)
         own = summarise(measure(model, bundle.test, options.gammas, seed=options.seed, device=device))
         parts.append(own.assign(source="measured", model=name, weights=model.provenance, dataset=bundle.provenance))
     ours = pd.concat(parts, ignore_index=True).assign(commit=provenance.commit(), seed=options.seed)

@@ -39,7 +39,8 @@ class Run:
         package = corrupted.load_package()[1]
         self.options, self.console, self.session = options, console, Session(options, console, ROWS)
         self.bundle = load_bundle(options, options.reference)
-        self.models = {name: load_trained(name, source, self.bundle) for name, source in options.sources().items()}
+        sources = options.sources().items()
+        self.models = {name: load_trained(options, name, source, self.bundle) for name, source in sources}
         images = self.bundle.test
         self.shared = {
             "dataset": self.bundle.name,

@@ -43,10 +43,18 @@ class TrainedOptions(DeviceOptions):
     """Data set whose test images are measured; the models must have been trained on its classes."""
     data_path: Path | None = None
     """Local copy of --data."""
+    image_size: int | None = None
+    """Pixels of an image's side, for models trained at another size than their own."""
     num_images: int | None = None
     """Use a random subset of this many test images."""
     seed: int = 0
     """Fixes the subset, and all that is drawn."""
+
+    def side(self, model: str) -> int:
+        """Pixels of a side of the images that a model takes."""
+        from fedmjp.models import MODELS, split_name
+
+        return self.image_size or MODELS.get(split_name(model)[0]).image_size
 
     def sources(self) -> dict[str, str]:
         """Model -> source of its weights.
@@ -143,15 +151,13 @@ class CorruptionOptions(TrainedOptions, RowOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        from fedmjp.models import MODELS, split_name
-
         unknown = sorted(set(self.corruptions) - set(CORRUPTIONS))
         if unknown or not self.corruptions:
             raise UsageError(f"--corruptions {' '.join(unknown) or 'none'}: choose from: {', '.join(CORRUPTIONS)}")
         if not self.severities or not set(self.severities) <= set(SEVERITIES):
             raise UsageError("--severities takes numbers from 1 to 5")
         super().validate()
-        sizes = {name: MODELS.get(split_name(name)[0]).image_size for name in self.sources()}
+        sizes = {name: self.side(name) for name in self.sources()}
         if len(set(sizes.values())) > 1:
             raise UsageError(f"models of one image size see the same pictures, these take {sizes}; run them apart")
 
@@ -209,6 +215,8 @@ class PositionOptions:
     model: tuple[str, ...] = ()
     """MODEL for its shipped checkpoint, or MODEL=FILE (none given: every shipped checkpoint with position
     embeddings)."""
+    image_size: int | None = None
+    """Pixels of an image's side, for models trained at another size than their own."""
     dimensions: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 16, 32)
     """Numbers of principal components in the table of explained variance."""
     shuffles: int = 20

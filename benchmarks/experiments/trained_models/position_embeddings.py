@@ -57,13 +57,14 @@ class Embeddings:
         return f"{self.model}, {'random' if 'NOT TRAINED' in self.weights else 'trained'}"
 
 
-def load(model: str, source: str, seed: int) -> Embeddings:
-    """The position embeddings of `model` with weights from `source`.
+def load(options: PositionOptions, model: str, source: str) -> Embeddings:
+    """The position embeddings of `model` with weights from `source`, at the size asked for.
 
     Raises:
         UsageError: a model without patch position embeddings, or weights that are not there.
     """
-    built = build_model(model, num_classes=classes_of(model, source) or 1000, weights=source, dal="none", seed=seed)
+    asked = {"weights": source, "dal": "none", "seed": options.seed, "image_size": options.image_size}
+    built = build_model(model, num_classes=classes_of(model, source) or 1000, **asked)
     positions = built.module.patch_positions() if hasattr(built.module, "patch_positions") else None
     if positions is None:
         raise UsageError(f"{model} has no position embeddings; name another model")
@@ -84,9 +85,9 @@ def load_all(options: PositionOptions) -> list[Embeddings]:
         split_name(name)
         if source == "auto" and name not in shipped_names():
             raise UsageError(f"no checkpoint of {name} ships; write {name}=FILE, or choose from: {shipped_names()}")
-    trained = [load(name, source, options.seed) for name, source in sources.items()]
+    trained = [load(options, name, source) for name, source in sources.items()]
     bases = dict.fromkeys(split_name(name)[0] for name in sources)
-    return trained + [load(base, "random", options.seed) for base in bases]
+    return trained + [load(options, base, "random") for base in bases]
 
 
 def explained_variance(values: np.ndarray) -> np.ndarray:

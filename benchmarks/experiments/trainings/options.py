@@ -72,6 +72,8 @@ class TrainingOptions(DeviceOptions):
     """Torch threads (0: torch's own choice)."""
     trainings: Path = Path("runs/trainings")
     """Folder of the trainings' rows, which tables share (the committed ones stand in results/trainings)."""
+    checkpoints: Path | None = None
+    """Folder that keeps the weights of what is trained now, with their model cards (none: they are not kept)."""
     train: bool = True
     """Train what is not in --trainings; without, the tables are written from what is there."""
     out: Path = Path("runs/trainings_table")

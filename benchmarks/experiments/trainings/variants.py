@@ -1,11 +1,13 @@
 """Trainings of a table: each variant trained with every seed by `Trainer`, measured under jigsaws, kept as rows.
 
 What decides about weights and measurement makes a training's identity, and rows are stored under it: tables that share
-a variant share its training, and an interrupted table goes on where it stopped. Weights are not kept.
+a variant share its training, and an interrupted table goes on where it stopped. Weights are kept where asked.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from fedmjp.data import DataBundle
 from fedmjp.evaluation.consistency import SCORES, measure, position_treatments, summarise
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog, Schema, pack_rows, unpack_rows
+from fedmjp.training.card import export
 from fedmjp.training.config import PAPER_IMAGES, TrainConfig
 from fedmjp.training.trainer import Trainer, load
 
@@ -149,7 +152,11 @@ def _train_missing(log: RowLog, variants: Sequence[Variant], options: TrainingOp
             if data[0] != source:
                 data = (source, load(config))
             started = time.perf_counter()
-            rows = train_and_measure(config, options.gammas, data[1])
+            kept = None
+            if options.checkpoints is not None:
+                line = re.sub(r"[^\w.]+", "_", variant.name.replace("γ", "gamma"))
+                kept = options.checkpoints / f"{line}-{config.seed}.safetensors"
+            rows = train_and_measure(config, options.gammas, data[1], kept)
             for row in rows:
                 log.append(row)
             bar.update(task, advance=1)
@@ -162,15 +169,19 @@ def _train_missing(log: RowLog, variants: Sequence[Variant], options: TrainingOp
 
 
 def train_and_measure(
-    config: TrainConfig, gammas: Sequence[float], data: DataBundle | None = None
+    config: TrainConfig, gammas: Sequence[float], data: DataBundle | None = None, kept: Path | None = None
 ) -> list[dict[str, Any]]:
     """Train once and measure at every masking ratio, with the positions shown as in training; a row each.
 
     Args:
         data: what `config` names, if it is loaded already.
+        kept: file for the weights (`export`), or None.
     """
     trainer = Trainer(config, data)
     history = [trainer.epoch(number, lambda loss: None) for number in range(1, config.recipe.epochs + 1)]
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        export(trainer, history, kept, f"python benchmarks/{Path(sys.argv[0]).name}")
     model = trainer.model
     trained_with = getattr(trainer.defense, "positions", "own")
     positions = trained_with if trained_with in position_treatments(model) else position_treatments(model)[-1]

@@ -271,6 +271,7 @@ def test_vit_b_at_224(size: int, threshold: float) -> None:
     folder = shared_file("data/imagenet-sample")
     images = load_data(f"folder:{folder}", size=224, train_limit=16).train.images(list(range(16)))
     model = build_model("vit_b", num_classes=8, weights="random")
+    del model.module.blocks[4:]  # the attack reads the first
     strangers = iter(range(size, len(images)))
     batches = [(i, *(next(strangers) for _ in range(size - 1))) for _ in range(2) for i in range(size)]
     observations = [observe(model, images[list(b)]) for b in [*batches, range(size)]]

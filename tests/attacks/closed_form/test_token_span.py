@@ -76,6 +76,7 @@ def test_the_mlps_spans_settle_what_the_attentions_leaves_open() -> None:
 @pytest.mark.slow
 def test_deit_s_has_fewer_equations_than_unknowns_and_is_solved_all_the_same() -> None:
     model, image = build_model("deit_s", num_classes=8, weights="random"), photographs(224, 1)
+    del model.module.blocks[2:]  # the attack reads the first
     found = attack()([without(observe(model, image), "pos_embed")])
     assert found.details["equations"] < found.details["unknowns"]
     assert found.details["steps"] == 3
