@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from attacks.linear.gaussian_mixture import fit_gaussians
 from attacks.linear.image_prior import LUMA_CHROMA, Settled, VectorialVariation, colour_of, conjugate_gradients
 from attacks.linear.normal_equations import Estimate
 from attacks.registry import UsageError
@@ -126,25 +127,9 @@ def fit_mixture(images: Tensor, components: int, *, patches: int, iterations: in
     points = shapes @ basis.T  # (n, d)
     start = torch.randint(components, (len(points),), generator=generator)
     shares = 0.2 * F.one_hot(start, components).double() + 0.8 / components
-    for _ in range(iterations):
-        weights, roots = _maximise(points, shares)
-        shares = _log_densities(points, weights, roots).softmax(dim=1)
+    weights, roots = fit_gaussians(points, shares, iterations, FLOOR)
     factors = torch.linalg.solve_triangular(roots, basis.expand(components, -1, -1), upper=False)
     return PatchMixture(weights.float(), factors.float())
-
-
-def _maximise(points: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (K,) and Cholesky factors (K, d, d) of the covariances, of points (n, d) shared out (n, K)."""
-    covariances = torch.stack([(points * own[:, None]).T @ points / own.sum() for own in shares.T])
-    floor = FLOOR * torch.eye(points.shape[1], dtype=points.dtype)
-    return shares.mean(dim=0), torch.linalg.cholesky(covariances + floor)
-
-
-def _log_densities(points: Tensor, weights: Tensor, roots: Tensor) -> Tensor:
-    """(n, K): log of weight and density, up to a constant."""
-    whitened = torch.linalg.solve_triangular(roots, points.T, upper=False)  # (K, d, n)
-    volume = roots.diagonal(dim1=1, dim2=2).log().sum(dim=1)
-    return (weights.log() - volume)[None] - whitened.square().sum(dim=1).T / 2
 
 
 def mean_free_basis() -> Tensor:

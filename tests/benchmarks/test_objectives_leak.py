@@ -49,7 +49,9 @@ def test_resuming_a_finished_run_adds_nothing(finished) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--lines", "mp3_trained"], "need --pretrained"),
+        (["--lines", "mp3_trained"], "need --pretrained mp3=FILE; or"),
+        (["--lines", "mst_trained", "--pretrained", "mp3=a"], "need --pretrained mst=FILE; or"),
+        (["--lines", "mst_trained", "--pretrained", "mst"], "--pretrained mst: write NAME=FILE, with NAME one of mp3"),
         (["--lines", "mae"], "choose from supervised, mp3_trained"),
         (["--lines", "mst", "--steps", "0"], "--steps must be at least 1"),
     ],

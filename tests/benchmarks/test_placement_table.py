@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import border_mixture
 import pandas as pd
 import piece_predictor
 import placement
@@ -78,3 +79,5 @@ def test_mistakes_are_named(tmp_path, capsys) -> None:
     for options, message in ((["--width", "20"], "a multiple of 16"), (["--out", "x.pt"], "must end in .safetensors")):
         assert piece_predictor.main(options) == 2
         assert message in capsys.readouterr().err
+    assert border_mixture.main(["--components", "0"]) == 2
+    assert "--components must be at least 1" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 from attacks.registry import UsageError
 from experiments.scaffold import AttackOptions, check_positive
 
-PRETRAINED = "pretrained"  # weights that stand for --pretrained
+PRETRAINED = ("mp3", "droppos", "mst")  # names of --pretrained
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Line:
     Attributes:
         objective: as --objective takes it.
         model: its name.
-        weights: random, auto, or `PRETRAINED`.
+        weights: random, auto, or one of `PRETRAINED`.
         attacks: those that can read such an update.
         updates: numbers of updates of an image, with new draws in each, after which it is attacked.
         images: share of --num-images that are attacked.
@@ -36,15 +36,19 @@ _DROPPOS = "droppos:tau=inf,decoder_width=64"
 _MST = "mst:local_crops=0,outputs=64,hidden=64,bottleneck=32"
 LINES = {
     "supervised": Line("supervised", "vit_mini_32", "auto", ("patch_embedding",)),
-    "mp3_trained": Line("mp3:eta=0.5", "vit_micro8_32", PRETRAINED, ("position_head",)),
-    "mp3_trained_default": Line("mp3:eta=0.75", "vit_micro8_32", PRETRAINED, ("position_head",), images=0.2),
+    "mp3_trained": Line("mp3:eta=0.5", "vit_micro8_32", "mp3", ("position_head",)),
+    "mp3_trained_default": Line("mp3:eta=0.75", "vit_micro8_32", "mp3", ("position_head",), images=0.2),
     "mp3_random": Line("mp3:eta=0.5", "vit_micro8_32", "random", ("position_head",), images=0.2),
     "droppos": Line(_DROPPOS, "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.1),
     "droppos_learned": Line(
         f"{_DROPPOS},positions=learned", "vit_mini_32", "random", ("mjp_rounds",), (1, 16, 64), images=0.2
     ),
+    "droppos_trained": Line(_DROPPOS, "vit_mini_32", "droppos", ("mjp_rounds",), (1, 16, 64), images=0.1),
     "mst": Line(_MST, "vit_micro8_32", "random", ("patch_embedding", "batch_rounds"), (1, 8), images=0.2),
     "mst_one_update": Line(_MST, "vit_micro8_32", "random", ("batch_tokens", "pixel_head"), images=0.2),
+    "mst_trained": Line(
+        _MST, "vit_micro8_32", "mst", ("patch_embedding", "batch_rounds", "batch_tokens", "pixel_head"), images=0.2
+    ),
 }
 
 
@@ -62,8 +66,9 @@ class Options(AttackOptions):
 
     lines: tuple[str, ...] = tuple(LINES)
     """Lines of the table."""
-    pretrained: Path | None = None
-    """A model.safetensors of fedmjp.train --objective mp3 --model vit_micro8_32, for the lines mp3_trained*."""
+    pretrained: tuple[str, ...] = ()
+    """NAME=FILE for the lines *_trained*: files of fedmjp.train under the objective of NAME, one of mp3, droppos and
+    mst."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None
@@ -83,7 +88,21 @@ class Options(AttackOptions):
         unknown = [name for name in self.lines if name not in LINES]
         if unknown or not self.lines:
             raise UsageError(f"--lines {' '.join(unknown)}: choose from {', '.join(LINES)}")
-        wanting = [name for name in self.lines if LINES[name].weights == PRETRAINED]
-        if wanting and self.pretrained is None:
-            raise UsageError(f"--lines {' '.join(wanting)} need --pretrained; or name other --lines")
+        files = self.files()
+        wanting = [n for n in self.lines if LINES[n].weights in PRETRAINED and LINES[n].weights not in files]
+        if wanting:
+            entries = " ".join(f"{LINES[name].weights}=FILE" for name in wanting)
+            raise UsageError(f"--lines {' '.join(wanting)} need --pretrained {entries}; or name other --lines")
         super().validate()
+
+    def files(self) -> dict[str, str]:
+        """The files of --pretrained, by name.
+
+        Raises:
+            UsageError: an entry is no NAME=FILE.
+        """
+        pairs = [entry.partition("=") for entry in self.pretrained]
+        for (name, _, file), entry in zip(pairs, self.pretrained, strict=True):
+            if name not in PRETRAINED or not file:
+                raise UsageError(f"--pretrained {entry}: write NAME=FILE, with NAME one of {', '.join(PRETRAINED)}")
+        return {name: file for name, _, file in pairs}

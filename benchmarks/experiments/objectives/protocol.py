@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from attacks import ATTACKS, Observation, ThreatModel
-from experiments.objectives.options import LINES, PRETRAINED, Line, Options
+from experiments.objectives.options import LINES, Line, Options
 from experiments.objectives.render import OBJECTIVES_LEAK
 from experiments.session import TableRun
 from fedmjp.audit.harness import Scored, audit_update
@@ -59,7 +59,7 @@ class Run(TableRun):
 
     def learner(self, line: Line) -> Learner:
         """The undefended client's model with the objective's heads."""
-        weights = str(self.options.pretrained) if line.weights == PRETRAINED else line.weights
+        weights = self.options.files().get(line.weights, line.weights)
         objective = read_objective(line.objective)
         return Learner.build(
             objective,

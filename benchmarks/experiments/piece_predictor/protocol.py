@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from attacks.mjp.piece_predictor import UNKNOWN, PiecePredictor
 from attacks.mjp.piece_training import Recipe, train_predictor
-from experiments.piece_predictor.options import Options
+from experiments.piece_predictor.options import Options, PublicPhotographs
 from experiments.session import prepare_torch
 from fedmjp.data import ImageSet, load_data, load_gallery
 from fedmjp.records import provenance
@@ -26,30 +27,33 @@ CHUNK, REPORT = 500, 100
 
 
 @dataclass(frozen=True)
+class Public:
+    """Photographs to learn from.
+
+    Attributes:
+        images: (n, 3, H, W) uint8, without those that show a scored one.
+        left_out: number of those.
+        held: (m, 3, H, W) uint8, test images, on the processor.
+        provenance: of the data set.
+    """
+
+    images: Tensor
+    left_out: int
+    held: Tensor
+    provenance: str
+
+
+@dataclass(frozen=True)
 class Training:
     """What the card says of a training."""
 
-    images: int
-    left_out: int
     loss: float
     seconds: float
 
 
 def run(options: Options, console: Console) -> None:
     """Train, measure and write."""
-    device = prepare_torch(options)
-    data = load_data(
-        options.images,
-        size=options.image_size,
-        path=options.data_path,
-        train_limit=options.num_images,
-        test_limit=HELD,
-        seed=options.seed,
-    )
-    images, count = pixels_of(data.train).to(device), len(data.train)
-    if options.scored is not None:
-        gallery = load_gallery(str(options.scored), size=options.image_size)
-        images = images[~shown_in(images, pixels_of(gallery.images).to(device))]
+    public = public_photographs(options, prepare_torch(options))
     recipe = Recipe(
         width=options.width,
         depth=options.depth,
@@ -65,14 +69,36 @@ def run(options: Options, console: Console) -> None:
             console.print(f"step {step}: loss {sum(losses[-REPORT:]) / REPORT:.3f}", highlight=False)
 
     started = time.process_time()
-    predictor = train_predictor(images, recipe, report)
+    predictor = train_predictor(public.images, recipe, report)
     last = losses[-REPORT:]
-    training = Training(len(images), count - len(images), sum(last) / len(last), time.process_time() - started)
+    training = Training(sum(last) / len(last), time.process_time() - started)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     predictor.save(options.out)
-    accuracies = measure(PiecePredictor.load(options.out), pixels_of(data.test).cpu())
+    accuracies = measure(PiecePredictor.load(options.out), public.held)
+    write_card(options, card_text(options, public, training, recipe, accuracies), console)
+
+
+def public_photographs(options: PublicPhotographs, device: torch.device) -> Public:
+    """The photographs that `options` name, the training images on `device`."""
+    data = load_data(
+        options.images,
+        size=options.image_size,
+        path=options.data_path,
+        train_limit=options.num_images,
+        test_limit=HELD,
+        seed=options.seed,
+    )
+    images, count = pixels_of(data.train).to(device), len(data.train)
+    if options.scored is not None:
+        gallery = load_gallery(str(options.scored), size=options.image_size)
+        images = images[~shown_in(images, pixels_of(gallery.images).to(device))]
+    return Public(images, count - len(images), pixels_of(data.test).cpu(), data.provenance)
+
+
+def write_card(options: PublicPhotographs, text: str, console: Console) -> None:
+    """Write the card beside the file."""
     card = options.out.with_suffix(".md")
-    card.write_text(card_text(options, data.provenance, training, recipe, accuracies), encoding="utf-8")
+    card.write_text(text, encoding="utf-8")
     console.print(f"{options.out} and {card}", soft_wrap=True, highlight=False)
 
 
@@ -105,9 +131,7 @@ def measure(predictor: PiecePredictor, images: Tensor) -> dict[str, tuple[float,
         images: (n, 3, H, W) uint8, of `SIDE` pieces a side.
     """
     count = SIDE**2
-    size, true = images.shape[-1] // SIDE, torch.arange(count)
-    pieces = images.float().div(255).unfold(2, size, size).unfold(3, size, size)  # (n, 3, SIDE, SIDE, size, size)
-    pieces = pieces.permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
+    true, pieces = torch.arange(count), cut_pieces(images)
     free = torch.full((count,), UNKNOWN)
     half = torch.where(true % 2 == 0, true, UNKNOWN)
     within = torch.arange(count).view(SIDE, SIDE)[:, :-1].flatten()
@@ -126,51 +150,81 @@ def measure(predictor: PiecePredictor, images: Tensor) -> dict[str, tuple[float,
     return found
 
 
+def cut_pieces(images: Tensor) -> Tensor:
+    """(n, SIDE^2, 3, p, p) in [0, 1], of images (n, 3, H, W) uint8."""
+    size = images.shape[-1] // SIDE
+    pieces = images.float().div(255).unfold(2, size, size).unfold(3, size, size)  # (n, 3, SIDE, SIDE, p, p)
+    return pieces.permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
+
+
 def card_text(
     options: Options,
-    data: str,
+    public: Public,
     training: Training,
     recipe: Recipe,
     accuracies: dict[str, tuple[float, float, float]],
 ) -> str:
-    """The card beside the file."""
+    """The card of a predictor."""
     seen = sum(recipe.pieces // side**2 for side in recipe.grids) / len(recipe.grids) * recipe.steps
+    facts = {
+        "network": f"{options.width} channels, {options.depth} blocks, stored as float16",
+        "recipe": f"{recipe.steps} steps of {recipe.pieces} pieces (about {seen:,.0f} images), grids of "
+        f"{', '.join(str(side) for side in recipe.grids)} pieces a side, AdamW, rate {recipe.learning_rate:g}",
+        "loss at the end": f"{training.loss:.2f} (mean of the last {REPORT} steps)",
+    }
+    what = "A predictor of the places of a photograph's pieces (`attacks.mjp.piece_predictor`)"
+    return card(
+        options,
+        what,
+        public,
+        facts,
+        training.seconds,
+        [
+            f"Accuracy on {HELD} test images, {SIDE} x {SIDE} pieces, Gaussian noise, best guess for each piece alone "
+            f"(chance {1 / SIDE**2:.1%}; with every other piece in place {2 / SIDE**2:.1%}):",
+            "",
+            "| pieces | place | right neighbour | place, every other piece in its place |",
+            "|---|---|---|---|",
+            *(f"| {level} | {a:.1%} | {b:.1%} | {c:.1%} |" for level, (a, b, c) in accuracies.items()),
+        ],
+    )
+
+
+def card(
+    options: PublicPhotographs, what: str, public: Public, facts: dict[str, str], seconds: float, measured: list[str]
+) -> str:
+    """The card of a file: what it is, what it was learned from and how, and what was measured."""
+    data = {
+        "data": public.provenance,
+        "training images": f"{len(public.images)}; left out because a scored photograph shows the same: "
+        f"{public.left_out}",
+    }
+    end = {
+        "time": f"{seconds / 60:.1f} CPU minutes on {provenance.columns(torch.device('cpu'))['device']}",
+        "commit": provenance.commit(),
+        "torch": torch.__version__,
+    }
     lines = [
         f"# {options.out.stem}",
         "",
-        "A predictor of the places of a photograph's pieces (`attacks.mjp.piece_predictor`), for adversaries with",
-        "public photographs (`auxiliary_data`).",
+        f"{what}, for adversaries with public photographs (`auxiliary_data`).",
         "",
         "| | |",
         "|---|---|",
-        f"| network | {options.width} channels, {options.depth} blocks, stored as float16 |",
-        f"| data | {data} |",
-        f"| training images | {training.images}; left out because a scored photograph shows the same: "
-        f"{training.left_out} |",
-        f"| recipe | {recipe.steps} steps of {recipe.pieces} pieces (about {seen:,.0f} images), grids of "
-        f"{', '.join(str(side) for side in recipe.grids)} pieces a side, AdamW, rate {recipe.learning_rate:g} |",
-        f"| loss at the end | {training.loss:.2f} (mean of the last {REPORT} steps) |",
-        f"| time | {training.seconds / 60:.1f} CPU minutes on {provenance.columns(torch.device('cpu'))['device']} |",
-        f"| commit | {provenance.commit()} |",
-        f"| torch | {torch.__version__} |",
+        *(f"| {name} | {value} |" for name, value in (data | facts | end).items()),
         "",
-        f"Accuracy on {HELD} test images, {SIDE} x {SIDE} pieces, Gaussian noise, best guess for each piece alone "
-        f"(chance {1 / SIDE**2:.1%}; with every other piece in place {2 / SIDE**2:.1%}):",
+        *measured,
         "",
-        "| pieces | place | right neighbour | place, every other piece in its place |",
-        "|---|---|---|---|",
-        *(f"| {level} | {a:.1%} | {b:.1%} | {c:.1%} |" for level, (a, b, c) in accuracies.items()),
+        f"    python benchmarks/{Path(sys.argv[0]).name} {_arguments(options)}",
         "",
-        f"    python benchmarks/piece_predictor.py {_arguments(options)}",
-        "",
-        "Weights are released under this project's licence; the images they were trained on are no part of it and have",
-        "terms of their own.",
+        "Weights are released under this project's licence; the images they were learned from are no part of it and",
+        "have terms of their own.",
         "",
     ]
     return "\n".join(lines)
 
 
-def _arguments(options: Options) -> str:
+def _arguments(options: PublicPhotographs) -> str:
     """The command's arguments, with folders named DIR."""
     given, folders = sys.argv[1:], {str(options.data_path), str(options.scored)}
     return shlex.join("DIR" if entry in folders else entry for entry in given)

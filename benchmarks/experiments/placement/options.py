@@ -44,6 +44,8 @@ class Options(RowOptions):
     """What places the pieces; learned and both suppose an adversary with public photographs (auxiliary_data)."""
     predictor: str = ""
     """File of a predictor (none given: the one that ships)."""
+    mixture: str = ""
+    """File of a mixture of borders (none given: the one that ships)."""
     restarts: int = 1
     """Arrangements that a solver anneals, beside the one that it grows (attacks: 4)."""
     most_moves: int = 8_000

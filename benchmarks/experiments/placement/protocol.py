@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from attacks.mjp.border_mixture import SHIPPED as SHIPPED_MIXTURE
 from attacks.mjp.piece_predictor import SHIPPED
 from attacks.mjp.placement import Placement
 from experiments.placement.options import Options
@@ -46,14 +47,20 @@ def place_one(options: Options, session: Session, rows: RowLog, dataset: str, na
         order = jigsaw_order(masked, generator)[0]
         degraded = degrade(pieces, level, generator)
         for solver in options.solvers:
-            case = {"dataset": dataset, "solver": solver, **network_of(solver, options.predictor)}
-            case |= {"image_size": options.image_size, "pieces": side**2, "gamma": gamma, "level": min(level, EXACT)}
-            case |= {"seed": options.seed, "restarts": options.restarts, "image_id": name}
+            case = {"dataset": dataset, "solver": solver, **learned_of(solver, options)}
+            case |= {"image_size": options.image_size, "pieces": side**2, "gamma": gamma}
+            case |= {
+                "level": float(min(level, EXACT)),
+                "seed": options.seed,
+                "restarts": options.restarts,
+                "image_id": name,
+            }
             if rows.has(case):
                 continue
             placement = Placement(
                 solver=solver,
                 predictor=options.predictor,
+                mixture=options.mixture,
                 restarts=options.restarts,
                 most_moves=options.most_moves,
             )
@@ -86,11 +93,12 @@ def joined(found: Tensor, hidden: Tensor) -> float:
     return float(torch.cat([right[counted[0]], below[counted[1]]]).double().mean())
 
 
-def network_of(solver: str, predictor: str) -> dict[str, str]:
-    """What a row says of the predictor; nothing where there is none."""
+def learned_of(solver: str, options: Options) -> dict[str, str]:
+    """What a row says of predictor and mixture; nothing where there are none."""
     if solver == "border":
         return {"model": "", "weights": ""}
-    return {"model": "piece_predictor", "weights": predictor or f"shipped {SHIPPED.name}"}
+    files = (options.predictor or f"shipped {SHIPPED.name}", options.mixture or f"shipped {SHIPPED_MIXTURE.name}")
+    return {"model": "piece_predictor, border_mixture", "weights": ", ".join(files)}
 
 
 def cut(image: Tensor, size: int) -> Tensor:
