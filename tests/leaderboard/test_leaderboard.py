@@ -1,4 +1,4 @@
-"""The leaderboard: a plug-in defence added, verified and tampered with; the committed files; the page."""
+"""The leaderboard: a plug-in defence added, verified and tampered with; its protocol; the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from attacks import ATTACKS, ThreatModel, UsageError
-from fedmjp.config import RunConfig
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.leaderboard import measure, page, protocol, schema
 from fedmjp.leaderboard.cli import main
@@ -25,10 +24,11 @@ from fedmjp.leaderboard.reidentification import Lineup, random_crops, same_pictu
 from fedmjp.leaderboard.tiers import PASSIVE, PLAIN, TIERS
 from fedmjp.metrics import load_lpips
 from fedmjp.records.images import save_image
+from fedmjp.records.rows import load_rows
 from tests.conftest import photographs
+from tests.leaderboard.test_submissions import rows_beside
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMITTED = ROOT / "results" / "leaderboard"
 ENTRY = "toy:gamma=0.5"
 
 
@@ -154,7 +154,7 @@ def shift_every_row(document: dict, rows: Path) -> None:
 def with_rows(document: dict, rows: Path, lines: list[dict]) -> None:
     """Write other rows, with figures and digest that follow from them."""
     write_lines(rows, lines)
-    loaded = measure_rows(rows)
+    loaded = load_rows(rows, measure.ROWS)
     from fedmjp.leaderboard.submission import results_of
 
     not_run = {(r["tier"], r["model"]): r["not_run"] for r in document["results"]}
@@ -189,12 +189,6 @@ def write_lines(rows: Path, lines: list[dict]) -> None:
     import gzip
 
     rows.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0))
-
-
-def measure_rows(rows: Path):
-    from fedmjp.records.rows import load_rows
-
-    return load_rows(rows, measure.ROWS)
 
 
 @pytest.mark.parametrize(
@@ -312,64 +306,6 @@ def test_crops_are_squares_of_the_photograph_and_overlap_is_by_area() -> None:
     shifted = [one._replace(box=(left + step, top, right + step, bottom)) for step in (side // 4, side // 2)]
     assert [same_picture(one, other) for other in (one, *shifted)] == [True, True, False]  # 1, 0.6 and 0.33
     assert not same_picture(one, crops[1])
-
-
-FILES = sorted(path for path in COMMITTED.glob("*.json") if path.name != "run.json")
-
-
-def test_every_built_in_defence_has_an_entry_or_the_page_says_why_not() -> None:
-    entered = {defence["name"] for path in FILES for defence in schema.read(path)["defences"]}
-    own = {name for name in DEFENSES.names() if DEFENSES.get(name).__module__.startswith("fedmjp.")}
-    text = (ROOT / "docs" / "leaderboard.md").read_text()
-    assert all(f"**Not here: `{name}`.**" in text for name in own - entered)
-    assert {name for name in own if f"**Not here: `{name}`.**" in text} == own - entered
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_committed_submissions_are_what_the_schema_wants(path: Path) -> None:
-    document = schema.read(path)
-    assert document["comparable"], "only comparable submissions are committed"
-    assert path.stem == protocol.slug(document["entry"]) + {"small": ""}.get(document["track"], f"@{document['track']}")
-    lacking = {(tier.name, model, prepared) for tier, prepared, model in protocol.missing(document)}
-    track = protocol.track_of(document["track"])
-    assert document["data"]["images"] == dict(list(DIGESTS.items())[: protocol.images_of(track)])
-    assert document["known_by"] == list(RunConfig().defence(document["entry"]).known_by)
-    run = {(result["tier"], result["model"]) for result in document["results"]}
-    parts = {(part.tier.name, part.model) for part in protocol.parts(document["entry"], track, Path("x"))}
-    assert run <= parts
-    assert run == parts or lacking
-    assert document["rows"]["sha256"] == hashlib.sha256(rows_beside(path, document).read_bytes()).hexdigest()
-    assert not document["picture"] or (path.parent / document["picture"]).is_file()
-    noted = json.loads((COMMITTED / "run.json").read_text())
-    assert document["provenance"]["command"] in noted["commands"]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_worst_case_of_a_committed_submission_follows_from_its_rows(path: Path) -> None:
-    """The other figures: the slow test below."""
-    from fedmjp.leaderboard.gathering import base_of
-    from fedmjp.leaderboard.submission import results_of
-
-    document = schema.read(path)
-    worst = page.worst_result(document)
-    rows = measure_rows(rows_beside(path, document))
-    own = rows[(rows["tier"] == worst["tier"]) & (rows["model"].map(base_of) == worst["model"])]
-    assert results_of(own, {(worst["tier"], worst["model"]): worst["not_run"]}) == [worst]
-    assert document["worst"] == {"tier": worst["tier"], "model": worst["model"], **worst["worst"]}
-    assert worst == measure.worst_of(document["results"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_figure_of_a_committed_submission_follows_from_its_rows(path: Path) -> None:
-    from fedmjp.leaderboard.verify import static_differences
-
-    assert list(static_differences(schema.read(path), path)) == []
-
-
-def rows_beside(path: Path, document: dict) -> Path:
-    """The packed rows of a submission."""
-    return path.parent / document["rows"]["file"]
 
 
 @pytest.mark.parametrize("change", ["schema", "missing", "unknown", "type"])
