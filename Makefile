@@ -18,7 +18,7 @@ simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense none mjp:gamma=0.1 mjp:gamma=0.9 --budget 3s $(ARGS)
 
 # A process a core with one thread each: small tensors gain nothing from a second thread.
-TEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile
+TEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(TEST) $(ARGS)

@@ -7,8 +7,8 @@
 Operations are what the process does below --out: opening a file to write, renaming, removing, making folders, and the
 low-level writes, truncations and flushes of the row log. A killed process leaves what is on disk, without what it has
 not written yet; so one unbroken run suffices, whose folder is copied before each operation, and at half of the bytes of
-a write. Copies that hold the same are resumed once. Each run is a fork of this process, which imports what the unbroken
-run has imported, so that no other fork has to.
+a write. Copies that hold the same are resumed once. Each run is a fork of this process, which has gone through a run
+before: imports, photographs and the texts of the help are there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import gc
 import hashlib
-import importlib
 import io
 import json
 import os
@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -55,8 +56,9 @@ class Command:
 def _simulate(arguments: list[str]) -> int:
     from fedmjp import simulate
 
-    simulate.report = lambda folder, console: folder.out  # the page is rendered from rows, and can be again
-    return simulate.main(arguments)
+    # The page is rendered from rows, and can be again.
+    with patch.object(simulate, "report", lambda folder, console: folder.out):
+        return simulate.main(arguments)
 
 
 def _train(arguments: list[str]) -> int:
@@ -73,9 +75,11 @@ def _april_attack(arguments: list[str]) -> int:
 
     from fedmjp.report.styles import save
 
-    protocol.Run.picture = lambda self, subjects: None
-    render.condition_figure = lambda points, path: save(Figure(), path)  # the same files, drawn in less time
-    return april_attack.main(arguments)
+    with (
+        patch.object(protocol.Run, "picture", lambda self, subjects: None),
+        patch.object(render, "condition_figure", lambda points, path: save(Figure(), path)),  # the same files, sooner
+    ):
+        return april_attack.main(arguments)
 
 
 def _of_simulate(out: Path) -> Any:
@@ -215,6 +219,7 @@ def forked(command: Command, out: Path, react: Reaction = never, resume: bool = 
     events, printed = out.with_suffix(".events"), out.with_suffix(".log")
     child = os.fork()
     if not child:
+        gc.freeze()  # what this process holds is not looked through again, page by page
         code = 99
         try:
             descriptor = os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -224,7 +229,6 @@ def forked(command: Command, out: Path, react: Reaction = never, resume: bool = 
             sys.argv = ["command"]
             Counter(out, react, events)
             code = command.run([*command.arguments, "--out", str(out), *(["--resume"] if resume else [])])
-            out.with_suffix(".modules").write_text("\n".join(sys.modules))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -237,20 +241,19 @@ def forked(command: Command, out: Path, react: Reaction = never, resume: bool = 
 
 
 def unbroken(command: Command, folder: Path, react: Reaction = never) -> tuple[list[str], Any]:
-    """(operations, what is compared) of a run that is not killed, whose imports are those of this process from now on.
+    """(operations, what is compared) of a run that is not killed, after one in this process.
 
     Raises:
         RuntimeError: it fails.
     """
-    out = folder / "run"
+    out, said = folder / "run", io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = command.run([*command.arguments, "--out", str(folder / "before")])
+    if code:
+        raise RuntimeError(f"a run in this process ends with {code}: {said.getvalue()[-2000:]}")
     code, events, printed = forked(command, out, react)
     if code:
         raise RuntimeError(f"the unbroken run ends with {code}: {printed[-2000:]}")
-    for name in out.with_suffix(".modules").read_text().splitlines():
-        with contextlib.suppress(Exception):  # the names that a package gives to parts of others
-            importlib.import_module(name)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        command.run(["--help"])  # reads the sources that the help comes from, once for all forks
     return events, command.result(out)
 
 

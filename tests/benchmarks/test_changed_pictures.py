@@ -72,15 +72,21 @@ def test_other_pictures_are_refused_before_any_attack(name: str, tmp_path, capsy
     assert (tmp_path / FILE).read_text() == other_digests
 
 
-@pytest.mark.parametrize("name", ["recipes", "federated_tradeoff"])
+# Options of the smallest table of each command whose parts are federations, in folders beside each other.
+FEW = ["--clients", "2", "--model", "vit_micro_32", "--data", "photos"]
+FEDERATIONS = {
+    "federated_tradeoff": ["--defenses", "none", "--rounds", "1", "--partitions", "iid", "--audit-points", "1", *FEW],
+    "noise": ["--defenses", "noise", "--updates", "1", *FEW],
+    "recipes": ["--defenses", "none", "--rounds", "1", "--recipes", "flip", *FEW],
+}
+
+
+@pytest.mark.parametrize("name", FEDERATIONS)
 def test_a_federation_has_the_pictures_of_those_beside_it(name: str, tmp_path, capsys, other_digests: str) -> None:
     beside = tmp_path / "federations" / "beside"
     beside.mkdir(parents=True)
     (beside / FILE).write_text(other_digests)
-    few = ["--defenses", "none", "--clients", "2", "--rounds", "1", "--model", "vit_micro_32", "--data", "photos"]
-    one = ["--recipes", "flip"] if name == "recipes" else ["--partitions", "iid", "--audit-points", "1"]
-    options = [*few, *one, "--threads", "1", "--resume", "--out", str(tmp_path)]
-    assert import_module(name).main(options) == 2
+    assert import_module(name).main([*FEDERATIONS[name], "--threads", "1", "--resume", "--out", str(tmp_path)]) == 2
     complaint = capsys.readouterr().err
     assert complaint.count("\n") == 1
     assert "of photos is not the one that" in complaint

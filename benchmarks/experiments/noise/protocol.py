@@ -5,13 +5,12 @@ from __future__ import annotations
 import pandas as pd
 from rich.console import Console
 
-from experiments.federations import gather_rows
+from experiments.federations import gather_rows, run_federation
 from experiments.noise.bounds import bounds
 from experiments.noise.options import Options
 from experiments.noise.render import NOISE_TABLE, noise_block
 from experiments.rendering import csv, read_rows
 from experiments.scaffold import Failure
-from fedmjp.audited_federation import run_or_resume
 from fedmjp.before_start import check_before_start
 from fedmjp.federation import ClientFailure
 from fedmjp.records.files import write_whole
@@ -31,7 +30,7 @@ def run(options: Options, console: Console) -> None:
     found = []
     try:
         for number, config in enumerate(runs, start=1):
-            run_or_resume(config, f"federation {number} of {len(runs)}: {config.defense[0]}", console)
+            run_federation(config, f"federation {number} of {len(runs)}: {config.defense[0]}", console)
             found += bounds(config, options.updates)
     except ClientFailure as error:
         raise Failure(f"{error}\n{options.resume_hint()}") from error
