@@ -57,6 +57,7 @@ def _figures(folder: Path) -> None:
     leakage_by_round_figure(read_rows(folder), folder / "leakage_by_round.png")
 
 
+SUMS = tuple(f"secure_aggregation_{clients}" for clients in (4, 8, 16, 32))
 RENDERINGS = (
     Rendering("simulate", run_files, {"simulate": run_block}, _figures),
     Rendering("mjp_federation", run_files, figures=_figures),
@@ -67,5 +68,5 @@ RENDERINGS = (
     Rendering("adapters", rounds_files, {"adapters": rounds_block}),
     Rendering("lora", rounds_files, {"lora": rounds_block}),
     Rendering("secure_aggregation", rounds_files, {"secure_aggregation": rounds_block}),
-    Rendering("secure_aggregation_4", rounds_files, {"secure_aggregation_4": rounds_block}),
+    *(Rendering(name, rounds_files, {name: rounds_block}) for name in SUMS),
 )
