@@ -24,15 +24,13 @@ from fedmjp.models import BuiltModel, build_model
 from fedmjp.objectives import Draws, Learner, client_loss, read_objective
 
 THREADS = torch.get_num_threads()
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: the last file that a process takes keeps the others waiting."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
 def shared_file(relative: str) -> Path:

@@ -24,13 +24,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from attacks.linear.gaussian_mixture import fit_gaussians
 from attacks.linear.image_prior import LUMA_CHROMA, Settled, VectorialVariation, colour_of, conjugate_gradients
+from attacks.linear.learned_file import read_learned, write_learned
 from attacks.linear.normal_equations import Estimate
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
@@ -58,7 +57,7 @@ class PatchMixture:
 
     def save(self, path: Path) -> None:
         """Write as safetensors, in half precision."""
-        save_file({"weights": self.weights.float(), "factors": self.factors.half().contiguous()}, path)
+        write_learned({"weights": self.weights, "factors": self.factors}, path)
 
     @classmethod
     def load(cls, path: Path) -> PatchMixture:
@@ -67,11 +66,8 @@ class PatchMixture:
         Raises:
             UsageError: no such file, or one that holds something else.
         """
-        try:
-            found = load_file(path)
-            mixture = cls(found["weights"], found["factors"].float())
-        except (OSError, SafetensorError, KeyError) as error:
-            raise UsageError(f"{path} holds no mixture; fit one with benchmarks/patch_mixture.py") from error
+        how = "fit one with benchmarks/patch_mixture.py"
+        mixture = read_learned(path, lambda found: cls(found["weights"], found["factors"]), "mixture", how)
         if mixture.factors.shape[1:] != (CHANNELS * (SIDE**2 - 1), CHANNELS * SIDE**2):
             raise UsageError(f"{path} is of other patches than {SIDE} x {SIDE} pixels of {CHANNELS} channels")
         return mixture

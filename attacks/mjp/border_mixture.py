@@ -24,12 +24,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from attacks.linear.gaussian_mixture import fit_gaussians, log_densities
+from attacks.linear.learned_file import read_learned, write_learned
 from attacks.mjp.piece_predictor import CHANNELS, SIDE, to_side
 from attacks.registry import UsageError
 
@@ -72,7 +71,7 @@ class BorderMixture:
 
     def save(self, path: Path) -> None:
         """Write as safetensors, in half precision."""
-        save_file({"weights": self.weights.float(), "roots": self.roots.half().contiguous()}, path)
+        write_learned({"weights": self.weights, "roots": self.roots}, path)
 
     @classmethod
     def load(cls, path: Path) -> BorderMixture:
@@ -81,13 +80,8 @@ class BorderMixture:
         Raises:
             UsageError: no such file, or one that holds something else.
         """
-        try:
-            found = load_file(path)
-            mixture = cls(found["weights"], found["roots"].float())
-        except (OSError, SafetensorError, KeyError) as error:
-            raise UsageError(
-                f"{path} holds no mixture of borders; fit one with benchmarks/border_mixture.py"
-            ) from error
+        how = "fit one with benchmarks/border_mixture.py"
+        mixture = read_learned(path, lambda found: cls(found["weights"], found["roots"]), "mixture of borders", how)
         if mixture.roots.shape[1:] != (2 * HALF, 2 * HALF):
             raise UsageError(f"{path} is of other windows than {2 * DEPTH} x {SIDE} pixels of {CHANNELS} channels")
         return mixture

@@ -23,12 +23,10 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attacks.registry import UsageError
+from attacks.linear.learned_file import read_learned, write_learned
 
 SHIPPED = Path(__file__).with_name("piece_predictor.safetensors")
 SIDE, CHANNELS = 8, 3
@@ -95,7 +93,7 @@ class PiecePredictor(nn.Module):
 
     def save(self, path: Path) -> None:
         """Write as safetensors, in half precision."""
-        save_file({name: t.half().contiguous() for name, t in self.state_dict().items()}, path)
+        write_learned(self.state_dict(), path)
 
     @classmethod
     def load(cls, path: Path) -> PiecePredictor:
@@ -104,16 +102,14 @@ class PiecePredictor(nn.Module):
         Raises:
             UsageError: no such file, or one that holds something else.
         """
-        try:
-            found = load_file(path)
-            width, depth = len(found["unknown"]), sum(name.endswith("norm1.weight") for name in found)
-            predictor = cls(width, depth)
-            predictor.load_state_dict({name: t.float() for name, t in found.items()})
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-            raise UsageError(
-                f"{path} holds no predictor of places; train one with benchmarks/piece_predictor.py"
-            ) from error
-        return predictor.eval()
+
+        def build(found: dict[str, Tensor]) -> PiecePredictor:
+            """Of the width and depth that the file has."""
+            predictor = cls(len(found["unknown"]), sum(name.endswith("norm1.weight") for name in found))
+            predictor.load_state_dict(found)
+            return predictor.eval()
+
+        return read_learned(path, build, "predictor of places", "train one with benchmarks/piece_predictor.py")
 
 
 @lru_cache(maxsize=4)

@@ -13,8 +13,9 @@ the cost in units of its deviation, v the variance of the pieces' noise:
 - the mixture (`attacks.mjp.border_mixture`) compares the pixels on both sides of a border, and finds v;
 - the border's cost is the solver's own, which noise misleads.
 
-`learned` leaves out the last, `border` minimises it alone. The weights were fitted to photographs that no table of the
-project scores, at 15, 20, 25 and 40 dB and without noise (docs, "Placing the pieces"). Clusters of sure pieces are
+`learned` leaves out the last, `border` minimises it alone. The weights were chosen after fits of the likelihood of true
+neighbours on photographs that no table of the project scores, at 15, 20, 25 and 40 dB and without noise (docs, "Placing
+the pieces"). Clusters of sure pieces are
 grown by the borders alone, too.
 """
 
@@ -67,7 +68,7 @@ class Placement:
     @property
     def words(self) -> str:
         """What places the pieces, for a diagnosis."""
-        borders, learned = "their borders", "a predictor learned from public photographs"
+        borders, learned = "their borders", "what public photographs teach"
         return {"learned": learned, "both": f"{borders} and {learned}"}.get(self.solver, borders)
 
     @property
