@@ -82,8 +82,7 @@ class PatchEmbedding(ClosedForm):
         reasons += _different_images(solution, observation.local_steps)
         if reasons:
             return solution.rows, None
-        if not solution.spare:  # any update solves so many unknowns: only the rows' sum can contradict it
-            reasons += [reason for reason in _unrelated_rows(observation) if reason not in reasons]
+        reasons += [reason for reason in _unrelated_rows(observation) if reason not in reasons]
         tokenizer = system.tokenizer
         bounds = bounds_of_update(observation, tokenizer) if self.intervals else None
         if bounds is not None:
@@ -133,7 +132,11 @@ def corrected(
 
 
 def _unrelated_rows(observation: Observation) -> list[str]:
-    """Why the rows are not the token gradients of the projection's own, in words: they miss its bias' gradient."""
+    """Why the rows are not the projection's token gradients, in words: their sum misses its bias' gradient.
+
+    With no more channels than patches nothing else can contradict them; with more, all equations hold of rows and
+    products that were scaled apart.
+    """
     read = read_position_rows(observation)
     if not read.imbalance > LARGEST_RESIDUAL:
         return []
