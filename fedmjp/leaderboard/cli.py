@@ -88,18 +88,21 @@ class Verify:
 
         Raises:
             Differs: the submission is not what a re-run gives.
-            UsageError, ClientFailure: see `verify.differences`.
+            UsageError, ClientFailure: see `verify.compare`.
         """
-        from fedmjp.leaderboard.verify import differences, record
+        from fedmjp.leaderboard.verify import compare, record
 
         seed = secrets.randbelow(2**31) if self.seed is None else self.seed
         with tempfile.TemporaryDirectory() as folder:
-            found = differences(self.file, seed, Path(folder), console, self.images)
-        if found:
-            raise Differs("\n".join([f"{self.file.name} differs:", *found]))
+            found = compare(self.file, seed, Path(folder), console, self.images)
+        for line in found.undetermined:
+            console.print(f"not determined by the seed: {line}", highlight=False)
+        if found.differences:
+            raise Differs("\n".join([f"{self.file.name} differs:", *found.differences]))
         if self.record:
-            record(self.file, seed)
-        console.print(f"{self.file.name}: nothing differs", highlight=False)
+            record(self.file, seed, found)
+        besides = f" but for {len(found.rows)} rows that rounding changes" if found.rows else ""
+        console.print(f"{self.file.name}: nothing differs{besides}", highlight=False)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ def rerun_words(found: Sequence[Mapping[str, Any]]) -> str:
     whose = f"each of the {again}" if again == len(found) else f"{again} of the {len(found)}"
     return (
         f"A random tenth of the attacked updates of {whose} submissions was run again here, with the same metrics "
-        "within the tolerances of `fedmjp-leaderboard verify`; their cards name the commit."
+        "within the tolerances of `fedmjp-leaderboard verify`; their cards name the commit and count the rows "
+        "that rounding alone changes, as searches that have not converged leave them."
     )
 
 

@@ -271,6 +271,8 @@ def _facts(document: Document, usual: Document | None) -> list[str]:
     again = (
         "" if rerun is None else f"; {rerun['share']:.0%} of its updates run again here, at commit {rerun['commit']}"
     )
+    if rerun is not None and rerun.get("undetermined"):
+        again += f" ({rerun['undetermined']} of {rerun['rows']} rows not compared: rounding alone changes them)"
     facts.append(
         f"`{made['command']}`: commit {', '.join(made['commits'])}, {made['device']}, {document['rows']['count']} rows "
         f"(`results/leaderboard/{document['rows']['file']}`){again}."

@@ -3,6 +3,10 @@
 Checked in this order: the rows file is the one that the submission names; every figure follows from the rows; of a
 tenth of the attacked updates (at least one), all rows are computed again and compared. Accuracy and cost are not run
 again. Equal machines give equal rows but for seconds; other ones round differently, which `TOLERANCES` allows for.
+
+A search that has not converged can end elsewhere after another rounding. A row that differs is therefore computed again
+with other numbers of threads (`ROUNDINGS`), which split sums otherwise: where the figure changes with them by more than
+the tolerance, the seed does not determine it, and the row is no difference unless it shows less leakage than every run.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +37,32 @@ from fedmjp.records.rows import BASELINES, load_rows
 SHARE = 0.1  # of the attacked updates
 BEYOND = 60.0  # dB; a reconstruction above it is exact but for rounding
 TOLERANCES = {"psnr": 1.0, "ssim": 0.05, "lpips": 0.05, "patch_recovery": 0.05}
+LESS_IS_CLOSER = ("lpips",)  # of `TOLERANCES`, the metrics that are low for a close reconstruction
 KEY = ["round", "client", "image_id", "attack"]
+ROUNDINGS = (2, 3)  # threads
+
+Key = tuple[int, int, str, str]  # of a row, see KEY
 
 
-def differences(path: Path, seed: int, work: Path, console: Console, images: Path | None = None) -> list[str]:
-    """What of a submission is not as it says; nothing if all is.
+@dataclass
+class Comparison:
+    """What the rows that were run again show.
+
+    Attributes:
+        compared: number of rows.
+        differences: a line for each figure that is not as the submission says.
+        undetermined: a line for each figure that rounding alone changes by more than the tolerance.
+        rows: of which the figures in `undetermined` are: the federation in words, and the row's `KEY`.
+    """
+
+    compared: int = 0
+    differences: list[str] = field(default_factory=list)
+    undetermined: list[str] = field(default_factory=list)
+    rows: set[tuple[str, Key]] = field(default_factory=set)
+
+
+def compare(path: Path, seed: int, work: Path, console: Console, images: Path | None = None) -> Comparison:
+    """What of a submission is not as it says.
 
     Args:
         path: of the submission's JSON file; its rows are beside it.
@@ -52,16 +78,17 @@ def differences(path: Path, seed: int, work: Path, console: Console, images: Pat
         raise UsageError(f"{path.name} is on {document['data']['name']}; pass its images with --images")
     found = list(static_differences(document, path))
     if found:
-        return found
+        return Comparison(differences=found)
     rows = load_rows(path.parent / document["rows"]["file"], measure.ROWS)
     submission = Submission(document["entry"], track_of(document["track"]), work, path.parent, images)
-    return list(_rerun(submission, rows, seed, console))
+    return _rerun(submission, rows, seed, console)
 
 
-def record(path: Path, seed: int) -> None:
+def record(path: Path, seed: int, found: Comparison) -> None:
     """Note in a submission's file that a tenth of its updates was run again here, without a difference."""
     document = schema.read(path)
-    document["rerun"] = {"share": SHARE, "seed": seed, "commit": provenance.commit()}
+    again = {"rows": found.compared, "undetermined": len(found.rows)}
+    document["rerun"] = {"share": SHARE, "seed": seed, "commit": provenance.commit(), **again}
     write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
@@ -101,42 +128,98 @@ def federation_of(rows: pd.DataFrame) -> pd.Series:
     return pd.Series([one.attack if one else "" for one in prepared], rows.index, name="federation")
 
 
-def _rerun(submission: Submission, rows: pd.DataFrame, seed: int, console: Console) -> Iterator[str]:
+def _rerun(submission: Submission, rows: pd.DataFrame, seed: int, console: Console) -> Comparison:
     chosen = chosen_updates(rows, seed)
     parts = {(part.tier.name, part.model, part.prepared): part for part in submission.parts()}
-    compared = 0
+    comparison = Comparison()
     place = [rows["tier"], rows["model"].map(base_of).rename("base"), federation_of(rows)]
     for (tier, base, attack), own in rows.groupby(place, sort=False):
         named = (chosen["tier"] == tier) & (chosen["base"] == base) & (chosen["federation"] == attack)
         own = own[own["client"].isin(chosen.loc[named, "client"])]
         if own.empty:
             continue
-        again = _again(parts[tier, base, tier_called(tier).prepared_for(attack)], own, submission.work, console)
-        compared += len(own)
-        for line in _compared(own, again):
-            yield f"{tier} on {base}, {line}"
-    console.print(f"{compared} of {len(rows)} rows run again (seed {seed})", highlight=False)
+        part = parts[tier, base, tier_called(tier).prepared_for(attack)]
+
+        def again(some: pd.DataFrame, threads: int, part: Part = part) -> pd.DataFrame:
+            """These rows, computed again."""
+            return _again(part, some, threads, submission.work / f"threads_{threads}", console)
+
+        judge(own, again, f"{tier} on {base}", comparison)
+    console.print(f"{comparison.compared} of {len(rows)} rows run again (seed {seed})", highlight=False)
+    return comparison
 
 
-def _again(part: Part, rows: pd.DataFrame, work: Path, console: Console) -> pd.DataFrame:
-    """The same rows, computed again."""
+def _again(part: Part, rows: pd.DataFrame, threads: int, work: Path, console: Console) -> pd.DataFrame:
     attacks = tuple(name for name in dict.fromkeys(rows["attack"]) if name not in BASELINES)
     clients, rounds = (tuple(sorted(set(map(int, rows[name])))) for name in ("client", "round"))
-    config = for_rows(part, clients, rounds, attacks, work)
-    run_or_resume(config, f"again: {part.tier.title}, {part.model}", console)
+    config = replace(for_rows(part, clients, rounds, attacks, work), threads=threads)
+    run_or_resume(config, f"again: {part.tier.title}, {part.model}, {threads} threads", console)
     return load_rows(config.out / "rows.jsonl")
 
 
-def _compared(rows: pd.DataFrame, again: pd.DataFrame) -> Iterator[str]:
-    """A line for each row that is missing or differs."""
-    found = again.set_index(KEY)
-    for row in rows.to_dict("records"):
-        key = tuple(row[name] for name in KEY)
-        named = f"round {row['round']}, client {row['client']}, {row['image_id']}, {row['attack']}"
-        if key not in found.index:
-            yield f"{named}: no such row when run again"
+def judge(
+    rows: pd.DataFrame, again: Callable[[pd.DataFrame, int], pd.DataFrame], where: str, comparison: Comparison
+) -> None:
+    """Compare rows of one federation with those of another run, and add what is found to `comparison`.
+
+    Args:
+        rows: of the submission.
+        again: computes rows again with this many threads.
+        where: the federation, in words.
+    """
+    comparison.compared += len(rows)
+    runs = [_figures(again(rows, 1))]
+    given = _figures(rows)
+    differing = [key for key in given if any(_differs(given[key], runs[0].get(key), name) for name in TOLERANCES)]
+    searched = rows[[key in differing and key[-1] not in BASELINES for key in _keys(rows)]]
+    if len(searched):
+        runs += [_figures(again(searched, threads)) for threads in ROUNDINGS]
+    for key in differing:
+        named = f"{where}, round {key[0]}, client {key[1]}, {key[2]}, {key[3]}"
+        found = [run[key] for run in runs if key in run]
+        if not found:
+            comparison.differences.append(f"{named}: no such row when run again")
             continue
-        for metric, tolerance in TOLERANCES.items():
-            given, own = (min(float(value), BEYOND) for value in (row[metric], found.loc[key, metric]))
-            if math.isnan(given) != math.isnan(own) or abs(given - own) > tolerance:
-                yield f"{named}: {metric} is {given:.3f}, and {own:.3f} when run again"
+        for metric in TOLERANCES:
+            if not _differs(given[key], found[0], metric):
+                continue
+            line = f"{named}: {metric} is {given[key][metric]:.3f}, and {_listed(found, metric)} when run again"
+            if _undetermined(given[key], found, metric):
+                comparison.undetermined.append(line)
+                comparison.rows.add((where, key))
+            else:
+                comparison.differences.append(line)
+
+
+def _keys(rows: pd.DataFrame) -> list[Key]:
+    return list(rows[KEY].itertuples(index=False, name=None))
+
+
+def _figures(rows: pd.DataFrame) -> dict[Key, dict[str, float]]:
+    """What is compared of each row; decibels above `BEYOND` count as that many."""
+    records = rows[list(TOLERANCES)].to_dict("records")
+    return {
+        key: {name: min(float(value), BEYOND) for name, value in record.items()}
+        for key, record in zip(_keys(rows), records, strict=True)
+    }
+
+
+def _differs(given: Mapping[str, float], own: Mapping[str, float] | None, metric: str) -> bool:
+    """Whether a figure is not that of a row computed again; a row that is not there differs in every figure."""
+    if own is None or math.isnan(given[metric]) != math.isnan(own[metric]):
+        return True
+    return abs(given[metric] - own[metric]) > TOLERANCES[metric]
+
+
+def _undetermined(given: Mapping[str, float], found: Sequence[Mapping[str, float]], metric: str) -> bool:
+    """Whether rounding changes a figure, and the one that was given shows no less leakage than every run."""
+    values, tolerance = [run[metric] for run in found], TOLERANCES[metric]
+    if math.isnan(given[metric]) or any(map(math.isnan, values)) or max(values) - min(values) <= tolerance:
+        return False
+    if metric in LESS_IS_CLOSER:
+        return given[metric] <= max(values) + tolerance
+    return given[metric] >= min(values) - tolerance
+
+
+def _listed(found: Sequence[Mapping[str, float]], metric: str) -> str:
+    return ", ".join(f"{run[metric]:.3f}" for run in found)

@@ -87,8 +87,11 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The device in words, for example "cpu (x86_64, 2 threads)"; float32 products in fewer digits are named."""
-    name, machine = device.type, f"{platform.machine()}, "
+    """The device in words, for example "cpu (x86_64 AVX512, 2 threads)"; float32 products in fewer digits are named.
+
+    The instructions that torch's kernels use are named because they decide how sums are rounded.
+    """
+    name, machine = device.type, f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, "
     if device.type == "cuda":
         name, machine = torch.cuda.get_device_name(device), ""
     coarse = "" if is_exact() else ", float32 products in fewer digits"
