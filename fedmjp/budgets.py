@@ -43,13 +43,16 @@ def read_budget(entries: Sequence[str], option: str) -> dict[str, int]:
     return found
 
 
-def read_attack_options(entries: Sequence[str], attacks: Sequence[str]) -> dict[str, dict[str, str]]:
+def read_attack_options(
+    entries: Sequence[str], attacks: Sequence[str], option: str = "--attack-options"
+) -> dict[str, dict[str, str]]:
     """The settings of attacks, by attack and name of the setting; `build_attack` reads the values.
 
     Args:
         entries: such as ("mjp_subspace.prior.strength=20", "dlg.steps=50"). A comma begins a new entry, but for a part
             without "=", which belongs to the value before it.
         attacks: the attacks that run.
+        option: how the option is typed, for the message.
 
     Raises:
         UsageError: an entry of another form, no such attack, or one that does not run.
@@ -59,10 +62,10 @@ def read_attack_options(entries: Sequence[str], attacks: Sequence[str]) -> dict[
         place, equals, value = part.partition("=")
         name, dot, key = place.partition(".")
         if not (equals and dot and key):
-            raise UsageError(f"--attack-options takes ATTACK.setting=value, not {part!r}")
+            raise UsageError(f"{option} takes ATTACK.setting=value, not {part!r}")
         ATTACKS.check(name)
         if name not in attacks:
-            raise UsageError(f"--attack-options {part}: {name} does not run; choose from: {', '.join(attacks)}")
+            raise UsageError(f"{option} {part}: {name} does not run; choose from: {', '.join(attacks)}")
         found.setdefault(name, {})[key] = value
     return found
 

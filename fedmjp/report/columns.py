@@ -70,6 +70,8 @@ KEYS = {
     "withheld": "the group of parameters that the update lacks",
     "answer": "the verdict",
     "init": "where a search started",
+    "settings": "the attack's settings that differ between the lines",
+    "highest": "whether no other settings of the attack reach a higher mean PSNR",
     "strongest": "whether the attack is the strongest on this federation",
     "threat_model": "what the server was granted",
     "precision": "type of weights and gradients",

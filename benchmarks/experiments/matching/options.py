@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
 from experiments.scaffold import DefendedOptions, WorkerOptions, check_names, check_positive
-from fedmjp.budgets import ALL, AUTO
+from fedmjp.budgets import ALL, AUTO, build_attack, read_attack_options
 
 ATTACKS_USED = (
     "Attacks to run: all, or names. There is no auto: it keeps to a time, and here the steps that are asked set the "
@@ -31,6 +31,8 @@ class Options(DefendedOptions, WorkerOptions):
         python benchmarks/gradient_matching.py --batches 1 2 4 8 --gammas 0.1 0.5 0.9 --steps 60
         python benchmarks/gradient_matching.py --batches 1 --gammas --steps 15 240 --attacks gradvit --resume
         python benchmarks/gradient_matching.py --batches 1 --attacks gradvit --init mjp_subspace --resume
+        python benchmarks/gradient_matching.py --batches 1 --gammas --steps 4000 --attacks gradvit
+            --attack-options gradvit.rate=0.1,gradvit.tv=0.005
         python benchmarks/gradient_matching.py --batches 1 --defense noise --noise-multiplier 0.01
 
     The number of steps decides: papers search for thousands, the default here is what a CPU does in minutes.
@@ -64,6 +66,8 @@ class Options(DefendedOptions, WorkerOptions):
     )
     steps: tuple[int, ...] = (20,)
     """Numbers of steps of the attacks that search."""
+    attack_options: tuple[str, ...] = ()
+    """Settings of attacks, as ATTACK.setting=value (gradvit.rate=0.1); matching_tuning.py finds good ones."""
     init: str = "randn"
     """Start of the attacks that search: randn, zeros, or the name of a closed form whose answer is refined."""
     restarts: int = 1
@@ -113,8 +117,10 @@ class Options(DefendedOptions, WorkerOptions):
             on_step: called by an attack that searches with (steps done, steps, losses).
         """
         asked = {"steps": steps, "init": self.init, "restarts": self.restarts, "seed": self.seed, "on_step": on_step}
-        found = {}
-        for name in self.names():
-            known = {f.name for f in fields(ATTACKS.get(name))}
-            found[name] = ATTACKS.get(name)(**{k: v for k, v in asked.items() if k in known})
+        names = self.names()
+        settings, found = read_attack_options(self.attack_options, names), {}
+        for name in names:
+            own = settings.get(name, {})
+            known = {f.name for f in fields(ATTACKS.get(name))} - set(own)
+            found[name] = replace(build_attack(name, own), **{k: v for k, v in asked.items() if k in known})
         return found
