@@ -96,7 +96,7 @@ class Verify:
         with tempfile.TemporaryDirectory() as folder:
             found = compare(self.file, seed, Path(folder), console, self.images)
         for line in found.undetermined:
-            console.print(f"not determined by the seed: {line}", highlight=False)
+            console.print(f"not determined by the seed: {line}", highlight=False, soft_wrap=True)
         if found.differences:
             raise Differs("\n".join([f"{self.file.name} differs:", *found.differences]))
         if self.record:
