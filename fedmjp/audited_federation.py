@@ -26,6 +26,7 @@ from attacks.findings import Finding
 from attacks.fingerprints import repair, repaired
 from fedmjp.audit.aggregate import Aggregation, SeenUpdate, SingleUpdate, sum_in_words
 from fedmjp.audit.drawn import drawn_by
+from fedmjp.audit.guesses import SINGLE
 from fedmjp.audit.harness import Scored, scorer
 from fedmjp.audit.memory import Memory
 from fedmjp.audit.observe import SentModels, observe_update, undo_adam
@@ -128,6 +129,8 @@ class FederationAudit:
         self.config = task.config
         self.score_images = scorer(task.model.patch_size, lpips)
         self.originals = Originals(task, simulated)
+        if self.originals.single:
+            progress.say(SINGLE)
         self.threat_model, self.settings = self.config.threat_model(), self.config.attack_settings()
         names = (*BASELINES, *ATTACKS)
         self.attacked = {name: frozenset(self.config.attacked(name)) for name in names}  # (round, client) by name

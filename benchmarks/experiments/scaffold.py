@@ -64,7 +64,7 @@ class RowOptions(DeviceOptions):
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         super().validate()
-        if self.out.exists() and any(self.out.glob("rows.jsonl*")) and not self.resume:
+        if any(file.stat().st_size for file in self.out.glob("rows.jsonl*")) and not self.resume:
             raise UsageError(f"{self.out} holds rows already; pass --resume to go on with them, or another --out")
 
     def resume_hint(self) -> str:

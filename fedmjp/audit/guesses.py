@@ -1,8 +1,9 @@
 """The two guesses that need no gradient, for images whose data set is not at hand.
 
-A run of ours takes the mean image of its training set and another image of its test set. For a user's own batch both
-come from the photographs that are embedded in scikit-image: the mean of the crops' training half, and crops of the
-other half. They know less of the user's data than an adversary might, so that an attack beats them a little too easily.
+A run of ours takes the mean image of its training set and another image of its test set. For a user's own batch, and
+where the set is a single image, both come from the photographs that are embedded in scikit-image: the mean of the
+crops' training half, and crops of the other half. They know less of the user's data than an adversary might, so that an
+attack beats them a little too easily.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attacks.registry import UsageError
 from fedmjp.data import load_data
 from fedmjp.metrics import MEAN_IMAGE, OTHER_IMAGE, mean_image
 
 ORIGIN = (
     "the guesses mean_image and other_image are made of the photographs embedded in scikit-image, because the audited "
     "images' own data set is not known"
+)
+SINGLE = (
+    "the guesses mean_image and other_image are made of the photographs embedded in scikit-image, because those of a "
+    "single image would be the image itself"
 )
 # Mean squared difference below which an embedded photograph is the image itself.
 IDENTICAL = 1e-4
@@ -45,6 +51,18 @@ def embedded_guesses(images: Tensor) -> dict[str, Tensor]:
         MEAN_IMAGE: mean.to(images).expand(len(images), -1, -1, -1),
         OTHER_IMAGE: torch.stack(chosen),
     }
+
+
+def guesses_beside(image: Tensor) -> dict[str, Tensor]:
+    """`embedded_guesses` for the one image, (1, C, H, W), of a set that has no other to guess from.
+
+    Raises:
+        UsageError: an image of other than one or three channels.
+    """
+    found = embedded_guesses(image)
+    if not found:
+        raise UsageError("a single image leaves no guess to compare an attack with; pass at least two images")
+    return found
 
 
 def _another(image: Tensor, others: Tensor, index: int) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fedmjp.audit.aggregate import SeenUpdate
+from fedmjp.audit.guesses import guesses_beside
 from fedmjp.client import Batch, ClientTask
-from fedmjp.metrics.baselines import mean_image
+from fedmjp.metrics.baselines import MEAN_IMAGE, mean_image
 from fedmjp.records.rows import BASELINES
 
 BASELINE_IMAGES = 128  # training images behind the mean image
@@ -19,12 +20,22 @@ class Originals:
     Args:
         task: of the federation, with what its clients draw from.
         simulated: whether they draw from it; if not, nothing but the number of images is known.
+
+    Attributes:
+        mean_image: (1, C, H, W), the mean of training images; of a training set of one image, that of other
+            photographs (`single`).
+
+    Raises:
+        UsageError: see `guesses_beside`.
     """
 
     def __init__(self, task: ClientTask, simulated: bool) -> None:
         self.task, self.simulated, train = task, simulated, task.data.train
+        self.single = len(train) == 1
         some = list(range(0, len(train), max(1, len(train) // BASELINE_IMAGES)))[:BASELINE_IMAGES]
-        self.mean_image = mean_image(train.images(some)).to(task.device)  # (1, C, H, W)
+        images = train.images(some)
+        found = guesses_beside(images)[MEAN_IMAGE] if self.single else mean_image(images)
+        self.mean_image = found.to(task.device)
 
     def ids(self, view: SeenUpdate) -> list[str]:
         """Names of the images of an update, view by view; numbers where only the clients know which ones they drew."""

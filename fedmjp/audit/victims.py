@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Observation, ThreatModel, UsageError, find_tokenizer
+from fedmjp.audit.guesses import SINGLE, guesses_beside
 from fedmjp.audit.per_image import NO_TERMS, attacked_gradients, observe_each, observe_groups
 from fedmjp.data import Gallery
 from fedmjp.defenses import ClientInput, Defense
+from fedmjp.metrics import MEAN_IMAGE, OTHER_IMAGE
 from fedmjp.models import BuiltModel, ViT
 
 NO_MODEL = "(no gradient)"
@@ -333,7 +335,13 @@ class Victims:
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def mean_image(self, batch_size: int) -> Tensor:
-        """Mean of the images that can be decoded, (1, C, H, W) in [0, 1]."""
+        """Mean of the images that can be decoded, (1, C, H, W) in [0, 1]; of a single one, that of other photographs.
+
+        Raises:
+            UsageError: see `guesses_beside`.
+        """
+        if self._single():
+            return self._guesses()[MEAN_IMAGE]
         total, count = torch.zeros((), device=self.device), 0
         for batch in self.batches(batch_size):
             images = self.decode(batch, torch.float64)[1]
@@ -347,16 +355,29 @@ class Victims:
     def others(self, clients: Sequence[int], originals: Tensor) -> Tensor:
         """For each of the clients' images another image, (clients x group, C, H, W) in [0, 1].
 
-        These are the images of the next client, in their order, or the next image of the same batch if there is only
-        one client.
+        These are the images of the next client, in their order, the next image of the same batch if there is only
+        one client, or an embedded photograph if that client has a single image.
 
         Args:
             clients: the clients' numbers.
             originals: their images, (clients x group, C, H, W).
+
+        Raises:
+            UsageError: see `guesses_beside`.
         """
+        if self._single():
+            return self._guesses()[OTHER_IMAGE].to(originals)
         if len(self) - len(self.unreadable) == 1:
             return originals.roll(1, dims=0)
         return self.decode([self.another(client) for client in clients])[1]
+
+    def _single(self) -> bool:
+        return self.group == 1 and len(self) - len(self.unreadable) == 1
+
+    def _guesses(self) -> dict[str, Tensor]:
+        self.warn(SINGLE)
+        (client,) = (c for c in range(len(self)) if c not in self.unreadable)
+        return guesses_beside(self.decode([client])[1])
 
     @torch.no_grad()
     def accuracy(self, subject: Subject, setting: Setting, batch_size: int) -> float:

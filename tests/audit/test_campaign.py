@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -15,12 +16,13 @@ from fedmjp.audit.campaign import Campaign
 from fedmjp.audit.harness import scorer
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.suite import select_attacks
+from fedmjp.audit.verdict import Answer, judge
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
 from fedmjp.data import load_gallery
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import build_model
 from fedmjp.records import provenance
-from fedmjp.records.rows import RowLog
+from fedmjp.records.rows import BASELINES, RowLog
 
 ORIGINAL = Setting("a", defended=False, hidden=False, against="seen")
 SEEN = Setting("b", defended=True, hidden=True, against="seen")
@@ -102,6 +104,17 @@ def test_every_setting_attack_and_image_has_a_row(tmp_path, subject) -> None:
         assert psnr(rows, "d", "patch_embedding") == pytest.approx(psnr(rows, "b", "patch_embedding"), abs=0.01)
         assert psnr(rows, "d", "patch_embedding", "ssim") != psnr(rows, "b", "patch_embedding", "ssim")
         assert all(6 < p < 25 for p in psnr(rows, "a", "mean_image"))
+
+
+def test_the_guesses_beside_a_single_image_are_not_that_image(tmp_path, subject) -> None:
+    warnings: list[str] = []
+    with RowLog(tmp_path / "rows.jsonl") as rows:
+        campaign = campaign_on(victims_of(limit=1, warnings=warnings), rows)
+        campaign.attack(subject, [ORIGINAL])
+        campaign.baselines("a")
+        assert all(3 < p < 25 for name in BASELINES for p in psnr(rows, "a", name))
+        assert judge(pd.DataFrame(rows.rows())).answer is Answer.LEAKS
+    assert "because those of a single image would be the image itself" in warnings[-1]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7])

@@ -212,3 +212,19 @@ def test_another_image_is_another_one() -> None:
     images = load_data("photos", size=32).test.images([0, 1, 2])
     guesses = embedded_guesses(images)
     assert not torch.isclose(guesses["other_image"], images).flatten(1).all(dim=1).any()
+
+
+def test_the_guesses_of_a_federation_with_one_training_image_are_not_that_image() -> None:
+    from types import SimpleNamespace
+
+    from fedmjp.audit.originals import Originals
+    from fedmjp.data import load_data
+
+    data = load_data("photos", size=32)
+    one = data.train.subset([0])
+    task = SimpleNamespace(data=SimpleNamespace(train=one, test=data.test), device=torch.device("cpu"))
+    found = Originals(task, simulated=True)
+    assert found.single
+    assert (found.mean_image - one.images([0])).square().mean() > 1e-2
+    task.data.train = data.train.subset([0, 1])
+    assert not Originals(task, simulated=True).single

@@ -45,6 +45,8 @@ class Options(DefendedOptions, WorkerOptions):
     """Plain model; the defence turns it into the variant it needs."""
     weights: str = "auto"
     """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    image_size: int | None = None
+    """Pixels of an image's side (none: the model's own size); positions are resampled."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None
@@ -88,7 +90,7 @@ class Options(DefendedOptions, WorkerOptions):
         if AUTO in self.attacks:
             raise UsageError("--attacks auto keeps to a time, which --steps sets here; pass names, or all")
         check_names(ATTACKS, [name for name in self.attacks if name != ALL])
-        check_positive(self, "num_images", "together", "restarts")
+        check_positive(self, "num_images", "together", "restarts", "image_size")
         for option in ("batches", "steps"):
             if not getattr(self, option) or min(getattr(self, option)) < 1:
                 raise UsageError(f"--{option} takes numbers of at least 1")
@@ -103,6 +105,12 @@ class Options(DefendedOptions, WorkerOptions):
         super().validate()
         for name, attack in self.build_attacks(self.steps[0]).items():
             attack.require(ThreatModel(), name)
+
+    def pixels(self) -> int:
+        """Of an image's side."""
+        from fedmjp.models import MODELS, split_name
+
+        return self.image_size or MODELS.get(split_name(self.model)[0]).image_size
 
     def names(self) -> tuple[str, ...]:
         """The attacks that are asked for; of all, those that can be run here."""

@@ -21,7 +21,7 @@ from fedmjp.audit.harness import scorer
 from fedmjp.audit.victims import NO_MODEL, Setting, Subject, Victims
 from fedmjp.data import Gallery, load_gallery
 from fedmjp.defenses import DEFENSES, Defense
-from fedmjp.models import MODELS, build_model, split_name
+from fedmjp.models import build_model
 from fedmjp.models.weights import classes_of
 from fedmjp.records.rows import RowLog
 from fedmjp.report import Panel, Reconstructed, reconstructions_figure
@@ -128,28 +128,28 @@ class Run:
 
     def subject(self, cell: Cell) -> Subject:
         """The model that the cell's clients are sent."""
-        classes = classes_of(cell.model, self.options.weights) or len(self.gallery(cell.model).images.classes)
-        name = cell.options.model_name(cell.model)
-        built = build_model(name, num_classes=classes, weights=self.options.weights, dal="none", seed=self.options.seed)
+        o, name = self.options, cell.options.model_name(cell.model)
+        classes = classes_of(cell.model, o.weights) or len(self.gallery().images.classes)
+        built = build_model(
+            name, num_classes=classes, weights=o.weights, dal="none", seed=o.seed, image_size=o.image_size
+        )
         return Subject(built)
 
-    def gallery(self, model: str) -> Gallery:
+    def gallery(self) -> Gallery:
         """The images, at the model's size."""
-        size = MODELS.get(split_name(model)[0]).image_size
         o = self.options
-        return load_gallery(o.images, size=size, limit=o.num_images, path=o.data_path)
+        return load_gallery(o.images, size=o.pixels(), limit=o.num_images, path=o.data_path)
 
     def mean_image(self) -> Tensor:
         """Mean of the set's images, (1, C, H, W): of more than are attacked, or it would show them."""
         o = self.options
-        size = MODELS.get(split_name(o.model)[0]).image_size
-        gallery = load_gallery(o.images, size=size, limit=MEAN_OF, path=o.data_path)
+        gallery = load_gallery(o.images, size=o.pixels(), limit=MEAN_OF, path=o.data_path)
         every = self.session.victims(gallery, DEFENSES.get("none")(), o.seed)
         return every.mean_image(batch_size=32)
 
     def victims(self, cell: Cell) -> Victims:
         """The cell's clients."""
-        return self.session.victims(self.gallery(cell.model), cell.options, self.options.seed, cell.batch)
+        return self.session.victims(self.gallery(), cell.options, self.options.seed, cell.batch)
 
     def picture(self) -> None:
         """Draw embedded photographs, alone in their batch, without a defence, under the largest number of steps."""
