@@ -311,7 +311,7 @@ class FederationAudit:
             originals = batch.images.to(self.task.device)
             if self.task.learner.objective.whole_views > 1:  # the update holds views, and the image only through them
                 originals = self.task.whole_views(batch, view.client, view.round, 0)
-            guesses = self.originals.guesses(view, len(originals))
+            guesses = self.originals.guesses(view, originals)
             if wanted:
                 self.folder.save_images(*place, "original", originals)
                 self.folder.save_images(*place, "seen", seen)

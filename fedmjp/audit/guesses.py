@@ -53,19 +53,39 @@ def embedded_guesses(images: Tensor) -> dict[str, Tensor]:
     }
 
 
-def guesses_beside(image: Tensor) -> dict[str, Tensor]:
-    """`embedded_guesses` for the one image, (1, C, H, W), of a set that has no other to guess from.
+def guesses_beside(images: Tensor) -> dict[str, Tensor]:
+    """`embedded_guesses` for images, (B, C, H, W), of a set that has no other to guess from.
 
     Raises:
-        UsageError: an image of other than one or three channels.
+        UsageError: images of other than one or three channels.
     """
-    found = embedded_guesses(image)
+    found = embedded_guesses(images)
     if not found:
-        raise UsageError("a single image leaves no guess to compare an attack with; pass at least two images")
+        raise UsageError("a set of one image leaves no guess to compare an attack with; pass at least two that differ")
     return found
+
+
+def without_copies(others: Tensor, images: Tensor) -> Tensor:
+    """`others` with embedded photographs in place of those that are the image itself, as in sets that hold it twice.
+
+    Args:
+        others: (B, C, H, W), a guess for each of `images`.
+
+    Raises:
+        UsageError: see `guesses_beside`.
+    """
+    copies = _distance(others, images) <= IDENTICAL
+    if not copies.any():
+        return others
+    return torch.where(copies[:, None, None, None], guesses_beside(images)[OTHER_IMAGE].to(others), others)
+
+
+def _distance(others: Tensor, images: Tensor) -> Tensor:
+    """(B,) mean squared difference of a pixel."""
+    return (others - images).square().flatten(1).mean(dim=1)
 
 
 def _another(image: Tensor, others: Tensor, index: int) -> Tensor:
     """One of `others` that is not `image`, a different one for each index."""
-    different = others[(others - image).square().flatten(1).mean(dim=1) > IDENTICAL]
+    different = others[_distance(others, image) > IDENTICAL]
     return different[index % len(different)]

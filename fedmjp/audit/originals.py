@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedmjp.audit.aggregate import SeenUpdate
-from fedmjp.audit.guesses import guesses_beside
+from fedmjp.audit.guesses import guesses_beside, without_copies
 from fedmjp.client import Batch, ClientTask
 from fedmjp.metrics.baselines import MEAN_IMAGE, mean_image
 from fedmjp.records.rows import BASELINES
@@ -55,9 +55,9 @@ class Originals:
         images, labels, targets = (torch.cat([getattr(b, n) for b in own]) for n in ("images", "labels", "targets"))
         return Batch(images, labels, tuple(i for batch in own for i in batch.ids), targets), seen
 
-    def guesses(self, view: SeenUpdate, size: int) -> dict[str, Tensor]:
-        """The two guesses that need no gradient, (B, C, H, W) each."""
-        test = self.task.data.test
+    def guesses(self, view: SeenUpdate, originals: Tensor) -> dict[str, Tensor]:
+        """The two guesses for `originals` that need no gradient, (B, C, H, W) each."""
+        test, size = self.task.data.test, len(originals)
         others = [(view.round * 101 + view.client * 7 + i) % len(test) for i in range(size)]
-        other = test.images(others).to(self.mean_image)
+        other = without_copies(test.images(others).to(self.mean_image), originals.to(self.mean_image))
         return dict(zip(BASELINES, (self.mean_image.expand(size, -1, -1, -1), other), strict=True))

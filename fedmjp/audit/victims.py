@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Observation, ThreatModel, UsageError, find_tokenizer
-from fedmjp.audit.guesses import SINGLE, guesses_beside
+from fedmjp.audit.guesses import SINGLE, guesses_beside, without_copies
 from fedmjp.audit.per_image import NO_TERMS, attacked_gradients, observe_each, observe_groups
 from fedmjp.data import Gallery
 from fedmjp.defenses import ClientInput, Defense
@@ -356,7 +356,7 @@ class Victims:
         """For each of the clients' images another image, (clients x group, C, H, W) in [0, 1].
 
         These are the images of the next client, in their order, the next image of the same batch if there is only
-        one client, or an embedded photograph if that client has a single image.
+        one client; an embedded photograph if that client has a single image, or where the other image is a copy.
 
         Args:
             clients: the clients' numbers.
@@ -368,8 +368,8 @@ class Victims:
         if self._single():
             return self._guesses()[OTHER_IMAGE].to(originals)
         if len(self) - len(self.unreadable) == 1:
-            return originals.roll(1, dims=0)
-        return self.decode([self.another(client) for client in clients])[1]
+            return without_copies(originals.roll(1, dims=0), originals)
+        return without_copies(self.decode([self.another(client) for client in clients])[1], originals)
 
     def _single(self) -> bool:
         return self.group == 1 and len(self) - len(self.unreadable) == 1

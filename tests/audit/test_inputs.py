@@ -214,6 +214,19 @@ def test_another_image_is_another_one() -> None:
     assert not torch.isclose(guesses["other_image"], images).flatten(1).all(dim=1).any()
 
 
+def test_a_copy_of_the_image_is_no_guess() -> None:
+    from fedmjp.audit.guesses import without_copies
+    from fedmjp.data import load_data
+
+    images = load_data("photos", size=32).test.images([0, 1, 2])
+    others = images[[1, 1, 0]]  # the second is the image itself
+    found = without_copies(others, images)
+    assert torch.equal(found[[0, 2]], others[[0, 2]])
+    assert (found[1] - images[1]).square().mean() > 1e-3
+    with pytest.raises(UsageError, match="pass at least two that differ"):
+        without_copies(torch.zeros(1, 4, 8, 8), torch.zeros(1, 4, 8, 8))
+
+
 def test_the_guesses_of_a_federation_with_one_training_image_are_not_that_image() -> None:
     from types import SimpleNamespace
 

@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import gradient_matching
+import matching_tuning
 import pandas as pd
 import pytest
 from experiments.matching import protocol
+from experiments.matching.options import Options
 from experiments.matching.render import matching_block
 from experiments.matching.table import matching_table
+from experiments.matching.tuning import best_settings
 
+from fedmjp.data import load_gallery
 from fedmjp.records.rows import load_rows
 from tests.conftest import leave_undrawn
 from tests.records.sample_rows import make_row
@@ -118,3 +122,55 @@ def test_another_defence_stands_beside_none(tmp_path) -> None:
     assert table["patch_embedding", "noise", "original"] < 30
     heads = matching_block(out).splitlines()[0]
     assert heads == "| attack | steps | batch of 1 | noise |"
+
+
+def test_settings_are_tuned_one_after_the_other_on_images_that_are_not_scored(tmp_path, capsys) -> None:
+    arguments = ["--scored", "3", "--num-images", "2", "--steps", "2", "--out", str(tmp_path / "out")]
+    grid = ["--grid", "inverting_gradients.rate=0.1+0.01", "inverting_gradients.tv=0.2+20"]
+    assert matching_tuning.main([*arguments, *grid]) == 0
+    rows = load_rows(tmp_path / "out" / "rows.jsonl.gz")
+    scored = load_gallery("photos", size=32, limit=3).images.ids
+    assert set(rows["image_id"]).isdisjoint(scored)
+    assert len(rows) == 2 * 3  # two images; the best rate meets the first weight twice, computed once
+    table = pd.read_csv(tmp_path / "out" / "table.csv")
+    assert list(table["settings"])[:2] == ["rate 0.1, tv 0.2", "rate 0.01, tv 0.2"]
+    best = table.loc[table["highest"], "settings"].item().split()
+    chosen = f"inverting_gradients.rate={best[1].rstrip(',')},inverting_gradients.tv={best[3]}"
+    assert f"--attack-options {chosen}" in capsys.readouterr().out
+    before = (tmp_path / "out" / "rows.jsonl.gz").read_bytes()
+    assert matching_tuning.main([*arguments, *grid, "--resume"]) == 0
+    assert (tmp_path / "out" / "rows.jsonl.gz").read_bytes() == before
+
+
+def test_the_best_value_of_a_setting_is_kept_for_the_next() -> None:
+    asked = []
+
+    def mean_psnr(name: str, settings: dict[str, str]) -> float:
+        asked.append(settings)
+        return {"a": 1.0, "b": 3.0, "c": 2.0}[settings["x"]] + (settings.get("y") == "q")
+
+    assert best_settings("dlg", {"x": ("a", "b", "c"), "y": ("p", "q")}, mean_psnr) == {"x": "b", "y": "q"}
+    assert asked == [{"x": "a"}, {"x": "b"}, {"x": "c"}, {"x": "b", "y": "p"}, {"x": "b", "y": "q"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--grid", "dlg"], "--grid takes ATTACK.setting=value, not 'dlg'"),
+        (["--grid", "patch_embedding.prior.strength=1"], "patch_embedding does not search"),
+        (["--grid", "dlg.rate=fast"], "rate of attack 'dlg' takes"),
+        (["--scored", "95", "--num-images", "2"], "holds 96 images: too few for 95 that are scored and 2 others"),
+        (["--grid"], "--grid needs at least one"),
+    ],
+)
+def test_mistakes_in_a_tuning_are_answered_in_one_line(arguments, complaint: str, tmp_path, capsys) -> None:
+    assert matching_tuning.main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert complaint in error
+    assert len(error.splitlines()) == 1
+
+
+def test_attacks_take_settings(capsys) -> None:
+    options = Options(attacks=("gradvit", "dlg"), attack_options=("gradvit.rate=0.01,gradvit.steps=7",))
+    built = options.build_attacks(5)
+    assert (built["gradvit"].rate, built["gradvit"].steps, built["dlg"].steps) == (0.01, 7, 5)
