@@ -19,6 +19,9 @@ from fedmjp.report.styles import GREY, MOST_LINES, NORMAL, SMALL, WIDTH, attack_
 
 BY = ["model", "weights", "defense", "gamma", "batch_size", "setting", "attack", "init", "steps"]
 GUESS = "mean_image"
+# Steps of the published experiments: Geiping et al. run at most 24,000, Hatamizadeh et al. 120,000 (ViT-B, batches of
+# 8, with a CNN's prior).
+PUBLISHED = {"inverting_gradients": 24_000, "gradvit": 120_000}
 
 
 def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -124,7 +127,15 @@ def _panel(axes: Axes, table: pd.DataFrame, guess: pd.DataFrame, by: str, label:
     if by != "gamma":
         axes.set_xscale("log", base=2)
         ticks = sorted(searched[by].unique())
-        axes.set_xticks(ticks, [str(t) for t in ticks])
+    if by == "steps":
+        for attack in dict.fromkeys(attack for attack, _ in nearest if attack in PUBLISHED):
+            steps = PUBLISHED[attack]
+            axes.axvline(steps, lw=1, ls=":", color=attack_style(attack)["color"])
+            text = {"fontsize": SMALL, "rotation": 90, "ha": "right", "va": "bottom", "color": GREY}
+            axes.annotate("as published", (steps, 0.02), xycoords=("data", "axes fraction"), **text)
+            ticks.append(steps)
+    if by != "gamma":
+        axes.set_xticks(ticks, [f"{t // 1000}k" if t >= 1e4 else str(t) for t in ticks])
         axes.minorticks_off()
     axes.set_xlabel(label if len(lines) <= MOST_LINES else f"{label},\nthe six nearest of {len(lines)}", fontsize=SMALL)
     dress(axes, grid="both")
