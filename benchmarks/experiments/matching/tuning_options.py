@@ -42,7 +42,7 @@ class TuningOptions(AttackOptions):
         "inverting_gradients.rate=0.1+0.03+0.3",
         "inverting_gradients.tv=0.2+0.02+0.002+0.6+2",
         "gradvit.rate=0.3+0.1+0.03",
-        "gradvit.tv=0.05+0.005+0.0005+0.2+0.8+3+10+30",
+        "gradvit.tv=0.05+0.005+0.0005+0.2+0.8+3+10+30+100",
         "gradvit.borders=0.02+0.1+0.5",
     )
     """Values of settings, as ATTACK.setting=VALUE+VALUE."""
