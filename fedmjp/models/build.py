@@ -144,7 +144,7 @@ def load_at_size(
 
 
 def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
-    """The model for images of another size; timm resamples its position embedding.
+    """The model for images of another size; its position embedding and table of origins are resampled.
 
     Args:
         built: a plain ViT, changed in place.
@@ -165,9 +165,9 @@ def resize_model(built: BuiltModel, image_size: int) -> BuiltModel:
 
 
 def _can_be_resized(built: BuiltModel) -> bool:
-    """Whether nothing but a learned position embedding depends on the number of patches; heads of objectives may."""
+    """Whether nothing but learned tables of positions depends on the number of patches; heads of objectives may."""
     module = built.module
-    if not isinstance(module, ViT) or built.tells_origins or getattr(module, "relative", None) is not None:
+    if not isinstance(module, ViT) or getattr(module, "relative", None) is not None:
         return False
     fixed = module.pos_embed is not None and not isinstance(module.pos_embed, nn.Parameter)
     return not fixed and not hasattr(module, PRETEXT.rstrip("."))

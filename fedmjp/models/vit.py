@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from timm.layers import DropPath, RelPosBias, build_sincos2d_pos_embed
+from timm.layers import DropPath, RelPosBias, build_sincos2d_pos_embed, resample_abs_pos_embed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -65,6 +65,13 @@ class ViT(VisionTransformer):
         table = nn.Parameter(torch.empty(1, rows, self.embed_dim))
         nn.init.trunc_normal_(table, std=0.02)
         return table
+
+    def set_input_size(self, *args, **kwargs) -> None:
+        """See timm's `VisionTransformer.set_input_size`: the table of origins is resampled with the positions."""
+        super().set_input_size(*args, **kwargs)
+        if self.idx_embed is not None:
+            table = resample_abs_pos_embed(self.idx_embed, list(self.patch_embed.grid_size), num_prefix_tokens=0)
+            self.idx_embed = nn.Parameter(table)
 
     def fix_positions(self) -> None:
         """Replace the learned position embedding by the fixed one of `fixed_positions`; it is in no checkpoint and no

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.matching.table import matching_figure, matching_table
+from experiments.matching.tuning_table import TUNING
 from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
 from fedmjp.audit.verdict import Answer
 from fedmjp.report.flags import with_table_flags
@@ -63,4 +64,5 @@ RENDERINGS = (
     rendering("gradient_matching/vit_mini_32", matching=matching_block),
     rendering("gradient_matching/vit_mini_32_trained", matching_trained=matching_block),
     rendering("gradient_matching/vit_mini_64_trained"),
+    TUNING,
 )
