@@ -47,6 +47,8 @@ from fedmjp.records.server_state import ServerState
 from fedmjp.records.tracking import Tracker, open_tracker
 from fedmjp.workers import Lost, in_order
 
+NEVER_CAME = "--at-most left it updates that did not come, or that do not fit it"
+
 
 def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) -> None:
     """Run every federation of `config` into `folder`, going on where it stopped.
@@ -304,9 +306,10 @@ class FederationAudit:
         audit, place = self.config.audit, (self.defense, view.round, view.client)
         budget = audit.budget_seconds()
         suite = select_attacks(audit.attacks, observations, self.threat_model, budget=budget, settings=self.settings)
-        self.folder.note_attacks(self.defense, suite.chosen, suite.left_out)
-        self.folder.note_findings(self.defense, findings)
         wanted, originals, guesses = self._wanted(view, suite), None, {}
+        others = {name: NEVER_CAME for name in suite.chosen if name not in wanted}
+        self.folder.note_attacks(self.defense, [n for n in suite.chosen if n in wanted], others | suite.left_out)
+        self.folder.note_findings(self.defense, findings)
         if batch is not None:
             originals = batch.images.to(self.task.device)
             if self.task.learner.objective.whole_views > 1:  # the update holds views, and the image only through them

@@ -45,7 +45,7 @@ from attacks.linear.image_prior import Settled, VectorialVariation
 from attacks.linear.input_spans import InputEquations, layer_gradient, span_of_inputs
 from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.normal_equations import SETTLED, Estimate
-from attacks.linear.position_rows import position_gradient, unmet_assumptions
+from attacks.linear.position_rows import position_gradient, read_position_rows, unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -56,6 +56,9 @@ CHANGE, FEWEST, MOST = 0.05, 3, 12
 STRENGTH = 20.0
 # Below this share of equations to unknowns the prior settles too much to be trusted.
 LEAST_KNOWN = 0.8
+# For the position rows to serve `patch_embedding`: the share of the projection bias' gradient that they may miss, and
+# the least singular value, relative to the largest, that counts as a direction of its own.
+LARGEST_IMBALANCE, LEAST_SINGULAR = 0.05, 1e-7
 # Share of the tokens that may lie outside the span of the update; round-off leaves 1e-8 to 3e-2 at the right image.
 LARGEST_RESIDUAL = 0.1
 # Expected error of a pixel in [0, 1], on average, above which the positions are not those that were sent, or nearly so.
@@ -115,7 +118,7 @@ class TokenSpan(Attack):
             tokenizer = find_tokenizer(target.model, target.image_shape)
             if target.drops_patches:
                 return "the model did not see every patch: mjp_rounds finds out which, and solves for them"
-            if position_gradient(target, tokenizer) is not None and was_sent(target, tokenizer.weight):
+            if _positions_serve(target, tokenizer):
                 return "the update holds the position gradient: patch_embedding solves with it and needs no span"
             check_block(target)
         except UsageError as error:
@@ -209,6 +212,20 @@ class TokenSpan(Attack):
         if not deviation.mean() < settled.deviation.mean():
             return settled, 0
         return _Answer(found.patches, deviation), found.steps
+
+
+def _positions_serve(observation: Observation, tokenizer: Tokenizer) -> bool:
+    """Whether the update holds position rows to solve with: they agree with the projection's bias, and they differ.
+
+    Rows that were noised, shuffled or averaged are in an update, too, and say nothing of the patches.
+    """
+    if position_gradient(observation, tokenizer) is None or not was_sent(observation, tokenizer.weight):
+        return False
+    read = read_position_rows(observation)
+    if read.imbalance > LARGEST_IMBALANCE:
+        return False
+    visible = read.rows[~read.masked]
+    return int(torch.linalg.matrix_rank(visible, rtol=LEAST_SINGULAR)) >= LEAST_KNOWN * min(visible.shape)
 
 
 def _masked(observation: Observation, tokenizer: Tokenizer) -> list[str]:

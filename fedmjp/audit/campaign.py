@@ -17,8 +17,10 @@ from torch import Tensor
 
 from attacks import Attack, UsageError
 from attacks.base import OUT_OF_MEMORY
+from fedmjp.audit.guesses import without_copies
 from fedmjp.audit.harness import Scored, ScoreImages, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims, by_input
+from fedmjp.metrics import MEAN_IMAGE
 from fedmjp.records.image_digests import ImageDigests
 from fedmjp.records.rows import BASELINES, RowLog
 from fedmjp.workers import HERE, Lost, WorkerConfig, in_order
@@ -273,8 +275,9 @@ class Campaign:
             clients, originals = self.victims.decode(batch.clients)
             if not clients:
                 continue
+            means = without_copies(mean.expand_as(originals), originals, guess=MEAN_IMAGE)
             others = self.victims.others(clients, originals)
-            for name, guess in zip(BASELINES, (mean.expand_as(originals), others), strict=True):
+            for name, guess in zip(BASELINES, (means, others), strict=True):
                 scores = self.score_images(guess, originals)
                 for index, client in enumerate(clients):
                     if not self._lacks([cases[name]], client):

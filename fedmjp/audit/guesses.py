@@ -65,11 +65,12 @@ def guesses_beside(images: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def without_copies(others: Tensor, images: Tensor) -> Tensor:
+def without_copies(others: Tensor, images: Tensor, guess: str = OTHER_IMAGE) -> Tensor:
     """`others` with embedded photographs in place of those that are the image itself, as in sets that hold it twice.
 
     Args:
         others: (B, C, H, W), a guess for each of `images`.
+        guess: which of the two it is.
 
     Raises:
         UsageError: see `guesses_beside`.
@@ -77,7 +78,7 @@ def without_copies(others: Tensor, images: Tensor) -> Tensor:
     copies = _distance(others, images) <= IDENTICAL
     if not copies.any():
         return others
-    return torch.where(copies[:, None, None, None], guesses_beside(images)[OTHER_IMAGE].to(others), others)
+    return torch.where(copies[:, None, None, None], guesses_beside(images)[guess].to(others), others)
 
 
 def _distance(others: Tensor, images: Tensor) -> Tensor:

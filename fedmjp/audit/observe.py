@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from attacks import Capability, Observation, ThreatModel, UsageError
+from attacks import Capability, Observation, ThreatModel, UsageError, find_tokenizer
 from attacks.active.architecture import add_sent_layers, holds_added_layers
 from attacks.adaptive_steps import undo_first_step
 from attacks.findings import Finding
@@ -201,3 +202,15 @@ def observe_step(
         drops_patches=objective.drops_patches,
     )
     return observation, torch.cat([view.images for view in views[: objective.whole_views]])
+
+
+def as_granted(observation: Observation, threat_model: ThreatModel) -> Observation:
+    """A user's update without the gradients of its position embeddings, where the threat model does not grant them."""
+    if Capability.POSITION_GRADIENT in threat_model.grants:
+        return observation
+    try:
+        tokenizer = find_tokenizer(observation.model, observation.image_shape)
+    except UsageError:  # no ViT, so there is no such gradient
+        return observation
+    hidden = {tokenizer.positions, tokenizer.shared_position}
+    return replace(observation, gradients={n: g for n, g in observation.gradients.items() if n not in hidden})

@@ -60,4 +60,5 @@ class Originals:
         test, size = self.task.data.test, len(originals)
         others = [(view.round * 101 + view.client * 7 + i) % len(test) for i in range(size)]
         other = without_copies(test.images(others).to(self.mean_image), originals.to(self.mean_image))
-        return dict(zip(BASELINES, (self.mean_image.expand(size, -1, -1, -1), other), strict=True))
+        mean = without_copies(self.mean_image.expand(size, -1, -1, -1), originals.to(self.mean_image), guess=MEAN_IMAGE)
+        return dict(zip(BASELINES, (mean, other), strict=True))

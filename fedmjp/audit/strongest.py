@@ -65,21 +65,38 @@ def ranked(gains: pd.DataFrame) -> list[str]:
 def strongest(gains: pd.DataFrame) -> tuple[str, pd.MultiIndex, bool]:
     """The strongest attack, the images to report it on, and whether it was chosen on other updates than those.
 
+    An attack on a single image is none where others were run on several: a search that comes first on one of eight
+    images says nothing of the other seven.
+
     Args:
         gains: images x attacks, as `gains_over_guesses` gives them; the index has the levels `IMAGE`.
     """
     compared = gains.dropna(axis=1, how="all")
     if compared.empty:
         return "", compared.index[:0], False
+    several = [name for name in compared if compared[name].count() > 1] or list(compared)
     updates = _update_of(compared.index)
     chosen_on = _first_half(compared, updates)
     if len(set(updates)) >= LEAST_TO_SPLIT and compared.shape[1] > 1:
-        best = ranked(compared[chosen_on])[0]
+        best = next((name for name in ranked(compared[chosen_on]) if name in several), several[0])
         own = compared[best].notna().to_numpy()
         if len(set(updates[own])) >= LEAST_TO_SPLIT:
             return best, compared.index[own & ~chosen_on], True
-    best = ranked(compared)[0]
+    best = next(name for name in ranked(compared) if name in several)
     return best, compared.index[compared[best].notna()], False
+
+
+def above_guesses(gains: pd.DataFrame) -> str:
+    """The attack that is surely better than the best guess on its own images, the one with the highest lower bound; "".
+
+    The intervals' level is corrected for the number of attacks (Bonferroni). Over one image there is no interval.
+
+    Args:
+        gains: images x attacks, as `gains_over_guesses` gives them.
+    """
+    tried = [name for name in gains if gains[name].count() > 1]
+    lows = {n: bootstrap_mean(gains[n].to_numpy(), confidence=1 - 0.05 / len(tried)).low for n in tried}
+    return max((name for name in lows if lows[name] > 0), key=lows.__getitem__, default="")
 
 
 def _first_half(gains: pd.DataFrame, updates: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from fedmjp.audit.inputs import (
     repeated_images,
     unwrap,
 )
+from fedmjp.audit.observe import as_granted
 from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.audit.verdict import judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET, named_attacks
@@ -73,7 +74,7 @@ def audit_gradient(
     tokenizer = readable_tokenizer(observation.model, observation.image_shape)
     granted = {"weights_granted": Capability.MODEL_WEIGHTS in threat_model.grants}
     granted |= {} if Capability.LABELS in threat_model.grants else {"labels": None}
-    observation = replace(observation, **granted)
+    observation = as_granted(replace(observation, **granted), threat_model)
     suite = choose_attacks(attacks, [observation], threat_model, budget)
     score_images = scorer(tokenizer.patch_size, load_lpips(lpips_net, lpips_weights, images.device))
     scored, added = _attacked(observation, images, suite, score_images, findings, budget)

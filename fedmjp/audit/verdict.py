@@ -7,12 +7,14 @@ the adversary is left with that guess, so its gain there is 0.
 1. *leaks*: at least one attack brought at least one image above `RECOGNISABLE` dB, nearer to the original than any
    guess. A diagnosis does not count against it.
 2. *partly*: no whole image, but an attack brought more patches above that PSNR than the best guess did, or the
-   strongest attack is better than the best guess, each by an interval that excludes 0 (one image has no interval; there
-   the share of patches decides by its value). With few images the interval of the patches is wide: one that includes 0
-   but also reaches more than `NEGLIGIBLE_SHARE` is *partly* too. An answer that is farther from the original than a
-   guess has flat patches that agree by chance (2 of 64 when a mirrored image is compared with the original); its
-   patches count only if their share, or its interval, exceeds `NEGLIGIBLE_SHARE`. An answer that is certified although
-   it is far from the original is *partly* too: its patches are in other places, or the client fed another view.
+   strongest attack is better than the best guess, each by an interval that excludes 0, or any attack is on the images
+   that it was run on (intervals corrected for the number of attacks). One image has no interval: there the share of
+   patches decides by its value, and a gain of `CLEAR_GAIN` dB. With few images the interval of the patches is wide: one
+   that includes 0 but also reaches more than `NEGLIGIBLE_SHARE` is *partly* too. An answer that is farther from the
+   original than a guess has flat patches that agree by chance (2 of 64 when a mirrored image is compared with the
+   original); its patches count only if their share, or its interval, exceeds `NEGLIGIBLE_SHARE`. An answer that is
+   certified although it is far from the original is *partly* too: its patches are in other places, or the client fed
+   another view.
 3. *no leak shown*: attacks whose assumptions held were run and none of this was found. That is a statement on those
    attacks under those grants, not on the defence; attacks that did not run are listed with their reasons.
 4. *not tested*: no attack's assumptions held on any update.
@@ -34,7 +36,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedmjp.audit.strongest import IMAGE, by_image, gains_over_guesses, image_numbers, strongest
+from fedmjp.audit.strongest import IMAGE, above_guesses, by_image, gains_over_guesses, image_numbers, strongest
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import chain_name, defense_of_row
 from fedmjp.metrics import Interval, bootstrap_mean
@@ -42,6 +44,7 @@ from fedmjp.records.reasons import grouped, in_one_sentence, pattern
 from fedmjp.records.rows import BASELINES, distinct
 
 RECOGNISABLE = 25.0  # dB
+CLEAR_GAIN = 3.0  # dB over the best guess that on a single image no attack reaches by luck
 NEGLIGIBLE_SHARE = 0.05  # of patches; an interval that reaches further cannot support "no leak shown"
 NONE = Interval(float("nan"), float("nan"), float("nan"), 0)
 
@@ -72,7 +75,7 @@ class Verdict:
         patches: share of patches in [0, 1] that the attack brought above `RECOGNISABLE` dB, on the reported images.
         split: the attack was chosen on other updates than those that the figures are of.
         scored: the originals were known; if not, `recovered` counts the images for which an attack vouches.
-        held: attacks whose assumptions held on at least one update.
+        held: attacks whose assumptions held on at least one update -> the images for which they held.
         failed: attacks that ran and whose assumptions failed on every update -> their most common diagnosis.
         not_run: registered attacks that did not run -> reason.
         grants: what the adversary was granted.
@@ -92,7 +95,7 @@ class Verdict:
     patches: Interval = NONE
     split: bool = False
     scored: bool = True
-    held: tuple[str, ...] = ()
+    held: Mapping[str, int] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     not_run: Mapping[str, str] = field(default_factory=dict)
     grants: tuple[str, ...] = ()
@@ -128,7 +131,8 @@ class Verdict:
         if self.answer is Answer.NOT_SHOWN:
             of = f"{self.tested} of " if self.tested < self.images else ""
             known = f", none of which knows {self.defense}" if self.unaware else ""
-            return f"by {_count(self.held, 'attack')} ({', '.join(self.held)}){known} on {of}{_images(self.images)}"
+            named = ", ".join(n if c == self.tested else f"{n} on {c} of them" for n, c in self.held.items())
+            return f"by {_count(self.held, 'attack')} ({named}){known} on {of}{_images(self.images)}"
         if not self.failed:
             return "no attack was run"
         return f"the assumptions of {_count(self.failed, 'attack')} ({', '.join(self.failed)}) failed on every update"
@@ -205,27 +209,28 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     """
     attacked, names = ~rows["attack"].isin(BASELINES), rows["attack"].astype(object)
     ran, held = list(dict.fromkeys(names[attacked])), attacked & _held(rows)
-    held_names = tuple(name for name in ran if (names[held] == name).any())
     images, certified = image_numbers(rows), attacked & rows["certified"].eq(True)
 
     def counted(chosen: pd.Series) -> int:
         """Images of the rows that are chosen."""
         return len(np.unique(images[chosen.to_numpy()]))
 
+    held_on = {name: counted(held & (names == name)) for name in ran}
+    held_on = {name: count for name, count in held_on.items() if count}
     shared: dict[str, Any] = {
         "images": counted(attacked),
         "tested": counted(held),
         "certified": counted(certified),
-        "held": held_names,
-        "failed": {name: _diagnosis(rows["diagnosis"][names == name]) for name in ran if name not in held_names},
+        "held": held_on,
+        "failed": {name: _diagnosis(rows["diagnosis"][names == name]) for name in ran if name not in held_on},
         "not_run": dict(not_run or {}),
         "grants": tuple(
             dict.fromkeys(grant for granted in distinct(rows["threat_model"][attacked]) for grant in granted)
         ),
         **_defense_of(rows.loc[attacked, [name for name in ("defense", "defense_parameters") if name in rows]]),
     }
-    nothing = Answer.NOT_SHOWN if held_names else Answer.NOT_TESTED
-    if attacked.all() and rows["psnr"].isna().all() and rows["known"].notna().any():
+    nothing = Answer.NOT_SHOWN if held_on else Answer.NOT_TESTED
+    if attacked.all() and rows["psnr"].isna().all() and (rows["known"].notna() | certified).any():
         vouched = (rows["diagnosis"] == "") & (rows["known"].astype(float) > 0)
         return _without_originals(
             names[certified if shared["certified"] else vouched], counted(vouched), shared, nothing
@@ -237,17 +242,25 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     counts = above.sum().sort_values(ascending=False, kind="stable")
     shared |= {"recovered": int(above.any(axis=1).sum()), "by_attack": counts[counts > 0].to_dict()}
     attack, reported, split = strongest(gains)
+    if counts.max() > 0 == counts[attack]:  # what leaks is told with the figures of an attack that brought an image
+        attack, reported, split = strongest(gains[counts.index[counts > 0]])
     partial = _most_patches(rows, gains)
     figures = _figures_of(rows, gains, attack, reported) | {"split": split}
     if above.any(axis=None):
         answer = Answer.LEAKS
     elif partial:
         answer = Answer.PARTLY
-        if not figures["patches"].mean > 0:  # the strongest attack by PSNR is not the one that gives patches away
-            figures = _figures_of(rows, gains, partial, gains.index[gains[partial].notna()]) | {"split": False}
+        more = _figures_of(rows, gains, partial, gains.index[gains[partial].notna()]) | {"split": False}
+        surely = partial != attack and more["patches"].count > 1 and more["patches"].low > figures["patches"].mean
+        if surely or not figures["patches"].mean > 0:
+            figures = more  # the strongest attack by PSNR is not the one that gives patches away
     else:
-        better = figures["gain"].count > 1 and figures["gain"].low > 0
-        answer = Answer.PARTLY if better or shared["certified"] else nothing
+        gain = figures["gain"]
+        other = above_guesses(gains) if gain.count else ""
+        better = gain.low > 0 if gain.count > 1 else gain.mean > CLEAR_GAIN
+        if other and not better:
+            figures = _figures_of(rows, gains, other, gains.index[gains[other].notna()]) | {"split": False}
+        answer = Answer.PARTLY if better or other or shared["certified"] else nothing
     return Verdict(answer, **shared, **figures)
 
 
@@ -306,7 +319,8 @@ def _without_originals(attacks: pd.Series, recovered: int, shared: Mapping[str, 
 
 def _held(rows: pd.DataFrame) -> pd.Series:
     """Whether the attack returned an image without a diagnosis, a row each."""
-    return (rows["psnr"].notna() | rows["known"].notna()) & (rows["diagnosis"] == "")
+    returned = rows["psnr"].notna() | rows["known"].notna() | rows["certified"].eq(True)
+    return returned & (rows["diagnosis"] == "")
 
 
 def _diagnosis(texts: pd.Series) -> str:

@@ -32,7 +32,7 @@ from fedmjp.audit.aggregate import sum_in_words
 from fedmjp.audit.folder import DEFENSE, AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import answer, unscored
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
-from fedmjp.audit.observe import model_as_sent, model_with_sent_layers, undo_adam
+from fedmjp.audit.observe import as_granted, model_as_sent, model_with_sent_layers, undo_adam
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
@@ -171,6 +171,7 @@ class Watcher:
 
     def _attack(self, sent: Mapping, received: Mapping, node: int, number: int) -> None:
         observation, findings = self._observe(sent, received, node, number)
+        observation = as_granted(observation, self.threat_model)
         self.findings.update({f.name: f.sentence for f in findings if f.name not in self.findings})
         observations = [*self._earlier[node], observation]
         suite = choose_attacks(self.attacks, observations, self.threat_model, self.budget)

@@ -123,3 +123,17 @@ def test_baselines_are_scored_before_attacks(mini) -> None:
     )
     assert [s.attack for s in scored] == ["mean_image", "other_image", "patch_embedding"]
     assert scored[2].records[0]["psnr"] > 40 > scored[1].records[0]["psnr"]
+
+
+def test_an_exact_answer_goes_to_its_original_beside_a_bad_one() -> None:
+    """By squared errors the black answer takes the darker original, and the exact one is scored against the other."""
+    from fedmjp.data import load_data
+
+    photos, wrong = load_data("photos", size=32).train.images(range(12)), 0
+    for first in range(12):
+        for second in range(12):
+            if first != second:
+                pair = photos[[first, second]]
+                answers = torch.stack([torch.zeros_like(pair[0]), pair[0]])
+                wrong += int(match(answers, pair)[0] != 1)
+    assert wrong == 0

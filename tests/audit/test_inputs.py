@@ -241,3 +241,6 @@ def test_the_guesses_of_a_federation_with_one_training_image_are_not_that_image(
     assert (found.mean_image - one.images([0])).square().mean() > 1e-2
     task.data.train = data.train.subset([0, 1])
     assert not Originals(task, simulated=True).single
+    task.data.train, images = data.train.subset([0, 0, 0]), data.train.images([0, 0])  # copies of one image
+    guesses = Originals(task, simulated=True).guesses(SimpleNamespace(round=1, client=0), images)
+    assert all((guess - images).square().mean() > 1e-2 for guess in guesses.values())

@@ -27,6 +27,7 @@ from fedmjp.audit.verdict import Answer
 from fedmjp.federation import TapGrid
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.metrics import psnr
+from fedmjp.models import build_model
 from fedmjp.records.failures import load_failures
 from fedmjp.records.rows import load_rows
 from tests.attacks.models import (
@@ -398,3 +399,12 @@ def test_the_page_is_written_when_the_app_ends(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "page: " in done.stderr
     assert "images" in (tmp_path / "leaks" / "report.html").read_text()
+
+
+def test_without_the_position_gradient_granted_an_attack_that_needs_none_is_run() -> None:
+    images = photographs(32, 1)
+    observation = observe(build_model("vit_mini_32", num_classes=10, weights="auto"), images)
+    options = {"mean": observation.mean, "std": observation.std}
+    threat = ThreatModel(frozenset({Capability.MODEL_WEIGHTS}))
+    audit = audit_gradient(observation.model, images, observation.gradients, threat_model=threat, **options)
+    assert (audit.verdict.answer, audit.verdict.attack) == (Answer.LEAKS, "token_span")

@@ -254,3 +254,50 @@ def test_a_defence_that_no_attack_knew_is_said_so(defense: str, attack: str, kno
     assert verdict.headline() == f"no leak shown by 1 attack ({attack}){known.rstrip(',')} on 4 images"
     gaps = [line for line in verdict.gaps() if "No attack that knows mjp was tested; those that do: mjp_sub" in line]
     assert len(gaps) == bool(known)
+
+
+def alone(values: dict[str, Sequence[float]], name: str, **more: Any) -> pd.DataFrame:
+    """The frame without the rows of one attack beyond its first image: it was run on one update."""
+    rows = frame(values, **more)
+    return rows[(rows["attack"] != name) | (rows["client"] == 0)]
+
+
+def test_an_attack_on_one_image_is_not_the_strongest_of_eight() -> None:
+    exact = [106.0, 110.0, 100.0, 11.3, 105.0, 120.0, 9.0, 10.0][::-1]
+    leaks = judge(alone({"mean_image": [15.0] * 8, "exact": exact, "search": [12.7] * 8}, "search"))
+    assert (leaks.answer, leaks.attack) == (Answer.LEAKS, "exact")
+    near = judge(alone({"mean_image": [12.0] * 8, "solve": [20.0, 19.0] * 4, "search": [20.1] * 8}, "search"))
+    assert (near.answer, near.attack) == (Answer.PARTLY, "solve")
+
+
+def test_what_leaks_is_told_with_an_attack_that_brought_an_image() -> None:
+    """One image is exact and the others worse than guesses; another attack is a little better on all."""
+    verdict = judge(frame({"mean_image": [12.0] * 8, "exact": [90.0] + [6.0] * 7, "steady": [12.5] * 8}))
+    assert verdict.headline().startswith("leaks: 1 of 8 images above 25 dB (exact, ")
+    assert verdict.by_attack == {"exact": 1}
+
+
+def test_an_attack_that_is_surely_nearer_counts_although_another_was_chosen() -> None:
+    """Two clients in turn, eight rounds: on one half of the updates A is better, on the other B, and B on both."""
+    gains = {"mean_image": [12.0] * 16, "a": [24.0, 11.0] * 8, "b": [23.0] * 16}
+    assert judge(frame(gains)).answer is Answer.PARTLY
+
+
+@pytest.mark.parametrize(("psnr", "answer"), [(24.9, Answer.PARTLY), (14.0, Answer.NOT_SHOWN)])
+def test_a_clear_gain_on_a_single_image_is_a_finding(psnr: float, answer: Answer) -> None:
+    assert judge(frame({"mean_image": [12.0], "best": [psnr]})).answer is answer
+
+
+def test_how_often_the_assumptions_of_an_attack_held_is_said() -> None:
+    rows = frame({"mean_image": [12.0] * 4, "weak": [11.0] * 4, "strong": [11.0] * 4})
+    rows.loc[(rows["attack"] == "strong") & (rows["client"] > 0), "diagnosis"] = "the update is of 8 images"
+    verdict = judge(rows)
+    assert verdict.held == {"weak": 4, "strong": 1}
+    assert "by 2 attacks (weak, strong on 1 of them)" in verdict.headline()
+
+
+def test_a_certificate_is_evidence_without_originals_and_without_known_patches() -> None:
+    rows = frame({"own": [NAN] * 2}, own={"certified": True, "known": NAN})
+    verdict = judge(rows)
+    assert verdict.answer is Answer.LEAKS
+    assert "2 of 2 images certified" in verdict.headline()

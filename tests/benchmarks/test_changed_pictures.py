@@ -30,6 +30,7 @@ COMMANDS = {
     "gradient_matching": [*MICRO, "--num-images", "1", "--attacks", "dlg", "--gammas", "--batches", "1"],
     "imprint": [*MICRO, "--batch-sizes", "4"],
     "local_training": [*MICRO, "--num-images", "4"],
+    "matching_tuning": [*MICRO, "--num-images", "1", "--grid", "dlg.rate=1", "--steps", "1"],
     "message_precision": [*MICRO, "--num-images", "2", "--attacks", "patch_embedding"],
     "mjp_adaptive": [*MICRO, "--num-images", "2"],
     "objectives_leak": ["--num-images", "2", "--lines", "mp3_random"],
@@ -43,6 +44,7 @@ LOADERS = {
     "fishing/protocol": "compares the images that it draws (check_images)",
     "leakage/protocol": "a Campaign compares",
     "matching/protocol": "a Campaign compares",
+    "matching/tuning": "a Campaign compares",
     **dict.fromkeys(
         ("adaptive/protocol", "batches/protocol", "mp3/figures", "trained_models/attention_maps"), "a figure"
     ),

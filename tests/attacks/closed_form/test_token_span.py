@@ -229,6 +229,10 @@ def test_left_out_where_the_position_gradient_is_at_hand(trained) -> None:
     view = observe(trained, photographs(32, 1))
     assert "patch_embedding" in attack().obstacle([view])
     assert attack().obstacle([without(view, "pos_embed")]) == ""
+    rows = view.gradients["pos_embed"]
+    noisy = rows + rows.std() * torch.randn(rows.shape, generator=torch.manual_seed(0))
+    for spoilt in (noisy, rows.mean(dim=1, keepdim=True).expand_as(rows), rows.sign()):
+        assert attack().obstacle([dataclasses.replace(view, gradients=view.gradients | {"pos_embed": spoilt})]) == ""
     assert "no gradient of blocks.0.attn.qkv" in attack().obstacle([without(view, "pos_embed", "blocks.0.attn")])
 
 
