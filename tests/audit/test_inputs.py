@@ -124,7 +124,8 @@ def test_arrays_none_and_foreign_names(step) -> None:
     gradients = {n: g.numpy() for n, g in step[2].items()}
     audit = audited(step, gradients=gradients | {"head.bias": None, "step": 3})
     found = findings(audit)
-    assert list(found) == ["converted", "unknown_names", "missing_gradients"]
+    assert list(found) == ["converted", "unknown_names", "missing_gradients", "not_reproduced"]
+    assert "could not be checked" in found["not_reproduced"]  # without head.bias the label is not known
     assert "no parameters of the model: step" in found["unknown_names"]
     assert "no gradient of head.bias" in found["missing_gradients"]
     assert audit.table.set_index("attack").loc["patch_embedding", "psnr"] > 50
@@ -244,3 +245,13 @@ def test_the_guesses_of_a_federation_with_one_training_image_are_not_that_image(
     task.data.train, images = data.train.subset([0, 0, 0]), data.train.images([0, 0])  # copies of one image
     guesses = Originals(task, simulated=True).guesses(SimpleNamespace(round=1, client=0), images)
     assert all((guess - images).square().mean() > 1e-2 for guess in guesses.values())
+
+
+@pytest.mark.parametrize("spoilt", ["no bias", "float16"])
+def test_other_images_are_noticed_where_less_was_sent(step, spoilt: str) -> None:
+    gradients = {n: g for n, g in step[2].items() if spoilt != "no bias" or n != "head.bias"}
+    if spoilt == "float16":
+        gradients = {n: g.half().float() for n, g in gradients.items()}
+    audit = audited(step, images=1 - step[1].flip(-1), gradients=gradients)
+    assert "not_reproduced" in findings(audit)
+    assert audit.verdict.answer is not Answer.NOT_SHOWN
