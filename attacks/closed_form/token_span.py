@@ -34,6 +34,7 @@ from attacks.closed_form.token_equations import (
     LEAST_PRECISION,
     Block,
     attention_equations,
+    attention_gradient,
     check_block,
     patch_equations,
     prefix_tokens,
@@ -42,7 +43,7 @@ from attacks.closed_form.token_equations import (
 )
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import Settled, VectorialVariation
-from attacks.linear.input_spans import InputEquations, layer_gradient, span_of_inputs
+from attacks.linear.input_spans import InputEquations, count_inputs, layer_gradient, span_of_inputs
 from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.normal_equations import SETTLED, Estimate
 from attacks.linear.position_rows import position_gradient, read_position_rows, unmet_assumptions
@@ -215,17 +216,26 @@ class TokenSpan(Attack):
 
 
 def _positions_serve(observation: Observation, tokenizer: Tokenizer) -> bool:
-    """Whether the update holds position rows to solve with: they agree with the projection's bias, and they differ.
+    """Whether the update holds position rows that tell as much as the first attention's gradient does.
 
-    Rows that were noised, shuffled or averaged are in an update, too, and say nothing of the patches.
+    Rows that were noised, shuffled or averaged by themselves say nothing of the patches: they miss the projection's
+    bias, or do not differ. Where the attention's gradient shows more directions than there are tokens, the whole update
+    was noised or rounded, and its spans are no better than its rows.
     """
     if position_gradient(observation, tokenizer) is None or not was_sent(observation, tokenizer.weight):
         return False
     read = read_position_rows(observation)
-    if read.imbalance > LARGEST_IMBALANCE:
-        return False
     visible = read.rows[~read.masked]
-    return int(torch.linalg.matrix_rank(visible, rtol=LEAST_SINGULAR)) >= LEAST_KNOWN * min(visible.shape)
+    if not read.imbalance > LARGEST_IMBALANCE:
+        least = LEAST_KNOWN * min(visible.shape)
+        if int(torch.linalg.matrix_rank(visible, rtol=LEAST_SINGULAR)) >= least:
+            return True
+    tokens = observation.num_examples * (tokenizer.num_patches + prefix_tokens(tokenizer))
+    try:
+        gradient = attention_gradient(observation, find_first_attention(observation.model, tokenizer.width))
+    except (KeyError, UsageError):
+        return True  # it cannot be read at all
+    return count_inputs(gradient, gradient.dtype) > tokens
 
 
 def _masked(observation: Observation, tokenizer: Tokenizer) -> list[str]:
