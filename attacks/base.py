@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from attacks.arithmetic import exact_arithmetic
-from attacks.observation import SUPERVISED, Capability, Observation, Reconstruction, ThreatModel
+from attacks.observation import NEGLIGIBLE_NORM, SUPERVISED, Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
 from attacks.tokenizer import SecondTable, find_tokenizer
 
@@ -29,8 +29,6 @@ T = TypeVar("T")
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # A linear solve of 224-pixel images on one CPU core; smaller images take less in proportion.
 SECONDS_OF_A_SOLVE, PIXELS_OF_A_SOLVE = 0.5, 3 * 224 * 224
-# A gradient below this norm holds nothing but round-off of a float32 loss.
-NEGLIGIBLE_NORM = 1e-10
 # Below this one a saturated model, and no defence, may be what blunts an attack.
 SMALL_NORM = 1e-5
 
@@ -82,13 +80,15 @@ class Attack(ABC):
             MemoryError, torch.OutOfMemoryError: the cases do not fit the memory; fewer of them may.
         """
         started = time.perf_counter()
+        small = [("gradient_near_zero",) if case and case[-1].gradient_norm() < SMALL_NORM else () for case in cases]
+        if not self.reads_every_parameter:
+            cases = [[observation.legible() for observation in case] for case in cases]
         refused = [_refusal(case) or self.misfit(case) for case in cases]
         open_cases = [case for case, reason in zip(cases, refused, strict=True) if not reason]
         with torch.no_grad(), exact_arithmetic():
             found = iter(self._answers(open_cases) if open_cases else [])
         results = [Reconstruction(None, diagnosis=reason) if reason else _finite(next(found)) for reason in refused]
         share = (time.perf_counter() - started) / max(len(cases), 1)
-        small = [("gradient_near_zero",) if case[-1].gradient_norm() < SMALL_NORM else () for case in cases]
         return [
             replace(result, seconds=share, flags=(*result.flags, *flags))
             for result, flags in zip(results, small, strict=True)
@@ -96,7 +96,7 @@ class Attack(ABC):
 
     @abstractmethod
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """The attack itself, called under `torch.no_grad` with finite, non-negligible gradients.
+        """The attack itself, called under `torch.no_grad` with finite gradients that are not all zero.
 
         Raises:
             UsageError: it cannot work on this model or update at all; the message becomes the diagnosis. So does any
@@ -210,11 +210,20 @@ def _found_or_why_not(work: Callable[[], T]) -> T | str:
 
 
 def _finite(found: Reconstruction) -> Reconstruction:
-    """An answer without its images where these hold NaN or infinity, which nothing can be compared with."""
+    """An answer without the images that hold NaN or infinity, which nothing can be compared with."""
     if found.images is None or torch.isfinite(found.images).all():
         return found
-    reason = "; ".join(filter(None, ["the images that were computed are not finite", found.diagnosis]))
-    return replace(found, images=None, known=None, diagnosis=reason)
+    whole = torch.isfinite(found.images).flatten(1).all(dim=1)
+    lost, count = int((~whole).sum()), len(whole)
+    what = "the images that were computed" if lost == count else f"{lost} of the {count} images that were computed"
+    reason = "; ".join(filter(None, [f"{what} are not finite", found.diagnosis]))
+    if lost == count:
+        return replace(found, images=None, known=None, diagnosis=reason)
+    images, known, labels = (
+        None if values is None else values[whole.to(values.device)]
+        for values in (found.images, found.known, found.labels)
+    )
+    return replace(found, images=images, known=known, labels=labels, diagnosis=reason)
 
 
 def _refusal(observations: Sequence[Observation]) -> str:
@@ -237,6 +246,6 @@ def _refusal(observations: Sequence[Observation]) -> str:
         return str(error)
     except UsageError:  # no ViT; the attack says whether it minds
         pass
-    if norm < NEGLIGIBLE_NORM:
+    if norm < NEGLIGIBLE_NORM:  # and zero, or for an attack that repeats the step
         return f"the gradient norm is {norm:.1e}: the update says nothing about the batch (a saturated model)"
     return ""

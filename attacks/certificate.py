@@ -89,7 +89,7 @@ def certify_encoder(observation: Observation, found: Reconstruction) -> tuple[bo
     Returns:
         As `certify` does, over the parameters of the encoder; (False, NaN) where that cannot be computed.
     """
-    nothing = False, float("nan")
+    nothing, observation = (False, float("nan")), observation.legible()
     one_step = observation.num_examples == 1 and observation.local_steps == 1
     if found.images is None or not one_step or not _reproducible(observation, len(found.images)):
         return nothing
@@ -223,7 +223,8 @@ def _encoder_gradients(
         bias, tokens = calls[-1] if calls else ("", logits)  # (1, T, D), or (1, D)
         if bias not in parameters:
             return {}
-        slopes = torch.autograd.grad(functional.log_softmax(logits, -1)[0, 0], tokens, retain_graph=True)[0]
+        even = functional.log_softmax(logits - logits.detach(), -1)  # a saturated model has no slope of its own
+        slopes = torch.autograd.grad(even[0, 0], tokens, retain_graph=True)[0]
         slopes = slopes.flatten(0, -2)  # (T, D)
         total = slopes.sum(dim=0)
         weights = slopes @ total / total.square().sum()  # (T,)

@@ -7,8 +7,9 @@ only where a number is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -22,6 +23,9 @@ T = TypeVar("T")
 
 ORDER_GUESSED = "order_guessed"  # see `Reconstruction.flags`
 CLASSIFIER_LEFT_OUT = "classifier_left_out"  # see `Reconstruction.flags`
+# A gradient below this norm is scaled up for attacks that solve for what its entries have in common
+# (`Observation.legible`); an attack that repeats the client's step would compare the round-off of a float32 loss.
+NEGLIGIBLE_NORM = 1e-10
 SUPERVISED = "supervised"  # cross-entropy of the model's output and the labels
 
 
@@ -153,6 +157,14 @@ class Observation:
         """Euclidean norm of the whole update, in float64; NaN or infinite where an entry is."""
         return self.once(_gradient_norm)
 
+    def legible(self) -> Observation:
+        """The update; a gradient of a norm that is negligible, and not zero, times a power of two: a norm of about 1.
+
+        A saturated model sends such gradients. Their entries have all digits of their type, and what they have in
+        common does not depend on their size.
+        """
+        return self.once(_legible)
+
     def to_pixels(self, normalised: Tensor) -> Tensor:
         """Map normalised images (B, C, H, W) back to [0, 1], clipped."""
         import torch
@@ -169,6 +181,21 @@ def _gradient_norm(observation: Observation) -> float:
     numbers = (g.detach() if g.is_floating_point() else g.double() for g in observation.gradients.values())
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in numbers]
     return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def _legible(observation: Observation) -> Observation:
+    norm = observation.gradient_norm()
+    if observation.kind != "gradient" or not 0 < norm < NEGLIGIBLE_NORM:
+        return observation
+    power = -math.frexp(norm)[1]
+
+    def scaled(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Times two to that power, exactly; in two steps, because the power itself may be beyond float32."""
+        half = power // 2
+        return {name: value * 2.0**half * 2.0 ** (power - half) for name, value in values.items()}
+
+    drawn = None if observation.drawn is None else replace(observation.drawn, noise=scaled(observation.drawn.noise))
+    return replace(observation, gradients=scaled(observation.gradients), bounds=scaled(observation.bounds), drawn=drawn)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ WORDS = {
     contract.masked: "20 of 64 position rows are exactly zero",
     contract.two_images: "the batch holds 2 images",
     contract.four_steps: "4 local steps",
-    contract.negligible: "gradient norm is",
+    contract.vanished: "gradient norm is",
     contract.convolutional: "no patch projection",
 }
 
@@ -271,6 +271,23 @@ def test_images_that_are_not_finite_are_a_diagnosis(mini) -> None:
     found = Divides()([observe(mini, photographs(64, 1))])
     assert (found.images, found.known) == (None, None)
     assert found.diagnosis == "the images that were computed are not finite; coarse"
+
+
+def test_one_image_that_is_not_finite_takes_no_other_with_it(mini) -> None:
+    class Loses(Brittle):
+        """The second of three images."""
+
+        def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+            """One pixel is NaN."""
+            images = torch.arange(3.0)[:, None, None, None].expand(3, 3, 64, 64).clone() / 2
+            images[1, 0, 0, 0] = torch.nan
+            return Reconstruction(images, torch.ones(3, 1, 64, 64, dtype=torch.bool), labels=torch.arange(3))
+
+    found = Loses()([observe(mini, photographs(64, 3))])
+    assert found.images[:, 0, 0, 0].tolist() == [0.0, 1.0]
+    assert found.known.shape == (2, 1, 64, 64)
+    assert found.labels.tolist() == [0, 2]
+    assert found.diagnosis == "1 of the 3 images that were computed are not finite"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
