@@ -177,8 +177,10 @@ def _tensor(label: str, value: Any, parameter: nn.Parameter) -> Tensor:
         raise UsageError(f"{label} is no array of numbers: {type(value).__name__}") from None
     if gradient.shape != parameter.shape:
         raise UsageError(f"{label} has the shape {tuple(gradient.shape)}, the parameter {tuple(parameter.shape)}")
-    if gradient.is_complex() or gradient.dtype == torch.bool:
-        raise UsageError(f"{label} is of type {gradient.dtype}; pass real numbers")
+    if not gradient.is_floating_point():
+        raise UsageError(
+            f"{label} is of type {gradient.dtype}: pass floating-point numbers, quantised values times their scale"
+        )
     if not gradient.isfinite().all():
         raise UsageError(f"{label} holds NaN or infinity")
     return gradient.to(parameter.device)

@@ -51,13 +51,14 @@ class Lpips:
         """Distance of (B, 3, H, W) or grey (B, 1, H, W) images in [0, 1].
 
         Returns:
-            (B,) float32 on the images' device, 0 for identical images; NaN for images too small for the backbone.
+            (B,) float32 on the images' device, 0 for identical images; NaN for images too small for the backbone, or of
+            another number of channels.
 
         Raises:
             UsageError: see `pairs.checked_pair`.
         """
         pair = checked_pair(reconstruction, original)
-        if min(original.shape[-2:]) < SMALLEST[self.net]:
+        if min(original.shape[-2:]) < SMALLEST[self.net] or original.shape[1] not in (1, 3):
             return torch.full((len(original),), float("nan"), device=original.device)
         parameter = next(self.network.parameters())
         placed = (images.to(parameter.device, parameter.dtype, memory_format=torch.channels_last) for images in pair)

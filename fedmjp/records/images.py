@@ -24,7 +24,8 @@ def image_path(out: Path, defense: str, round: int, client: int, image: int, wha
 
 
 def save_image(image: Tensor, path: Path) -> None:
-    """Write one image (C, H, W) in [0, 1] as a PNG file; C is 3, or 1 for a grey image."""
+    """Write one image (C, H, W) in [0, 1] as a PNG file: three channels, the first three, or the first of fewer."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = (image.clamp(0, 1) * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
+    shown = image[:3] if len(image) >= 3 else image[:1]
+    pixels = (shown.clamp(0, 1) * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
     Image.fromarray(pixels).save(path, compress_level=QUICK)

@@ -98,7 +98,8 @@ def replaced(name: str, value):
         (lambda gradients: {f"{n}.grad": g for n, g in gradients.items()}, "'cls_token.grad' is not, 'cls_token' is"),
         (replaced("head.bias", torch.zeros(7)), r"shape \(7,\), the parameter \(5,\)"),
         (replaced("head.bias", torch.full((5,), torch.inf)), "head.bias holds NaN or infinity"),
-        (replaced("head.bias", torch.ones(5, dtype=torch.bool)), "pass real numbers"),
+        (replaced("head.bias", torch.ones(5, dtype=torch.bool)), "pass floating-point numbers"),
+        (replaced("head.bias", torch.ones(5, dtype=torch.int64)), "head.bias is of type torch.int64: pass floating"),
         (replaced("head.bias", "text"), "head.bias"),
     ],
 )
