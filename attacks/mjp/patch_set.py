@@ -4,7 +4,7 @@ Without position embedding the update is the same for every order of the patches
 it. The patches themselves are no better hidden than under MJP, where one embedding is shared by the masked ones: the
 rows of [dL/dE, dL/db] span the [x_i, 1] of all patches, so x_i = x_0 + c_i B with B known and c_i (k,) unknown, k < N,
 and `attacks.mjp.mlp_tokens` finds every token. The order in which they are returned is that of
-`attacks.mjp.placement`: a guess from natural images, never vouched for.
+`attacks.mjp.placement`: a guess from natural images, never vouched for, and the answer says so (flag `order_guessed`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from attacks.mjp.unmix import finished, layers_of, pixel_scales, seconds_of_sear
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
-
-ORDER = "the model has no position embedding, so the order of the patches is not in the update: they are placed by "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +73,15 @@ class PatchSet(PlacingAttack):
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; vouches for no pixel, because the order of the patches is not in the update.
 
-        `details` holds the numbers of `attacks.mjp.unmix.unmixed`, and order_unknown = 1.
+        `details` holds the numbers of `attacks.mjp.unmix.unmixed`.
         """
         observation = observations[-1]
         tokenizer = _tokenizer_without_positions(observation)
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
         scales = pixel_scales(tokenizer, observation.std, known.rows.device)
-        placed, numbers = unmixed(self.search, self.sweep, block, known, known.rows[:0], scales)
-        details = {"order_unknown": 1.0} | numbers
-        obstacle = ORDER + self.placement.words
-        return finished(
-            observation,
-            tokenizer,
-            known,
-            placed,
-            known.rows,
-            "no position embedding",
-            details,
-            self.placement,
-            obstacle,
-        )
+        placed, details = unmixed(self.search, self.sweep, block, known, known.rows[:0], scales)
+        words = "the model has no position embedding"
+        return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
 
 
 def known_span(observation: Observation, tokenizer: Tokenizer) -> KnownPatches:

@@ -66,12 +66,6 @@ class Placement:
     places: float = 1.0
 
     @property
-    def words(self) -> str:
-        """What places the pieces, for a diagnosis."""
-        borders, learned = "their borders", "what public photographs teach"
-        return {"learned": learned, "both": f"{borders} and {learned}"}.get(self.solver, borders)
-
-    @property
     def needs(self) -> frozenset[Capability]:
         """What the predictor needs, where it is used."""
         return frozenset({Capability.AUXILIARY_DATA} if self.solver in ("learned", "both") else ())

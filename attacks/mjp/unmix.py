@@ -203,7 +203,6 @@ def finished(
     words: str,
     details: dict[str, float],
     placement: Placement,
-    obstacle: str = "",
 ) -> Reconstruction:
     """The image with unseen patches placed.
 
@@ -211,14 +210,13 @@ def finished(
         guess: (N, P), taken where a patch's token was not found.
         words: what hides the patches, for the diagnosis where most tokens were not found.
         placement: of the unseen patches.
-        obstacle: why the answer is not to be trusted even if they were, or "".
     """
     missing = placed.patches.isnan().any(dim=1)
     patches = torch.where(missing[:, None], guess, placed.patches)
     scale, shift = (pixel_scales(tokenizer, channel, patches.device) for channel in (observation.std, observation.mean))
     patches = patches[placement(tokenizer, patches * scale + shift, known.unseen)]
     sure = placed.found & (placed.deviation < VOUCHED_DEVIATION) & ~known.unseen
-    found = int(placed.found.sum())
+    found, obstacle = int(placed.found.sum()), ""
     if found < len(missing) / 2:
         obstacle = (
             f"{words}, and for only {found} of {len(missing)} patches a token was found that the spans of the first "

@@ -21,9 +21,12 @@ from attacks.findings import Finding
 from attacks.observation import CLASSIFIER_LEFT_OUT
 from fedmjp.audit.assignment import NONE, match
 from fedmjp.audit.verdict import RECOGNISABLE
-from fedmjp.metrics import METRIC_DIRECTIONS, score
+from fedmjp.metrics import METRIC_DIRECTIONS, any_place, score
+from fedmjp.records.rows import ANY_PLACE
 
 ScoreImages = Callable[[Tensor, Tensor], list[dict[str, float]]]
+# What every image is scored by, in a results row.
+SCORES = (*METRIC_DIRECTIONS, ANY_PLACE)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def unscored(attack: Attack, name: str, found: Reconstruction, size: int, findin
     Args:
         size: images of the batch.
     """
-    records = [dict.fromkeys(METRIC_DIRECTIONS, float("nan"))] * size
+    records = [dict.fromkeys(SCORES, float("nan"))] * size
     images = None if found.images is None else found.images.float()
     return explained(
         Scored(name, attack.parameters(), images, records, found.seconds, found.diagnosis, found), findings
@@ -193,7 +196,7 @@ def score_found(
         if present
         else []
     )
-    missing = dict.fromkeys(METRIC_DIRECTIONS, float("nan"))
+    missing = dict.fromkeys(SCORES, float("nan"))
     scored = []
     for answer, target, own in zip(found, originals, matched, strict=True):
         given = [False] * len(target) if own is None else own.given.tolist()
@@ -239,13 +242,14 @@ def scorer(patch_size: int, lpips: Callable | None) -> ScoreImages:
     """A function from (reconstructions, originals), (B, C, H, W) in [0, 1], to one dictionary of metrics per image.
 
     Args:
-        patch_size: side of a patch in pixels, for the metric `patch_recovery`.
+        patch_size: side of a patch in pixels, for `patch_recovery` and `any_place`.
         lpips: LPIPS metric, or None to leave its column NaN.
     """
 
     def score_images(reconstructions: Tensor, originals: Tensor) -> list[dict[str, float]]:
         """The metrics of each pair of images."""
         columns = score(reconstructions, originals, patch_size=patch_size, lpips=lpips)
+        columns[ANY_PLACE] = any_place(reconstructions, originals, patch_size)
         lists = {name: values.tolist() for name, values in columns.items()}  # one transfer per metric, not per number
         return [{name: values[i] for name, values in lists.items()} for i in range(len(originals))]
 

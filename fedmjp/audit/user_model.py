@@ -33,7 +33,7 @@ from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.audit.verdict import judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET, named_attacks
 from fedmjp.metrics import load_lpips
-from fedmjp.records.rows import METRICS, OPTIONAL, ROW_KEYS
+from fedmjp.records.rows import ANY_PLACE, METRICS, OPTIONAL, ROW_KEYS
 
 
 def audit_gradient(
@@ -81,7 +81,8 @@ def audit_gradient(
     subject = Subject(type(observation.model).__name__, "own images", "scored against the original", threat_model)
     rows = [row for one in scored for row in subject.rows(observation, one, [f"image {i}" for i in range(len(images))])]
     rows = [{**OPTIONAL, **row} for row in rows]
-    table = pd.DataFrame(rows, columns=list(ROW_KEYS)).astype(dict.fromkeys((*METRICS, "seconds"), "float64"))
+    numbers = dict.fromkeys((*METRICS, ANY_PLACE, "seconds"), "float64")
+    table = pd.DataFrame(rows, columns=list(ROW_KEYS)).astype(numbers)
     return Audit(
         images={one.attack: one.images for one in scored},
         verdict=judge(table, suite.left_out),

@@ -12,7 +12,8 @@ the adversary is left with that guess, so its gain there is 0.
    patches decides by its value, and a gain of `CLEAR_GAIN` dB. With few images the interval of the patches is wide: one
    that includes 0 but also reaches more than `NEGLIGIBLE_SHARE` is *partly* too. An answer that is farther from the
    original than a guess has flat patches that agree by chance (2 of 64 when a mirrored image is compared with the
-   original); its patches count only if their share, or its interval, exceeds `NEGLIGIBLE_SHARE`. An answer that is
+   original); its patches count only if their share, or its interval, exceeds `NEGLIGIBLE_SHARE`. Where an answer says
+   that the order of its patches was a guess, they count in any place (`fedmjp.audit.patches`). An answer that is
    certified although it is far from the original is *partly* too: its patches are in other places, or the client fed
    another view.
 3. *no leak shown*: attacks whose assumptions held were run and none of this was found. That is a statement on those
@@ -20,7 +21,8 @@ the adversary is left with that guess, so its gain there is 0.
 4. *not tested*: no attack's assumptions held on any update.
 
 Where the originals are not known (a running app of somebody else), nothing can be scored: then *leaks* means that an
-answer is certified (it reproduces the update, `attacks.certificate`), *partly* that an attack vouches for pixels.
+answer is certified (it reproduces the update, `attacks.certificate`), *partly* that an attack vouches for pixels, or
+reproduces the update with patches whose order the update does not hold.
 
 Which attack is the strongest: `fedmjp.audit.strongest`. Intervals are 95 % bootstrap intervals over images; over one
 image there is none.
@@ -36,16 +38,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from attacks.certificate import TOLERANCE
+from attacks.observation import ORDER_GUESSED
+from fedmjp.audit.patches import IN_PLACE, most_patches, patch_gains
 from fedmjp.audit.strongest import IMAGE, above_guesses, by_image, gains_over_guesses, image_numbers, strongest
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import chain_name, defense_of_row
 from fedmjp.metrics import Interval, bootstrap_mean
 from fedmjp.records.reasons import grouped, in_one_sentence, pattern
-from fedmjp.records.rows import BASELINES, distinct
+from fedmjp.records.rows import ANY_PLACE, BASELINES, distinct
 
 RECOGNISABLE = 25.0  # dB
 CLEAR_GAIN = 3.0  # dB over the best guess that on a single image no attack reaches by luck
-NEGLIGIBLE_SHARE = 0.05  # of patches; an interval that reaches further cannot support "no leak shown"
 NONE = Interval(float("nan"), float("nan"), float("nan"), 0)
 
 
@@ -73,6 +77,7 @@ class Verdict:
         psnr: median of the attack on the reported images, dB.
         gain: dB of the attack over the best guess, on the reported images; NaN where no guess was scored.
         patches: share of patches in [0, 1] that the attack brought above `RECOGNISABLE` dB, on the reported images.
+        any_place: those patches are counted in any place, because the attack says that their order was a guess.
         split: the attack was chosen on other updates than those that the figures are of.
         scored: the originals were known; if not, `recovered` counts the images for which an attack vouches.
         held: attacks whose assumptions held on at least one update -> the images for which they held.
@@ -93,6 +98,7 @@ class Verdict:
     psnr: float = float("nan")
     gain: Interval = NONE
     patches: Interval = NONE
+    any_place: bool = False
     split: bool = False
     scored: bool = True
     held: Mapping[str, int] = field(default_factory=dict)
@@ -122,6 +128,11 @@ class Verdict:
             return f"{self.recovered} of {_images(self.images)} above {bar}{sure} ({self._figures()})"
         if self.answer is Answer.PARTLY and not self.scored:
             number = f"{self.recovered} of {_images(self.images)}"
+            if self.any_place:
+                return (
+                    f"the patches that {self.attack} found reproduce the update for {number}, but the update does not "
+                    "hold their order, and the originals are not known"
+                )
             return (
                 f"{self.attack} vouches for pixels of {number}, but no answer is certified, and the originals are not "
                 "known"
@@ -146,15 +157,18 @@ class Verdict:
                 f"no whole image above {bar}, but {number} certified: they reproduce the update, so that patches are "
                 f"known, if not in their places or in the view that is the original ({self._figures()})"
             )
-        share = _interval(self.patches, 100, "{:.0f}")
+        share = self._share()
         if not self.patches.mean > 0:
             return f"no image and no patch above {bar}, but nearer to the originals than guesses ({self._figures()})"
         if self.patches.count > 1 and not self.patches.low > 0 and self.gain.low > 0:
             return (
-                f"no whole image above {bar} and {share} % of patches, but nearer to the originals than guesses "
-                f"({self._figures()})"
+                f"no whole image above {bar} and {share}, but nearer to the originals than guesses ({self._figures()})"
             )
-        return f"no whole image above {bar}, but {share} % of patches ({self._figures()})"
+        return f"no whole image above {bar}, but {share} ({self._figures()})"
+
+    def _share(self) -> str:
+        order = ", in an order that the update does not hold" if self.any_place else ""
+        return f"{_interval(self.patches, 100, '{:.0f}')} % of patches{order}"
 
     def details(self) -> list[str]:
         """What stands behind the headline and what was not tested, one sentence a line."""
@@ -164,8 +178,7 @@ class Verdict:
         """What stands behind the headline, one sentence a line."""
         lines = []
         if self.attack and self.scored and self.answer in (Answer.NOT_SHOWN, Answer.NOT_TESTED):
-            share = _interval(self.patches, 100, "{:.0f}")
-            lines.append(f"Strongest attack: {self._figures()}, {share} % of patches above {RECOGNISABLE:.0f} dB.")
+            lines.append(f"Strongest attack: {self._figures()}, {self._share()} above {RECOGNISABLE:.0f} dB.")
         if self.attack and self.scored and self.split:
             lines.append("The strongest attack was chosen on one half of the updates; its figures are of the other.")
         elif self.attack and self.scored and len(self.held) + len(self.failed) > 1:
@@ -231,7 +244,9 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     }
     nothing = Answer.NOT_SHOWN if held_on else Answer.NOT_TESTED
     if attacked.all() and rows["psnr"].isna().all() and (rows["known"].notna() | certified).any():
-        vouched = (rows["diagnosis"] == "") & (rows["known"].astype(float) > 0)
+        vouched, pieces = (rows["diagnosis"] == "") & (rows["known"].astype(float) > 0), _reproduced(rows)
+        if pieces.any() and not shared["certified"]:
+            return _without_originals(names[pieces], counted(pieces), shared, nothing, any_place=True)
         return _without_originals(
             names[certified if shared["certified"] else vouched], counted(vouched), shared, nothing
         )
@@ -244,13 +259,19 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     attack, reported, split = strongest(gains)
     if counts.max() > 0 == counts[attack]:  # what leaks is told with the figures of an attack that brought an image
         attack, reported, split = strongest(gains[counts.index[counts > 0]])
-    partial = _most_patches(rows, gains)
-    figures = _figures_of(rows, gains, attack, reported) | {"split": split}
+    in_patches, columns = patch_gains(rows)
+    partial = most_patches(in_patches, gains)
+
+    def figures_of(name: str, reported: pd.MultiIndex, split: bool = False) -> dict[str, Any]:
+        """Figures of an attack on the reported images."""
+        return _figures_of(rows, gains, name, reported, columns.get(name, IN_PLACE)) | {"split": split}
+
+    figures = figures_of(attack, reported, split)
     if above.any(axis=None):
         answer = Answer.LEAKS
     elif partial:
         answer = Answer.PARTLY
-        more = _figures_of(rows, gains, partial, gains.index[gains[partial].notna()]) | {"split": False}
+        more = figures_of(partial, gains.index[gains[partial].notna()])
         surely = partial != attack and more["patches"].count > 1 and more["patches"].low > figures["patches"].mean
         if surely or not figures["patches"].mean > 0:
             figures = more  # the strongest attack by PSNR is not the one that gives patches away
@@ -259,7 +280,7 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         other = above_guesses(gains) if gain.count else ""
         better = gain.low > 0 if gain.count > 1 else gain.mean > CLEAR_GAIN
         if other and not better:
-            figures = _figures_of(rows, gains, other, gains.index[gains[other].notna()]) | {"split": False}
+            figures = figures_of(other, gains.index[gains[other].notna()])
         answer = Answer.PARTLY if better or other or shared["certified"] else nothing
     return Verdict(answer, **shared, **figures)
 
@@ -274,47 +295,40 @@ def _defense_of(rows: pd.DataFrame) -> dict[str, Any]:
     return {"defense": chain_name(labels[0]), "knowing": defense.known_by}
 
 
-def _most_patches(rows: pd.DataFrame, psnr: pd.DataFrame) -> str:
-    """The attack that brought most patches above the bar, if more than the best guess or possibly so; else "".
-
-    Args:
-        psnr: gains in PSNR, as `gains_over_guesses` gives them.
-    """
-    gains = gains_over_guesses(rows, "patch_recovery")
-    found = {name: bootstrap_mean(gains[name].to_numpy()) for name in gains}
-
-    def counts(name: str, share: Interval) -> bool:
-        """Whether it may be more than a few patches, or is surely some of an answer nearer than the guesses."""
-        low, high = (share.low, share.high) if share.count > 1 else (share.mean, share.mean)
-        nearer = name in psnr and psnr[name].mean() > 0
-        return share.mean > 0 and (high > NEGLIGIBLE_SHARE or (low > 0 and nearer))
-
-    shown = {name: share for name, share in found.items() if counts(name, share)}
-    return max(shown, key=lambda name: (shown[name].low, shown[name].mean), default="")
-
-
-def _figures_of(rows: pd.DataFrame, gains: pd.DataFrame, attack: str, reported: pd.MultiIndex) -> dict[str, Any]:
-    own = rows.loc[rows["attack"] == attack, [*IMAGE, "psnr", "patch_recovery"]]
+def _figures_of(
+    rows: pd.DataFrame, gains: pd.DataFrame, attack: str, reported: pd.MultiIndex, patches: str
+) -> dict[str, Any]:
+    own = rows.loc[rows["attack"] == attack, [*IMAGE, "psnr", patches]]
     own = own.iloc[pd.MultiIndex.from_frame(own[IMAGE]).get_indexer_for(reported)]
     guessed = rows.loc[rows["attack"].isin(BASELINES), "psnr"].notna().any()
     return {
         "attack": attack,
         "psnr": float(own["psnr"].median()),
         "gain": bootstrap_mean(gains[attack].to_numpy()[gains.index.get_indexer(reported)]) if guessed else NONE,
-        "patches": bootstrap_mean(own["patch_recovery"].fillna(0.0).to_numpy()),
+        "patches": bootstrap_mean(own[patches].fillna(0.0).to_numpy(dtype=float)),
+        "any_place": patches == ANY_PLACE,
     }
 
 
-def _without_originals(attacks: pd.Series, recovered: int, shared: Mapping[str, Any], nothing: Answer) -> Verdict:
+def _reproduced(rows: pd.DataFrame) -> pd.Series:
+    """Whether each answer reproduces its update with patches whose order the update does not hold."""
+    order = pd.Series([ORDER_GUESSED in flags for flags in rows["flags"]], index=rows.index)
+    return order & (rows["residual"].astype(float) <= TOLERANCE)
+
+
+def _without_originals(
+    attacks: pd.Series, recovered: int, shared: Mapping[str, Any], nothing: Answer, *, any_place: bool = False
+) -> Verdict:
     """The verdict on updates of which only the adversary's own evidence is known.
 
     Args:
-        attacks: of each answer that is certified, or where none is, that vouches for pixels.
-        recovered: images of answers that vouch for pixels.
+        attacks: of each answer that is certified, or where none is, that vouches for pixels or for patches in no order.
+        recovered: images of answers that vouch for them.
+        any_place: it is patches in no order.
     """
     answer = Answer.LEAKS if shared["certified"] else Answer.PARTLY if len(attacks) else nothing
     name = attacks.mode().iloc[0] if len(attacks) else ""
-    return Verdict(answer, **shared, scored=False, attack=name, recovered=recovered)
+    return Verdict(answer, **shared, scored=False, attack=name, recovered=recovered, any_place=any_place)
 
 
 def _held(rows: pd.DataFrame) -> pd.Series:

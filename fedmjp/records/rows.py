@@ -27,6 +27,8 @@ from fedmjp.records.lock import FolderLock
 from fedmjp.records.sums import Appender, LineSums, checksum, sums_path
 
 METRICS = ("mse", "psnr", "ssim", "fft2d", "fft2d_official", "lpips", "patch_recovery")
+# Share of the original's patches that a reconstruction holds in any place (`fedmjp.metrics.any_place`).
+ANY_PLACE = "any_place"
 
 # Keys of every row, of an attack or of anything else: what produced it, and on which model and data.
 PROVENANCE = (
@@ -66,6 +68,7 @@ ROW_KEYS = (
     "image_id",
     "gradient_norm",
     *METRICS,
+    ANY_PLACE,
     "known",
     "certified",
     "residual",
@@ -77,6 +80,7 @@ ROW_KEYS = (
 # Keys that a row may lack because it was written before they were introduced, and their default values.
 OPTIONAL = {
     "flags": [],
+    ANY_PLACE: None,
     "known": None,
     "certified": None,
     "residual": None,
@@ -294,18 +298,16 @@ def load_rows(
         categories: text becomes pandas categories, which take a fraction of the memory.
 
     Returns:
-        One row per line with the schema's keys as columns. Metrics, `seconds` and `gradient_norm` are float64 with NaN
-        for null; dictionaries and lists stay Python objects, of which equal ones are mostly one and the same.
-
-    Raises:
-        UsageError: the file does not exist, or a line is damaged; the message names the line.
+        One row per line with the schema's keys as columns. Metrics, `any_place`, `residual`, `seconds` and
+        `gradient_norm` are float64 with NaN for null; dictionaries and lists stay Python objects, of which equal ones
+        are mostly one and the same.
     """
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"no results file {path}; run a benchmark first or name its output folder")
     names = [name for name in schema.keys if columns is None or name in columns]
     frame = build_frame(_distinct(path, schema), names, categories=categories)
-    numbers = [name for name in (*METRICS, "seconds", "gradient_norm") if name in names]
+    numbers = [name for name in (*METRICS, ANY_PLACE, "residual", "seconds", "gradient_norm") if name in names]
     return frame.astype(dict.fromkeys(numbers, "float64"))
 
 

@@ -45,7 +45,7 @@ __all__ = [
 REPORTED = tuple(
     name
     for name in ROW_KEYS
-    if name not in {"commit", "version", "torch_version", "device", "gradient_norm", "residual", "details"}
+    if name not in {"commit", "version", "torch_version", "device", "gradient_norm", "details"}
 )
 ROUND_COLUMNS = ["defense", "round", "loss", "accuracy", "seconds"]
 

@@ -18,7 +18,7 @@ MEANING = {
     "gradient_near_zero": "the gradient is nearly zero: a saturated model is no defence",
     "zero_rows_ignored": "position rows are exactly zero and the attack takes them for visible ones",
     "one_mask_assumed": "one mask was assumed for all images of the update",
-    "order_guessed": "hidden patches were placed by their borders: the update does not hold their order; not certified",
+    "order_guessed": "the update does not hold the order of hidden patches: placed by how they look; not certified",
     "classifier_left_out": "certified by the encoder's gradients: the classifier's are not those of its plain loss",
     "labels_given": "labels were given, not inferred",
     "batch_statistics_assumed": "the model has batch norms: the statistics of the victim's batch were assumed",

@@ -17,7 +17,7 @@ from fedmjp.audit.strongest import IMAGE
 from fedmjp.audit.verdict import Answer, Verdict, judge
 from fedmjp.records.failures import LEFT_OUT
 from fedmjp.records.reasons import in_one_sentence, pattern
-from fedmjp.records.rows import BASELINES
+from fedmjp.records.rows import ANY_PLACE, BASELINES
 from fedmjp.report.flags import footnotes, with_table_flags
 from fedmjp.report.grouping import each_group
 from fedmjp.report.tables import GROUP
@@ -26,7 +26,7 @@ from fedmjp.report.words import defence_words, number_of
 Place = tuple[str, str, str]  # model, block, defence
 # What `judge` reads of a row.
 JUDGED = (*IMAGE, "attack", "defense", "defense_parameters", "threat_model", "psnr", "patch_recovery", "known")
-JUDGED += ("certified", "diagnosis")
+JUDGED += (ANY_PLACE, "certified", "residual", "diagnosis", "flags")
 # The colour of an answer. Neither "no leak shown" nor "not tested" is good news, so none is green.
 COLOURS = {Answer.LEAKS: "red", Answer.PARTLY: "dark_orange", Answer.NOT_SHOWN: "grey58", Answer.NOT_TESTED: "grey58"}
 

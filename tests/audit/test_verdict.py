@@ -301,3 +301,40 @@ def test_a_certificate_is_evidence_without_originals_and_without_known_patches()
     verdict = judge(rows)
     assert verdict.answer is Answer.LEAKS
     assert "2 of 2 images certified" in verdict.headline()
+
+
+def guessed_order(found: float, guess: float, **more: Any) -> pd.DataFrame:
+    """Rows of an attack whose answer holds patches in no order, and of a guess: their shares in any place."""
+    rows = frame(
+        {"mean_image": [12.0] * 4, "pieces": [9.0] * 4}, pieces={"flags": ["order_guessed"], "any_place": found} | more
+    )
+    return rows.assign(any_place=rows["any_place"].where(rows["attack"] == "pieces", guess).astype(float))
+
+
+def test_patches_whose_order_the_update_does_not_hold_are_a_finding() -> None:
+    verdict = judge(guessed_order(0.9, 0.1))
+    assert verdict.answer is Answer.PARTLY
+    assert "90 [90, 90] % of patches, in an order that the update does not hold (pieces," in verdict.headline()
+    alone = guessed_order(0.9, 0.1)
+    assert "but 90 % of patches, in an order" in judge(alone[alone["client"] == 0]).headline()
+
+
+@pytest.mark.parametrize(
+    ("what", "rows"),
+    [
+        ("the guess has as many", guessed_order(0.3, 0.3)),
+        ("the attack claims its order", guessed_order(0.9, 0.1, flags=[])),
+        ("guesses of an older file were not scored so", guessed_order(0.9, NAN)),
+    ],
+)
+def test_patches_in_any_place_do_not_count_where(what: str, rows: pd.DataFrame) -> None:
+    assert judge(rows).answer is Answer.NOT_SHOWN, what
+
+
+@pytest.mark.parametrize(("residual", "answer"), [(1e-6, Answer.PARTLY), (0.3, Answer.NOT_SHOWN)])
+def test_patches_that_reproduce_the_update_are_evidence_without_originals(residual: float, answer: Answer) -> None:
+    evidence = {"known": 0.0, "residual": residual, "flags": ["order_guessed"]}
+    verdict = judge(frame({"pieces": [NAN] * 2}, pieces=evidence))
+    assert verdict.answer is answer
+    words = "the patches that pieces found reproduce the update for 2 of 2 images, but the update does not hold their"
+    assert (words in verdict.headline()) is (answer is Answer.PARTLY)

@@ -56,7 +56,7 @@ CAUSES = {
     "other_weights": "the weights are those before the step",
     "dropout": "training mode with dropout",
     "flipped": "differs from the one given",
-    "saturated": "a saturated model",
+    "saturated": "1 certified",
     "no_learning_rate": "learning_rate was not given",
     "wrong_learning_rate": "not one gradient step at the learning rate 0.01",
     "unsaid_steps": "not one gradient step of 1 image",
@@ -76,6 +76,7 @@ LEAKING = (
     "hugging_face",
     "released_layout",
     "fedavg",
+    "saturated",
 )
 
 

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from skimage import metrics as skimage_metrics
 
 from attacks.registry import UsageError
-from fedmjp.metrics import mse, patch_recovery, psnr
+from fedmjp.metrics import any_place, mse, patch_recovery, psnr
 
 
 def test_mse_and_psnr_agree_with_scikit_image(noisy, photographs):
@@ -64,3 +65,30 @@ def test_psnr_equal_to_the_threshold_is_not_recovered():
 def test_a_patch_size_that_does_not_divide_is_refused(photographs, patch_size):
     with pytest.raises(UsageError, match="do not divide into patches"):
         patch_recovery(photographs, photographs, patch_size)
+
+
+def test_patches_in_any_place_are_those_of_the_best_assignment(photographs):
+    noise = torch.randn(photographs.shape, generator=torch.Generator().manual_seed(1))
+    rec = (photographs + noise * torch.linspace(0.01, 0.15, 96)).clamp(0, 1)
+    for image, share in enumerate(any_place(rec, photographs, 8)):
+        ours, true = (
+            images[image].double().unfold(1, 8, 8).unfold(2, 8, 8).permute(1, 2, 0, 3, 4).reshape(144, -1).numpy()
+            for images in (rec, photographs)
+        )
+        alike = [[-10 * np.log10(max(np.square(a - b).mean(), 1e-12)) > 25 for b in true] for a in ours]
+        pairs = scipy.optimize.linear_sum_assignment(np.array(alike), maximize=True)
+        assert share.item() == pytest.approx(np.array(alike)[pairs].mean())
+        assert share >= patch_recovery(rec, photographs, 8)[image]
+
+
+def test_patches_in_any_place_know_no_order(photographs):
+    pieces = torch.nn.functional.unfold(photographs, 16, stride=16)
+    order = torch.randperm(36, generator=torch.Generator().manual_seed(3))
+    shuffled = torch.nn.functional.fold(pieces[:, :, order], 96, 16, stride=16)
+    assert patch_recovery(shuffled, photographs, 16).max() < 0.5
+    assert any_place(shuffled, photographs, 16).tolist() == [1.0, 1.0, 1.0]
+    # One flat patch is not all flat patches of the other.
+    grey = torch.full((1, 3, 8, 8), 0.5)
+    one = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(4))
+    one[..., :4, :4] = 0.5
+    assert any_place(one, grey, 4).tolist() == any_place(grey, one, 4).tolist() == [0.25]

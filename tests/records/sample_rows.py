@@ -52,6 +52,7 @@ def make_row(**changes: Any) -> dict[str, Any]:
         "fft2d_official": 0.2,
         "lpips": None,
         "patch_recovery": 0.25,
+        "any_place": 0.25,
         "known": None,
         "certified": None,
         "residual": None,
