@@ -25,21 +25,21 @@ for one image it gives the scale, with which the update is put right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attacks.base import NEGLIGIBLE_NORM
 from attacks.classifier import Step, read_step
 from attacks.compression import LEAST_ENTRIES, find_precision, find_sparsification
 from attacks.findings import Finding
-from attacks.identities import classifier_sums, position_balance, tokenizer_of
+from attacks.identities import Identity, classifier_sums, position_balance, rms, tokenizer_of
 from attacks.linear.grids import sample
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows, remove_localisation
-from attacks.observation import Observation
+from attacks.observation import NEGLIGIBLE_NORM, Observation
 from attacks.registry import UsageError
 
 # Entries count as equal when they differ from the median by less; at least MOST of them after one step of Adam.
@@ -196,7 +196,10 @@ def _clipping(observation: Observation) -> Finding | None:
 
 
 def _noise(observation: Observation) -> Finding | None:
-    identities = (classifier_sums(observation), position_balance(observation))
+    classes = classifier_sums(observation)
+    # Noise in every entry breaks the classifier's sums too; and it hides the mask that a localisation loss depends on.
+    noisy = classes is not None and classes.is_broken()
+    identities = (classes, position_balance(observation) if noisy else _balance_without_localisation(observation))
     levels = [identity.noise() for identity in identities if identity is not None and identity.is_broken()]
     if not levels:
         return None
@@ -243,6 +246,19 @@ def _explained_by_localisation(observation: Observation) -> bool:
     tokenizer = tokenizer_of(observation)
     rows = tokenizer.position_rows(observation.gradients)[tokenizer.prefix :]
     return remove_localisation(observation, tokenizer, rows)[3] < CLEAN
+
+
+def _balance_without_localisation(observation: Observation) -> Identity | None:
+    """`position_balance`, of which what a localisation loss adds to the rows is left out: it is no noise."""
+    balance, tokenizer = position_balance(observation), tokenizer_of(observation)
+    if balance is None or not balance.is_broken() or tokenizer.localisation is None:
+        return balance
+    rows = tokenizer.position_rows(observation.gradients)[tokenizer.prefix :]
+    imbalance = remove_localisation(observation, tokenizer, rows)[3]
+    if not math.isfinite(imbalance):
+        return balance
+    bias = observation.gradients[tokenizer.bias].double()
+    return replace(balance, of_update=torch.full_like(balance.of_update, imbalance * float(rms(bias))))
 
 
 def _rms_of(observation: Observation) -> float:

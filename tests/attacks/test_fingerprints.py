@@ -19,6 +19,7 @@ from attacks.tokenizer import logits_of
 from fedmjp.defenses.chain import read_defense
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
+from fedmjp.objectives import client_loss
 from tests.attacks.models import (
     FixedPositions,
     ReleasedMJP,
@@ -263,6 +264,34 @@ def test_noise_and_its_level(make: Callable[[], nn.Module], level: float) -> Non
     assert [finding.name for finding in found] == ["noise"]
     reported = float(found[0].sentence.split("deviation ")[1].split(" ")[0])
     assert reported == pytest.approx(deviation, rel=0.3)
+
+
+@pytest.fixture(scope="module")
+def localised() -> list[Observation]:
+    """Updates of MJP clients with a localisation loss, each under another mask."""
+    model, image = build_model("vit_mini_32_mjp", num_classes=5, weights="random", dal="nonlinear"), photographs(32, 1)
+    parameters, views = dict(model.module.named_parameters()), []
+    for seed in range(12):
+        mask = torch.rand(1, 64, generator=torch.Generator().manual_seed(seed)) < 0.1 * (seed % 9 + 1)
+        loss = client_loss(model, image, torch.tensor([0]), mask, {"dal": 0.01})
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        gradients = {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+        views.append(observation_of(model.module, gradients, 1))
+    return views
+
+
+def test_a_localisation_loss_is_no_noise(localised) -> None:
+    assert [names(view) for view in localised] == [[]] * len(localised)
+
+
+@pytest.mark.parametrize("level", [1e-2, 1e-1])
+def test_noise_beside_a_localisation_loss_is_found(localised, level: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for view in localised:
+        deviation = level * view.gradient_norm() / sum(g.numel() for g in view.gradients.values()) ** 0.5
+        noisy = changed(view, lambda g, size=deviation: g + size * torch.randn(g.shape, generator=generator))
+        found = recognise(noisy)
+        assert "noise" in [finding.name for finding in found]
 
 
 def test_another_loss_is_no_noise() -> None:
