@@ -4,7 +4,7 @@
 
 with dL/d[W, b] = sum_i d_i [h_i(x), 1]^T computed in a forward pass: what the loss is at the head's outputs is known,
 so no gradient of the network is asked for, as it is in gradient matching. The patches are x_i = x_0 + c_i B within the
-affine span that the gradient of the patch projection gives (`attacks.mjp.patch_set.known_span`), which leaves (N - 1) N
+affine span that the gradient of the patch projection gives (`attacks.mjp.token_patches.known_span`), leaving (N - 1) N
 unknowns of N P; the head's gradient has K (D + 1) entries. L-BFGS with line search (unlike the one of
 `attacks.gradient_matching.optimisers`, which has none), in float64.
 

@@ -31,7 +31,7 @@ from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.place_rows import features_given, read_places
 from attacks.linear.completion import render
-from attacks.mjp.patch_set import known_span
+from attacks.mjp.token_patches import known_span
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.tokenizer import find_tokenizer
 

@@ -63,6 +63,7 @@ class MaskedUpdate:
         dal_weight: see `PositionRows`.
         reasons: why the update does not hold the equations that the estimator takes it to hold, in words; empty where
             it does.
+        boundless: the only reason is that the masked patches may be anything, so that the others may be, too.
         sums: the equations where they have different weights; None where rows, basis and noise say all.
         dropped: masked places may hold patches that are in no equation (`Observation.drops_patches`).
     """
@@ -78,6 +79,7 @@ class MaskedUpdate:
     condition: float
     dal_weight: float
     reasons: tuple[str, ...]
+    boundless: bool = False
     sums: NormalEquations | None = None
     dropped: bool = False
 
@@ -129,6 +131,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         scale[masked] = MASKED_SLACK * masked_scale
         scale[~masked] = solution.gains.sqrt()
     noise, spare = solution.noise, max(solution.spare, 1)
+    anything = masked.all() or hidden >= p + (update.tokenizer.bias is not None)
     return MaskedUpdate(
         rows=guess,
         basis=basis,
@@ -141,6 +144,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         condition=solution.condition,
         dal_weight=update.dal_weight,
         reasons=tuple(_reasons(update, solution)),
+        boundless=bool(anything) and not update.dropped and not update.unmet_assumptions(),
         dropped=update.dropped,
     )
 

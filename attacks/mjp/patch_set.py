@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from attacks.heads.dense_head import PLACES
-from attacks.linear.input_spans import span_of_inputs
-from attacks.linear.position_rows import projection_products, unmet_assumptions
+from attacks.linear.position_rows import unmet_assumptions
 from attacks.mjp.known_attention import SweepSearch
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import PlacingAttack
-from attacks.mjp.token_patches import KnownPatches
+from attacks.mjp.token_patches import known_span
 from attacks.mjp.unmix import finished, layers_of, pixel_scales, seconds_of_search, unmixed
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -82,26 +80,6 @@ class PatchSet(PlacingAttack):
         placed, details = unmixed(self.search, self.sweep, block, known, known.rows[:0], scales)
         words = "the model has no position embedding"
         return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
-
-
-def known_span(observation: Observation, tokenizer: Tokenizer) -> KnownPatches:
-    """The affine span of all patches, from the gradient of the patch projection.
-
-    Raises:
-        UsageError: the update lacks that gradient or the bias', or it is zero.
-    """
-    n, p = tokenizer.num_patches, tokenizer.patch_dim
-    products = projection_products(observation, tokenizer)  # (D, P + 1)
-    if products.shape[1] == p:
-        raise UsageError("the update holds no gradient of the patch projection's bias: the patches' span has no origin")
-    span = span_of_inputs(products, n, observation.gradients[tokenizer.weight].dtype)
-    directions, constant = span.directions[: span.rank, :p], span.directions[: span.rank, p]
-    weighted = span.sizes[: span.rank] * constant
-    centre = weighted @ directions / (weighted @ constant)  # (P,)
-    spread = directions - constant[:, None] * centre
-    basis = torch.linalg.svd(spread, full_matrices=False).Vh[: min(n - 1, p)]
-    everywhere = torch.ones(n, dtype=torch.bool, device=basis.device)
-    return KnownPatches(centre.expand(n, p).clone(), basis, ~everywhere, everywhere)
 
 
 def _tokenizer_without_positions(observation: Observation) -> Tokenizer:

@@ -28,7 +28,12 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
+from attacks.linear.input_spans import span_of_inputs
+from attacks.linear.position_rows import projection_products
 from attacks.mjp.mlp_spans import FirstBlock
+from attacks.observation import Observation
+from attacks.registry import UsageError
+from attacks.tokenizer import Tokenizer
 
 REESTIMATES = 2
 # Variances of the coefficients of attention start so much above what the mean suggests: the re-estimation lowers what
@@ -53,6 +58,26 @@ class KnownPatches:
     basis: Tensor
     masked: Tensor
     unseen: Tensor
+
+
+def known_span(observation: Observation, tokenizer: Tokenizer) -> KnownPatches:
+    """The affine span of all patches, from the gradient of the patch projection alone; no place is known.
+
+    Raises:
+        UsageError: the update lacks that gradient or the bias', or it is zero.
+    """
+    n, p = tokenizer.num_patches, tokenizer.patch_dim
+    products = projection_products(observation, tokenizer)  # (D, P + 1)
+    if products.shape[1] == p:
+        raise UsageError("the update holds no gradient of the patch projection's bias: the patches' span has no origin")
+    span = span_of_inputs(products, n, observation.gradients[tokenizer.weight].dtype)
+    directions, constant = span.directions[: span.rank, :p], span.directions[: span.rank, p]
+    weighted = span.sizes[: span.rank] * constant
+    centre = weighted @ directions / (weighted @ constant)  # (P,)
+    spread = directions - constant[:, None] * centre
+    basis = torch.linalg.svd(spread, full_matrices=False).Vh[: min(n - 1, p)]
+    everywhere = torch.ones(n, dtype=torch.bool, device=basis.device)
+    return KnownPatches(centre.expand(n, p).clone(), basis, ~everywhere, everywhere)
 
 
 @dataclass(frozen=True)

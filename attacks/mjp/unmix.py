@@ -1,12 +1,13 @@
 """The whole image from one update with masked positions: every token from the first MLP, then its patch and its place.
 
 `attacks.linear.masked_update` says beforehand which positions are masked, and what the visible patches are up to a
-subspace. `attacks.mjp.mlp_tokens` finds what each token brings to the first MLP, one token at a time, from that MLP's
-gradients; `attacks.mjp.token_patches` solves linear equations for the patches and says which place a token has;
-`attacks.mjp.known_attention` refines the patches with the attention that they have, and where few are masked it finds
-all of them without the tokens. The masked patches share one embedding, so nothing in the update says in which order
-they are: `attacks.mjp.placement` places them by their borders, and where the adversary has public photographs by a
-learned predictor too.
+subspace. Where that is everything, because more patches are masked than one has values, all patches are searched as on
+a model without positions; the tokens of visible ones bear their place. `attacks.mjp.mlp_tokens` finds what each token
+brings to the first MLP, one token at a time, from that MLP's gradients; `attacks.mjp.token_patches` solves linear
+equations for the patches and says which place a token has; `attacks.mjp.known_attention` refines the patches with the
+attention that they have, and where few are masked it finds all of them without the tokens. The masked patches share one
+embedding, so nothing in the update says in which order they are: `attacks.mjp.placement` places them by their borders,
+and where the adversary has public photographs by a learned predictor too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from attacks.mjp.mlp_spans import LAYERS, FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
 from attacks.mjp.placement import Placement, PlacingAttack
 from attacks.mjp.subspace import nothing_masked
-from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches
+from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches, known_span
 from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
@@ -83,30 +84,37 @@ class Unmix(PlacingAttack):
         """
         observation, joined = observations[-1], join_updates(self.updates(observations))
         tokenizer = joined.tokenizer
-        known, guess, details = self.known_patches(joined, observation.std)
+        known, guess, details = self.known_patches(joined, observation)
         if not len(known.basis):
             return render(observation, tokenizer, guess, torch.ones_like(known.unseen), "", details)
         block = read_first_block(observation, tokenizer)
-        placed, numbers = unmixed(
-            self.search, self.sweep, block, known, guess, pixel_scales(tokenizer, observation.std, guess.device)
-        )
+        # Where every direction of a patch is open, the prior's guess is a guess of everything.
+        start = guess if len(known.basis) < tokenizer.patch_dim else guess[:0]
+        scales = pixel_scales(tokenizer, observation.std, guess.device)
+        placed, numbers = unmixed(self.search, self.sweep, block, known, start, scales)
         words = mask_in_words(joined)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
 
     def known_patches(
-        self, joined: JoinedUpdates, std: tuple[float, ...]
+        self, joined: JoinedUpdates, observation: Observation
     ) -> tuple[KnownPatches, Tensor, dict[str, float]]:
-        """What the updates give of the patches, the prior's guess of all of them (N, P), and numbers for the details.
+        """What the updates give of the patches, a guess of all of them (N, P), and numbers for the details.
+
+        Where more patches are masked than one has values, the rows of the visible ones say nothing of their pixels, and
+        the span of all patches is all that is known.
 
         Raises:
             UsageError: the last update does not hold the equations that it would have to.
         """
         last, estimate = joined.last, joined.estimate()
+        if last.boundless:
+            known = replace(known_span(observation, joined.tokenizer), masked=last.masked, unseen=last.masked)
+            return known, known.rows, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
         if joined.reasons:
             words = mask_in_words(joined)
             named = [] if not last.masked.any() or words in "; ".join(joined.reasons) else [words]
             raise UsageError("; ".join([*named, *joined.reasons]))
-        guess = self.prior.settle(estimate, joined.tokenizer, std).patches
+        guess = self.prior.settle(estimate, joined.tokenizer, observation.std).patches
         if joined.equations.updates == 1:
             known = KnownPatches(last.rows, last.basis, last.masked, last.masked)
             return known, guess, {"masked": int(last.masked.sum()), "rank": last.rank}

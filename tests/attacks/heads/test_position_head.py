@@ -17,7 +17,8 @@ from attacks.heads.inversion import HeadSearch
 from attacks.heads.pixel_head import PixelHead
 from attacks.heads.place_rows import read_places
 from attacks.heads.position_head import PositionHead, place_gradients
-from attacks.mjp.patch_set import PatchSet, known_span
+from attacks.mjp.patch_set import PatchSet
+from attacks.mjp.token_patches import known_span
 from fedmjp.models import build_model
 from fedmjp.objectives import client_loss
 from fedmjp.objectives.places import members, random_subsets

@@ -10,8 +10,8 @@ import torch
 
 from attacks import ATTACKS, ThreatModel, find_tokenizer
 from attacks.certificate import TOLERANCE, certify
-from attacks.mjp.patch_set import known_span
 from attacks.mjp.placement import Placement
+from attacks.mjp.token_patches import known_span
 from attacks.observation import ORDER_GUESSED
 from fedmjp.audit import audit_gradient
 from fedmjp.audit.suite import select_attacks

@@ -20,7 +20,7 @@ from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, coordinates, dual_v
 from attacks.mjp.placement import Placement
 from attacks.mjp.token_patches import KnownPatches, TokenPatches
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
-from fedmjp.metrics import score
+from fedmjp.metrics import any_place, score
 from fedmjp.models import ViT, build_model
 from tests.conftest import observe, photographs
 
@@ -214,6 +214,26 @@ def test_does_not_vouch_for_a_fit_that_failed() -> None:
     found = ATTACKS.get("unmix")(search=TokenSearch(rounds=1, steps=2), sweep=SweepSearch(rounds=0))([view])
     assert "in the spans of its gradients" in found.diagnosis or "the first MLP's gradients admit" in found.diagnosis
     assert found.images is None or not found.known.any()
+
+
+@pytest.mark.parametrize("gamma", [0.9, 1.0])
+def test_more_patches_are_masked_than_one_has_values(gamma: float) -> None:
+    """58 and 64 of 64 patches of 48 values span everything; the first MLP singles them out all the same."""
+    model = build_model("vit_mini_32_mjp", num_classes=10, weights="auto")
+    image = photographs(32, 1)
+    view, mask, _ = masked_update(model, image, gamma)
+    solved = solve_masked(read_position_rows(view))
+    assert solved.boundless
+    assert solved.reasons
+    found = ATTACKS.get("unmix")(placement=Placement(restarts=1, most_moves=1))([view])
+    assert found.diagnosis == ""
+    assert float(any_place(found.images.to(image), image, 4)[0]) > 0.95
+    vouched = torch.nn.functional.avg_pool2d(found.known.float(), 4).flatten()
+    assert int(vouched.sum()) >= 0.8 * int((~mask).sum())  # of the visible patches, which stand in their places
+    assert not vouched[mask].any()
+    shown = find_tokenizer(view.model, view.image_shape).patchify(torch.cat([image, found.images.to(image)]))
+    assert float((shown[0] - shown[1])[vouched > 0].abs().max() if vouched.any() else 0.0) < 0.01
+    assert not solve_masked(read_position_rows(dataclasses.replace(view, num_examples=2))).boundless
 
 
 def test_says_which_block_or_width_does_not_do() -> None:
