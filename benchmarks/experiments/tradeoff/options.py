@@ -18,8 +18,8 @@ from fedmjp.objectives import read_objective
 from fedmjp.settings import split_entry
 
 NOPE = "nope"  # a federation of the model without position embeddings, beside the registered defences
-# Closed forms take milliseconds an update and get them all; `unmix` takes half a minute, searches seconds.
-SLOW = {"unmix": 4, "unmix_rounds": 8, "batch_rounds": 8, "breaching_april": 8}
+# Closed forms take milliseconds an update and get them all; `unmix` and `patch_set` take seconds, as searches do.
+SLOW = {"unmix": 16, "patch_set": 16, "unmix_rounds": 8, "batch_rounds": 8, "breaching_april": 8}
 CLIP_NORM = 30.0
 ATTACKS_USED = (
     f"{ATTACKS_HELP} The default is all, which holds more than auto: --steps and --at-most limit the time of the slow "
@@ -99,8 +99,8 @@ class Options(AttackOptions):
     """Steps of the attacks that search, as NUMBER for all or ATTACK=NUMBER."""
     at_most: tuple[str, ...] = ()
     """Audited updates a federation that slow attacks get, as ATTACK=NUMBER or a NUMBER for all: spread evenly over
-    rounds and clients (none given: 4 for unmix, 8 for unmix_rounds, batch_rounds and breaching_april, 1 for the other
-    attacks of the breaching package, 2 for other searches)."""
+    rounds and clients (none given: 16 for unmix and patch_set, 8 for unmix_rounds, batch_rounds and breaching_april, 1
+    for the other attacks of the breaching package, 2 for other searches)."""
     grants: tuple[str, ...] = AuditConfig().grants
     """What the server sees beyond an update; attacks that need more are left out, and the table says so."""
     seeds: tuple[int, ...] = (0,)
