@@ -132,6 +132,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         scale[~masked] = solution.gains.sqrt()
     noise, spare = solution.noise, max(solution.spare, 1)
     anything = masked.all() or hidden >= p + (update.tokenizer.bias is not None)
+    anything = bool(anything) and update.tokenizer.hides_positions  # else the rows are zero for another reason
     return MaskedUpdate(
         rows=guess,
         basis=basis,
@@ -144,7 +145,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         condition=solution.condition,
         dal_weight=update.dal_weight,
         reasons=tuple(_reasons(update, solution)),
-        boundless=bool(anything) and not update.dropped and not update.unmet_assumptions(),
+        boundless=anything and not update.dropped and not update.unmet_assumptions(),
         dropped=update.dropped,
     )
 

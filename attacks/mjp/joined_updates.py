@@ -159,9 +159,25 @@ def read_update(observation: Observation, *, spans: bool) -> PositionRows | Span
     if not observation.weights_granted:
         raise UsageError(f"{missing_positions(observation, tokenizer)}; {WITHOUT_WEIGHTS}")
     try:
-        return read_span_update(observation)
+        return observation.once(read_span_update)
     except UsageError as error:
         raise UsageError(f"the update holds no position gradient, and without one: {error}") from error
+
+
+def nothing_masked(observation: Observation, *, spans: bool = False) -> str:
+    """Why attacks on masked updates add nothing to those on others, or why they cannot read this one; else "".
+
+    Args:
+        spans: see `read_update`.
+    """
+    try:
+        rows = read_update(observation, spans=spans)
+    except UsageError as error:
+        return str(error)
+    if rows.masked.any():
+        return ""
+    named = "patch_embedding" if isinstance(rows, PositionRows) else "token_span"
+    return f"no position is masked: {named} gives the same answer"
 
 
 def solve(update: PositionRows | SpanUpdate) -> MaskedUpdate:

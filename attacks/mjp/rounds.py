@@ -28,11 +28,10 @@ from attacks.base import Attack
 from attacks.linear.completion import complete, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.position_rows import PositionRows
-from attacks.mjp.joined_updates import join_updates, obstacle_to_joining, read_update
+from attacks.mjp.joined_updates import join_updates, nothing_masked, obstacle_to_joining, read_update
 from attacks.mjp.rounded import correct_rounded
 from attacks.mjp.subspace import details_of
 from attacks.observation import Capability, Observation, Reconstruction
-from attacks.registry import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +53,10 @@ class MJPRounds(Attack):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
-        try:
-            last = read_update(observations[-1], spans=True)
-        except UsageError as error:
-            return str(error)
-        alone = "mjp_subspace" if isinstance(last, PositionRows) else ""
-        if not last.masked.any():
-            return f"no position is masked: {'patch_embedding' if alone else 'token_span'} gives the same answer"
-        return obstacle_to_joining(observations, alone) if alone else ""
+        reason = nothing_masked(observations[-1], spans=True)
+        if reason or not isinstance(read_update(observations[-1], spans=True), PositionRows):
+            return reason
+        return obstacle_to_joining(observations, "mjp_subspace")
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: every update is solved."""

@@ -24,9 +24,9 @@ from attacks.linear.completion import complete, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
+from attacks.mjp.joined_updates import nothing_masked
 from attacks.mjp.rounded import correct_rounded
 from attacks.observation import Capability, Observation, Reconstruction
-from attacks.registry import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class MJPSubspace(Attack):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
-        return nothing_masked(observations[-1:])
+        return nothing_masked(observations[-1])
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds what `details_of` lists."""
@@ -59,15 +59,6 @@ class MJPSubspace(Attack):
         diagnosis, details = "; ".join(update.reasons), details_of(update, sure)
         patches = correct_rounded(observations[-1:], found.patches, self.prior)[0] if self.intervals else found.patches
         return render(observation, rows.tokenizer, patches, sure, diagnosis, details)
-
-
-def nothing_masked(observations: Sequence[Observation]) -> str:
-    """Why attacks on masked updates add nothing to `patch_embedding` on these, or ""."""
-    try:
-        masked = any(read_position_rows(observation).masked.any() for observation in observations)
-    except UsageError as error:
-        return str(error)
-    return "" if masked else "no position is masked: patch_embedding gives the same answer"
 
 
 def details_of(update: MaskedUpdate, vouched: Tensor) -> dict[str, float]:

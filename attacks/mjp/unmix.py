@@ -8,6 +8,9 @@ equations for the patches and says which place a token has; `attacks.mjp.known_a
 attention that they have, and where few are masked it finds all of them without the tokens. The masked patches share one
 embedding, so nothing in the update says in which order they are: `attacks.mjp.placement` places them by their borders,
 and where the adversary has public photographs by a learned predictor too.
+
+Where the position gradient is withheld, the spans of the first attention's gradient say which positions are masked
+(`attacks.mjp.span_update`).
 """
 
 from __future__ import annotations
@@ -21,12 +24,19 @@ from torch import Tensor, nn
 
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import VectorialVariation
-from attacks.mjp.joined_updates import JoinedUpdates, join_updates, updates_of_last_image
+from attacks.linear.position_rows import PositionRows, position_gradient
+from attacks.mjp.joined_updates import (
+    JoinedUpdates,
+    join_updates,
+    nothing_masked,
+    read_update,
+    updates_of_last_image,
+)
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
 from attacks.mjp.mlp_spans import LAYERS, FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
 from attacks.mjp.placement import Placement, PlacingAttack
-from attacks.mjp.subspace import nothing_masked
+from attacks.mjp.span_update import SpanUpdate
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches, known_span
 from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -35,6 +45,8 @@ from attacks.tokenizer import Tokenizer
 # Seconds of one CPU core: of the search, by tokens squared and entries of the hidden layer; of the placement, by pieces
 # squared.
 SECONDS_OF_A_PAIR, SECONDS_OF_A_PLACE = 7e-7, 8e-4
+# Weights of the first attention's layer whose gradient stands in for the position rows.
+QUERIES = "blocks.0.attn.qkv.weight"
 # Sweeps come before the search of tokens where at most one patch in so many is unseen.
 MOST_SEEN = 4
 
@@ -53,25 +65,31 @@ class Unmix(PlacingAttack):
     sweep: SweepSearch = field(default_factory=SweepSearch)
     prior: VectorialVariation = field(default_factory=VectorialVariation)
 
-    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS})
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
+    # Whether updates without position gradient are read, by the spans of the first attention.
+    reads_spans: ClassVar[bool] = True
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """The layers of the first block whose spans are read."""
-        return layers_of(model)
+        return layers_of(model) + tuple(n for n, _ in model.named_parameters() if self.reads_spans and n == QUERIES)
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
-        return nothing_masked(observations[-1:])
+        return nothing_masked(observations[-1], spans=self.reads_spans)
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: one search of all tokens and the placement of those that no update shows."""
         try:
-            rows = updates_of_last_image(self.updates(observations))
+            rows = self._updates_of_image(observations)
         except UsageError:
             return super().estimated_seconds(observations)
         unseen = int(torch.stack([r.masked for r in rows if r.masked.shape == rows[-1].masked.shape]).all(dim=0).sum())
         solves = super().estimated_seconds(observations) * len(rows)
         return solves + seconds_of_search(observations[-1], rows[-1].tokenizer, unseen)
+
+    def _updates_of_image(self, observations: Sequence[Observation]) -> Sequence[PositionRows | SpanUpdate]:
+        used = self.updates(observations)
+        return updates_of_last_image(used) if len(used) > 1 else [read_update(used[0], spans=self.reads_spans)]
 
     def updates(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """Those of a client's updates that the attack uses: the last one."""
@@ -82,12 +100,15 @@ class Unmix(PlacingAttack):
 
         `details` holds the numbers of `known_patches`, and those of `unmixed`.
         """
-        observation, joined = observations[-1], join_updates(self.updates(observations))
+        observation, joined = observations[-1], join_updates(self.updates(observations), spans=self.reads_spans)
         tokenizer = joined.tokenizer
         known, guess, details = self.known_patches(joined, observation)
         if not len(known.basis):
             return render(observation, tokenizer, guess, torch.ones_like(known.unseen), "", details)
-        block = read_first_block(observation, tokenizer)
+        try:
+            block = read_first_block(observation, tokenizer)
+        except UsageError as error:
+            raise UsageError("; ".join([*joined.reasons, str(error)])) from error
         # Where every direction of a patch is open, the prior's guess is a guess of everything.
         start = guess if len(known.basis) < tokenizer.patch_dim else guess[:0]
         scales = pixel_scales(tokenizer, observation.std, guess.device)
@@ -101,13 +122,15 @@ class Unmix(PlacingAttack):
         """What the updates give of the patches, a guess of all of them (N, P), and numbers for the details.
 
         Where more patches are masked than one has values, the rows of the visible ones say nothing of their pixels, and
-        the span of all patches is all that is known.
+        the span of all patches is all that is known. The same is used without position gradient where there are more
+        patches than one has values: it is everything then, and exact, and the spans of the first attention are not.
 
         Raises:
             UsageError: the last update does not hold the equations that it would have to.
         """
         last, estimate = joined.last, joined.estimate()
-        if last.boundless:
+        withheld = position_gradient(observation, joined.tokenizer) is None and not joined.reasons
+        if last.boundless or (withheld and joined.tokenizer.patch_dim < joined.tokenizer.num_patches):
             known = replace(known_span(observation, joined.tokenizer), masked=last.masked, unseen=last.masked)
             return known, known.rows, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
         if joined.reasons:

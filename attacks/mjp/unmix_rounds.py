@@ -26,7 +26,8 @@ from attacks.observation import Capability, Observation
 class UnmixRounds(Unmix):
     """Whole image of the last update, from all updates that show it and the last one's first block."""
 
-    needs: ClassVar[frozenset[Capability]] = Unmix.needs | {Capability.SEVERAL_ROUNDS}
+    needs: ClassVar[frozenset[Capability]] = Unmix.needs | {Capability.POSITION_GRADIENT, Capability.SEVERAL_ROUNDS}
+    reads_spans: ClassVar[bool] = False
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""

@@ -79,7 +79,7 @@ TRAITS = {
         single_image=False, needs_positions=False, needs_table=False, reads_masks=True, own=contract.pixels_restored
     ),
     "patch_set": Traits(needs_positions=False, needs_table=False, without_table=True, vouches=False),
-    "unmix": Traits(exact_on=(STANDARD,)),
+    "unmix": Traits(exact_on=(STANDARD,), needs_positions=False),
     "unmix_rounds": Traits(exact_on=(STANDARD,)),
     "mjp_subspace": Traits(exact_on=(STANDARD, APRIL)),
     "mjp_mixture": Traits(exact_on=(STANDARD, APRIL)),

@@ -236,6 +236,31 @@ def test_more_patches_are_masked_than_one_has_values(gamma: float) -> None:
     assert not solve_masked(read_position_rows(dataclasses.replace(view, num_examples=2))).boundless
 
 
+@pytest.mark.parametrize(("name", "gamma"), [("vit_mini_64_mjp", 0.5), ("vit_mini_32_mjp", 0.9)])
+def test_the_position_gradient_is_withheld(name: str, gamma: float) -> None:
+    """The spans of the first attention say which positions are masked."""
+    model = build_model(name, num_classes=10, weights="auto" if "32" in name else "random")
+    image = photographs(model.image_size, 2)[1:]
+    view, mask, _ = masked_update(model, image, gamma)
+    view = dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n != "pos_embed"})
+    attack = ATTACKS.get("unmix")(placement=Placement(restarts=1, most_moves=1))
+    assert attack.obstacle([view]) == ""
+    assert attack.estimated_seconds([view]) > 1
+    found = attack([view])
+    assert found.diagnosis == ""
+    assert found.details["masked"] == int(mask.sum())
+    side = model.patch_size
+    assert float(any_place(found.images.to(image), image, side)[0]) > 0.95
+    right = torch.nn.functional.avg_pool2d((found.images.to(image) - image).square().mean(1), side).flatten() < 10**-2.5
+    vouched = torch.nn.functional.avg_pool2d(found.known.float(), side).flatten() > 0
+    assert int((vouched & ~mask).sum()) >= 0.8 * int((~mask).sum())
+    assert not (vouched & mask).any()
+    assert right[vouched].all()
+    plain = observe(model, image)
+    del plain.gradients["pos_embed"]
+    assert "no position is masked: token_span gives the same answer" in attack.obstacle([plain])
+
+
 def test_says_which_block_or_width_does_not_do() -> None:
     april = build_model("vit_mini_64_mjp", num_classes=8, weights="random", block="april")
     april.module.double()
