@@ -22,11 +22,12 @@ from matplotlib.ticker import MaxNLocator
 
 from attacks.observation import SUPERVISED
 from experiments.rendering import MEAN, interval, markdown_table
+from fedmjp.audit.patches import IN_PLACE, most_patches, patch_gains
 from fedmjp.audit.strongest import gains_over_guesses, strongest
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.metrics.intervals import wilson
-from fedmjp.records.rows import BASELINES
+from fedmjp.records.rows import ANY_PLACE, BASELINES
 from fedmjp.report.figures import draw_by_round, legend_below, strongest_attacks
 from fedmjp.report.styles import NORMAL, OBJECTIVES, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
 from fedmjp.report.tables import summarise
@@ -81,15 +82,16 @@ def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[st
     Returns:
         The columns `BY`; `strongest` (bool); those of `summarise`; `steps` (of a search, else NaN); `gain_mean` with
         `gain_low` and `gain_high` (dB over the best guess on the same updates); `note` (why there is no image, or why
-        not to trust it); and the federation's `accuracy_mean` with `accuracy_low` and `accuracy_high` (95 % bootstrap
-        interval over test images), `test_images`, `rounds` and `seeds`.
+        not to trust it); the federation's `most_patches` (the attack that brings most patches above 25 dB), `any_place`
+        and `patches_found_mean` with bounds (`fedmjp.audit.patches`); its `accuracy_mean` with `accuracy_low` and
+        `accuracy_high` (95 % bootstrap interval over test images), `test_images`, `rounds` and `seeds`.
     """
     lines, names = [], dict.fromkeys([*rows["attack"], *reasons])
     for place, own in rows.groupby(list(PLACE), sort=False):
         measured = summarise(own, ("attack",)).to_dict("records")
         gains = gains_over_guesses(own)
         best = strongest(gains)[0]
-        final = final_accuracy(rounds[(rounds[list(PLACE)] == list(place)).all(axis=1)])
+        final = final_accuracy(rounds[(rounds[list(PLACE)] == list(place)).all(axis=1)]) | _patches(own, gains)
         for line in measured:
             attacked = own[own["attack"] == line["attack"]]
             line |= {"strongest": line["attack"] == best, "steps": _steps(attacked), "note": _note(line, attacked)}
@@ -152,8 +154,9 @@ def markdown(table: pd.DataFrame, kind: str = "defence") -> str:
     """
     places = list(table[list(PLACE)].drop_duplicates().itertuples(index=False, name=None))
     heads = ["partition", kind, "accuracy (%)", "strongest attack", "PSNR (dB)", "over the best guess", "SSIM"]
+    heads += ["updates", "most patches above 25 dB"]
     cells = [[*place, *_cells(table[(table[list(PLACE)] == list(place)).all(axis=1)])] for place in places]
-    parts = [markdown_table([*heads, "updates"], cells)]
+    parts = [markdown_table(heads, cells)]
     cells = []
     for attack, own in table.groupby("attack", sort=False):
         by = own.set_index(list(PLACE))
@@ -166,17 +169,27 @@ def markdown(table: pd.DataFrame, kind: str = "defence") -> str:
 
 
 def _cells(own: pd.DataFrame) -> list[str]:
-    """Accuracy, name, PSNR, gain, SSIM and count of one federation's strongest attack."""
+    """Accuracy, name, PSNR, gain, SSIM and count of one federation's strongest attack, and who brings most patches."""
     any_line = own.iloc[0]
     bounds = [100 * any_line[f"accuracy{part}"] for part in MEAN]
     accuracy = f"{bounds[0]:.1f} [{bounds[1]:.1f}, {bounds[2]:.1f}]"
     best = own[own["strongest"]]
     if best.empty:
-        return [accuracy, "none returned an image", "", "", "", ""]
+        return [accuracy, "none returned an image", "", "", "", "", _most(any_line)]
     line = best.iloc[0]
     gain = f"{line.gain_mean:+.1f} [{line.gain_low:+.1f}, {line.gain_high:+.1f}]"
     found = interval(line, "psnr", 1, MEAN), gain, interval(line, "ssim", 2, MEAN)
-    return [accuracy, f"`{line.attack}`", *found, str(int(line["count"] - line["failed"]))]
+    return [accuracy, f"`{line.attack}`", *found, str(int(line["count"] - line["failed"])), _most(any_line)]
+
+
+def _most(line: pd.Series) -> str:
+    """The attack that brings most patches, and their share."""
+    if not line["most_patches"]:
+        return "none"
+    order = ", in no order" if line["any_place"] else ""
+    share, low, high = (100 * line[f"patches_found{part}"] for part in MEAN)
+    bounds = f" [{low:.0f}, {high:.0f}]" if np.isfinite([low, high]).all() else ""
+    return f"{share:.0f}{bounds} %{order} (`{line['most_patches']}`)"
 
 
 def _psnr(by: pd.DataFrame, place: tuple[str, str]) -> str:
@@ -228,6 +241,20 @@ def _note(line: Mapping[str, Any], rows: pd.DataFrame) -> str:
         return ""
     kind = "no image" if line["failed"] == line["count"] else "not vouched for"
     return f"{kind} on {diagnosed} of {line['count']} updates, mostly: {line['diagnosis']}"
+
+
+def _patches(rows: pd.DataFrame, psnr: pd.DataFrame) -> dict[str, Any]:
+    """The attack that brings most patches of one federation above 25 dB, and their share; no name where none does.
+
+    Args:
+        psnr: gains in PSNR, as `gains_over_guesses` gives them.
+    """
+    gains, columns = patch_gains(rows)
+    best = most_patches(gains, psnr)
+    shares = rows.loc[rows["attack"] == best, columns.get(best, IN_PLACE)]
+    share = bootstrap_mean(shares.fillna(0.0).to_numpy(dtype=float))
+    found = {"most_patches": best, "any_place": columns.get(best) == ANY_PLACE}
+    return found | dict(zip((f"patches_found{part}" for part in MEAN), share[:3], strict=True))
 
 
 def _gain(gains: pd.Series) -> dict[str, float]:
