@@ -68,6 +68,17 @@ def test_one_photograph_and_resumption(tmp_path) -> None:
     assert len(load_rows(out / "rows.jsonl.gz", SCHEMA)) == len(before) == 1
 
 
+@pytest.mark.slow
+def test_the_mask_is_found_where_position_rows_are_withheld(tmp_path) -> None:
+    options = ["--num-images", "1", "--gammas", "0.9", "--no-without-positions", "--model", "vit_mini_32"]
+    assert run(tmp_path / "out", *options, "--withhold-positions") == 0
+    assert run(tmp_path / "out", *options, "--resume") == 0
+    table = pd.read_csv(tmp_path / "out" / "table.csv", keep_default_na=False)
+    assert table["withheld"].tolist() == ["position embedding", ""]
+    assert table["right_median"].min() > 0.9
+    assert (table["hidden_median"] == 58).all()
+
+
 def test_mistakes_are_named(tmp_path, capsys) -> None:
     assert run(tmp_path / "a", "--gammas", "--no-without-positions") == 2
     assert "nothing to attack" in capsys.readouterr().err

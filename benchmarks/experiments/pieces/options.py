@@ -36,6 +36,8 @@ class Options(RowOptions):
     """Masking ratios of MJP."""
     without_positions: bool = True
     """Attack the model without position embedding too."""
+    withhold_positions: bool = False
+    """Clients under MJP do not send the position embedding's gradient, so that the mask has to be found as well."""
     solvers: tuple[Literal["border", "learned", "both"], ...] = ("border",)
     """What places the pieces (`attacks.mjp.placement`); learned and both suppose an adversary with public photographs
     (auxiliary_data)."""

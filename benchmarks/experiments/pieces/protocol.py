@@ -22,6 +22,7 @@ from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
 
+POSITIONS = "position embedding"
 RIGHT = 25.0  # dB, above which a patch counts as recovered
 CLOSEST = 1e-12  # smallest squared error that PSNR resolves (120 dB)
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
@@ -65,6 +66,8 @@ class Run(TableRun):
         tokenizer = find_tokenizer(built.module, (3, built.image_size, built.image_size))
         case = {"dataset": gallery.name, "model": built.name, "weights": built.provenance, "attack": name}
         case |= {"solver": solver, "gamma": gamma, "seed": o.seed}
+        withheld = o.withhold_positions and bool(gamma)
+        case |= {"withheld": POSITIONS} if withheld else {}
         attack = build_attack(name, {"placement.solver": solver})
         with self.session.bar() as bar:
             task = bar.add_task(f"{model}, gamma {gamma:g}, {solver}", total=len(victims))
@@ -77,10 +80,13 @@ class Run(TableRun):
                     labels = victims.labels(built, clients)
                     views = observe_groups(built, seen, labels, 1, terms)
                     for client, view in zip(clients, views, strict=True):
+                        hidden = hidden_places(view, tokenizer)
+                        if withheld:
+                            sent = {n: g for n, g in view.gradients.items() if n != tokenizer.positions}
+                            view = replace(view, gradients=sent)
                         started = time.process_time()
                         found = attack([view])
                         seconds = time.process_time() - started
-                        hidden = hidden_places(view, tokenizer)
                         scores = score(found.images, originals[:1], hidden, tokenizer)
                         answer = {"seconds": seconds, "hidden": int(hidden.sum()), "diagnosis": found.diagnosis}
                         columns = {"tokens_found": found.details.get("found"), "image_id": victims.ids(client)[0]}

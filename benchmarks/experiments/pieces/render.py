@@ -9,7 +9,7 @@ import pandas as pd
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.records.rows import PROVENANCE, Schema
 
-BY = ["model", "weights", "gamma", "attack", "solver"]
+BY = ["model", "weights", "gamma", "withheld", "attack", "solver"]
 RECOGNISABLE = 20.0
 SCHEMA = Schema(
     keys=(
@@ -17,6 +17,7 @@ SCHEMA = Schema(
         "attack",
         "solver",
         "gamma",
+        "withheld",
         "image_id",
         "hidden",
         "tokens_found",
@@ -26,8 +27,8 @@ SCHEMA = Schema(
         "seconds",
         "diagnosis",
     ),
-    identity=("dataset", "model", "weights", "attack", "solver", "gamma", "seed", "image_id"),
-    optional={"solver": "border"},
+    identity=("dataset", "model", "weights", "attack", "solver", "gamma", "withheld", "seed", "image_id"),
+    optional={"solver": "border", "withheld": ""},
 )
 
 
@@ -70,7 +71,8 @@ def piece_block(folder: Path) -> str:
     lines = [
         [
             row.model,
-            f"{row.gamma:g}" if row.gamma else "no positions",
+            (f"{row.gamma:g}" if row.gamma else "no positions")
+            + (f", {row.withheld} withheld" if row.withheld else ""),
             f"`{row.attack}`",
             row.solver,
             f"{row.hidden_median:.0f}",
@@ -81,7 +83,7 @@ def piece_block(folder: Path) -> str:
             f"{row.seconds_median:.1f}",
             str(row["count"]),
         ]
-        for _, row in pd.read_csv(folder / "table.csv").iterrows()
+        for _, row in pd.read_csv(folder / "table.csv", keep_default_na=False).iterrows()
     ]
     return markdown_table(heads, lines)
 
