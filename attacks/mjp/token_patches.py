@@ -22,7 +22,7 @@ kernel values k_ij of the first attention and values v_j, sum_j m_j k_ij (v_j - 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import scipy.optimize
 import torch
@@ -204,6 +204,32 @@ class TokenPatches:
             whole[(more - whole).topk(min(left, len(more))).indices] += 1
         indices = copied.nonzero()[:, 0].cpu().repeat_interleave(whole)
         return torch.cat([indices, indices[:1].expand(missing)])[:missing].to(tokens.device)
+
+
+def masked_by_tokens(block: FirstBlock, known: KnownPatches, scales: Tensor, y: Tensor, errors: Tensor) -> Tensor:
+    """Which positions an update masks, from its tokens alone: (N,) bool.
+
+    A token's equations hold with the embedding that it bears: that of its place, or the one that masked positions
+    share. Places that no token claims are masked.
+
+    Args:
+        known: of the patches; its masks do not matter.
+        scales, y, errors: as `TokenPatches` takes them.
+    """
+    none = torch.zeros_like(known.masked)
+    if block.unknown is None:
+        return none
+    error = max(float(errors.median()), LEAST_ERROR**2)
+    own, shared = (
+        _Equations(system, system._first_variance(), error).misfits(y)[0]
+        for system in (TokenPatches(block, replace(known, masked=mask), scales) for mask in (none, ~none))
+    )
+    prefix = len(block.prefix)
+    best = own[:, prefix:].min(dim=1)
+    others = torch.cat([own[:, :prefix], shared[:, prefix:]], dim=1).amin(dim=1)
+    masked = ~none
+    masked[best.indices[best.values < others]] = False
+    return masked
 
 
 def _scaled(block: FirstBlock, bias: Tensor) -> Tensor:

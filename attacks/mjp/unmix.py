@@ -10,7 +10,8 @@ embedding, so nothing in the update says in which order they are: `attacks.mjp.p
 and where the adversary has public photographs by a learned predictor too.
 
 Where the position gradient is withheld, the spans of the first attention's gradient say which positions are masked
-(`attacks.mjp.span_update`).
+(`attacks.mjp.span_update`). Where that is withheld, too, the tokens alone do, masked or not: each one's equations hold
+with the embedding that it bears.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import VectorialVariation
-from attacks.linear.position_rows import PositionRows, position_gradient
+from attacks.linear.position_rows import PositionRows, position_gradient, unmet_assumptions
 from attacks.mjp.joined_updates import (
     JoinedUpdates,
     join_updates,
@@ -34,17 +35,18 @@ from attacks.mjp.joined_updates import (
 )
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
 from attacks.mjp.mlp_spans import LAYERS, FirstBlock, read_first_block
-from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
+from attacks.mjp.mlp_tokens import Optima, TokenFamily, TokenSearch, cone
 from attacks.mjp.placement import Placement, PlacingAttack
 from attacks.mjp.span_update import SpanUpdate
-from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches, known_span
+from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches, known_span, masked_by_tokens
 from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstruction
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer
+from attacks.tokenizer import Tokenizer, find_tokenizer
 
 # Seconds of one CPU core: of the search, by tokens squared and entries of the hidden layer; of the placement, by pieces
 # squared.
 SECONDS_OF_A_PAIR, SECONDS_OF_A_PLACE = 7e-7, 8e-4
+NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of its gradients"
 # Weights of the first attention's layer whose gradient stands in for the position rows.
 QUERIES = "blocks.0.attn.qkv.weight"
 # Sweeps come before the search of tokens where at most one patch in so many is unseen.
@@ -75,10 +77,14 @@ class Unmix(PlacingAttack):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
-        return nothing_masked(observations[-1], spans=self.reads_spans)
+        alone = self._has_tokens_alone(observations[-1])
+        return "" if alone else nothing_masked(observations[-1], spans=self.reads_spans)
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: one search of all tokens and the placement of those that no update shows."""
+        if self._has_tokens_alone(observations[-1]):
+            tokenizer = find_tokenizer(observations[-1].model, observations[-1].image_shape)
+            return seconds_of_search(observations[-1], tokenizer, tokenizer.num_patches * tokenizer.hides_positions)
         try:
             rows = self._updates_of_image(observations)
         except UsageError:
@@ -100,7 +106,10 @@ class Unmix(PlacingAttack):
 
         `details` holds the numbers of `known_patches`, and those of `unmixed`.
         """
-        observation, joined = observations[-1], join_updates(self.updates(observations), spans=self.reads_spans)
+        observation = observations[-1]
+        if self._has_tokens_alone(observation):
+            return self._from_tokens_alone(observation)
+        joined = join_updates(self.updates(observations), spans=self.reads_spans)
         tokenizer = joined.tokenizer
         known, guess, details = self.known_patches(joined, observation)
         if not len(known.basis):
@@ -115,6 +124,46 @@ class Unmix(PlacingAttack):
         placed, numbers = unmixed(self.search, self.sweep, block, known, start, scales)
         words = mask_in_words(joined)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
+
+    def _has_tokens_alone(self, observation: Observation) -> bool:
+        """Whether the update lacks the position gradient and what stands in for it, and not what tokens need."""
+        try:
+            tokenizer = find_tokenizer(observation.model, observation.image_shape)
+            if not self.reads_spans or observation.drops_patches or not observation.weights_granted:
+                return False
+            if tokenizer.positions is None and tokenizer.fixed_positions is None:  # a case for `patch_set`
+                return False
+            if position_gradient(observation, tokenizer) is not None or observation.num_examples > 1:
+                return False
+            read_update(observation, spans=True)
+        except UsageError:
+            layers = (*layers_of(observation.model), tokenizer.weight, tokenizer.bias)
+            return len(layers) == len(LAYERS) + 2 and all(name in observation.gradients for name in layers)
+        return False
+
+    def _from_tokens_alone(self, observation: Observation) -> Reconstruction:
+        """The image where neither position rows nor the first attention's gradient were sent.
+
+        The patches lie in the span that the projection's gradient gives, and each token's own equations tell which
+        place's embedding it bears, or that it bears the shared one.
+        """
+        tokenizer = find_tokenizer(observation.model, observation.image_shape)
+        reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
+        if reasons:
+            raise UsageError("; ".join(reasons))
+        block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
+        scales = pixel_scales(tokenizer, observation.std, known.rows.device)
+        tokens = self.search(block, known.rows[:0] @ block.projection.T)
+        if not len(tokens):
+            raise UsageError(NO_TOKEN)
+        errors = TokenFamily(block, cone(block)).errors(tokens)
+        masked = masked_by_tokens(block, known, scales, tokens.y, errors)
+        known = replace(known, masked=masked, unseen=masked)
+        sweeps = PatchSweeps(block, known)
+        placed, swept, numbers = _of_tokens(tokens, self.sweep, sweeps, known.rows, scales)
+        placed, details = _from_sweeps(sweeps, swept, scales, placed), {"masked": int(masked.sum())} | numbers
+        words = "the update holds neither the position gradient nor that of the first attention"
+        return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
 
     def known_patches(
         self, joined: JoinedUpdates, observation: Observation
@@ -189,18 +238,29 @@ def unmixed(
     tokens = search(block, starts)
     if not len(tokens):
         if swept is None or not swept.found.any():
-            raise UsageError("no token was found whose inputs of the first MLP lie in the spans of its gradients")
+            raise UsageError(NO_TOKEN)
         return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios[swept.found])
+    placed, polished, numbers = _of_tokens(tokens, sweep, sweeps, guess if len(guess) else known.rows, scales)
+    if swept is not None and swept.level < polished.level:
+        return _from_sweeps(sweeps, swept, scales), numbers
+    return _from_sweeps(sweeps, polished, scales, placed), numbers
+
+
+def _of_tokens(
+    tokens: Optima, sweep: SweepSearch, sweeps: PatchSweeps, guess: Tensor, scales: Tensor
+) -> tuple[PlacedPatches, Swept, dict[str, float]]:
+    """The patches of tokens that were found, alone and with the attention of all, and numbers for the details.
+
+    Args:
+        guess: (N, P), from which the sweeps start where no token was found.
+    """
+    block, known = sweeps.block, sweeps.known
     placed = TokenPatches(block, known, scales).solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
     numbers = _numbers(tokens.losses / tokens.explained)
     if placed.found.any():
         numbers["misfit"] = float(placed.misfit[placed.found].median())
-    missing = placed.patches.isnan().any(dim=1)
-    start = torch.where(missing[:, None], guess if len(guess) else known.rows, placed.patches)
-    polished = sweep.converged(sweeps, sweeps.coefficients(start), ~placed.found)
-    if swept is not None and swept.level < polished.level:
-        return _from_sweeps(sweeps, swept, scales), numbers
-    return _from_sweeps(sweeps, polished, scales, placed), numbers
+    start = torch.where(placed.patches.isnan().any(dim=1, keepdim=True), guess, placed.patches)
+    return placed, sweep.converged(sweeps, sweeps.coefficients(start), ~placed.found), numbers
 
 
 def _numbers(ratios: Tensor) -> dict[str, float]:

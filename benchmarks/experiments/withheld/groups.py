@@ -15,6 +15,7 @@ GROUPS: dict[str, Defense] = {
     "patch projection": Withheld(withhold=("patch_projection",)),
     "positions and projection": Withheld(withhold=("positions", "patch_projection")),
     "first query, key, value": Withheld(withhold=("first_attention",)),
+    "positions, first query, key, value": Withheld(withhold=("positions", "first_attention")),
     "first block": Withheld(withhold=("first_block",)),
     "positions and first block": Withheld(withhold=("positions", "first_block")),
     "all but biases and classifier": Withheld(train_only=("biases", "head")),

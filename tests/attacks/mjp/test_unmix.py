@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.func import jacfwd
 
 from attacks import ATTACKS, Observation, UsageError, find_tokenizer
+from attacks.certificate import certify
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.jigsaw_solver import _Board, border_costs
@@ -259,6 +260,29 @@ def test_the_position_gradient_is_withheld(name: str, gamma: float) -> None:
     plain = observe(model, image)
     del plain.gradients["pos_embed"]
     assert "no position is masked: token_span gives the same answer" in attack.obstacle([plain])
+
+
+@pytest.mark.parametrize(("name", "gamma"), [("vit_mini_64", 0.0), ("vit_mini_32_mjp", 0.9)])
+def test_the_first_attention_is_withheld_as_well(name: str, gamma: float) -> None:
+    """Every token tells by itself which place's embedding it bears, or that it bears the shared one."""
+    model = build_model(name, num_classes=10 if "32" in name else 200, weights="auto")
+    image = photographs(model.image_size, 2)[1:]
+    view, mask, _ = masked_update(model, image, gamma) if gamma else (observe(model, image), torch.zeros(64) > 0, None)
+    withheld = ("pos_embed", "blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias")
+    view = dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n not in withheld})
+    attack = ATTACKS.get("unmix")(placement=Placement(restarts=1, most_moves=1))
+    assert attack.obstacle([view]) == ""
+    assert attack.estimated_seconds([view]) > 1
+    found = attack([view])
+    assert found.diagnosis == ""
+    assert found.details["masked"] == int(mask.sum())
+    assert float(any_place(found.images.to(image), image, model.patch_size)[0]) > 0.95
+    if not gamma:
+        assert psnr(found.images, image) > 50
+        assert found.known.all()
+        assert certify(view, found)[0]
+    two = dataclasses.replace(view, num_examples=2)
+    assert "no position gradient" in attack.obstacle([two])
 
 
 def test_says_which_block_or_width_does_not_do() -> None:
