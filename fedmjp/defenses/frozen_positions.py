@@ -20,7 +20,7 @@ class FrozenPositions(Defense):
 
     hides_positions: ClassVar[bool] = True
     # batch_rounds and mjp_rounds solve with the first attention where the position rows are not sent.
-    known_by: ClassVar[tuple[str, ...]] = ("token_span", "batch_rounds", "mjp_rounds")
+    known_by: ClassVar[tuple[str, ...]] = ("token_span", "unmix", "batch_rounds", "mjp_rounds")
 
     def freezes(self, name: str) -> bool:
         """Whether the parameter is such a table."""

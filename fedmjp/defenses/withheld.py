@@ -6,6 +6,7 @@ Training Self-Supervised Vision Transformers", section 4.3), only the last layer
 weights that it sent, so what is withheld has to be enough that the rest does not determine the image:
 
 - Positions and patch projection are not needed, nor is one of them: `token_span` solves with the first attention.
+- Nor are positions and the first attention's queries, keys and values: `unmix` takes the tokens from the first MLP.
 - Without the first block, `patch_embedding` solves with positions and projection.
 - Biases and norms hold sums over the tokens alone: dL/db = sum_t g_t, and of a norm's weight sum_t g_t * n_t, entry by
   entry, D numbers each. The head's gradient is (p - y) f^T with f the pooled feature, which is known exactly for a
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 SOLVES_WITH = {
     "patch_embedding": ("pos_embed", "patch_embed.proj.weight"),
     "token_span": ("blocks.0.attn.qkv.weight",),
+    "unmix": (
+        "patch_embed.proj.weight",
+        "patch_embed.proj.bias",
+        *(f"blocks.0.{layer}.{kind}" for layer in ("attn.proj", "mlp.fc1", "mlp.fc2") for kind in ("weight", "bias")),
+    ),
     "inverting_gradients": ("head.bias",),
     "dlg": (),
 }

@@ -91,6 +91,7 @@ def test_bitfit_sends_the_gradients_of_biases_and_head_and_no_others(federation:
     [
         ("withheld", "token_span"),
         ("withheld:withhold=positions,patch_projection", "token_span"),
+        ("withheld:withhold=positions,first_attention", "unmix"),
         ("withheld:withhold=first_block", "patch_embedding"),
         ("withheld:withhold=blocks.*", "patch_embedding"),
     ],

@@ -45,9 +45,10 @@ and order of clients; and what an honest-but-curious server with these attacks s
 several rounds get every earlier update of their client; at the defaults no image comes twice in those.
 
 *What it cannot tell.* The models are barely trained: what a defence costs at 90 % accuracy, and how late rounds leak,
-is not shown. The interval of the accuracy is over test images; another seed may move it by as much. At 32 pixels in
-patches of 4 a patch has 48 values and there are 64 patches; attacks that need it the other way round say so. Searches
-run for few steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
+is not shown. The interval of the accuracy is over test images; another seed may move it by as much. The last column of
+the first table counts patches in any place where the update does not hold their order. At 32 pixels in patches of 4 a
+patch has 48 values and there are 64 patches; attacks that need it the other way round say so. Searches run for few
+steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
 """
 
 # Stands under the table of objectives.
