@@ -62,9 +62,14 @@ def _simulate(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from fedmjp import train
+    from matplotlib.figure import Figure
 
-    return train.main(arguments)
+    from fedmjp import train
+    from fedmjp.report.styles import save
+    from fedmjp.training import folder
+
+    with patch.object(folder, "history_figure", lambda rows, path: save(Figure(), path)):  # the same files, sooner
+        return train.main(arguments)
 
 
 def _april_attack(arguments: list[str]) -> int:
@@ -77,6 +82,8 @@ def _april_attack(arguments: list[str]) -> int:
 
     with (
         patch.object(protocol.Run, "picture", lambda self, subjects: None),
+        patch.object(protocol, "rendered_table", lambda folder: None),  # the files are written; printed once more
+        patch.object(protocol, "leakage_text", lambda table, block: ""),
         patch.object(render, "condition_figure", lambda points, path: save(Figure(), path)),  # the same files, sooner
     ):
         return april_attack.main(arguments)
@@ -106,8 +113,8 @@ MODEL = ("--model", "vit_micro_32", "--threads", "1")
 COMMANDS = {
     "simulate": Command(
         _simulate,
-        (*MODEL, "--clients", "2", "--rounds", "2", "--attacks", "patch_embedding", "--test-limit", "2")
-        + ("--audit-clients", "0", "--defense", "none"),
+        (*MODEL, "--clients", "2", "--rounds", "2", "--attacks", "patch_embedding", "--train-limit", "4")
+        + ("--test-limit", "2", "--audit-clients", "0", "--defense", "none"),
         _of_simulate,
     ),
     "train": Command(

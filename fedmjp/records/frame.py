@@ -6,7 +6,6 @@ the text and parameters that rows share take a pointer, or as a category one to 
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,5 +96,5 @@ def _shared(value: Any, known: dict[str, Any]) -> Any:
     """
     if not isinstance(value, (str, dict, list)):
         return value
-    key = value if isinstance(value, str) else json.dumps(value)
+    key = value if isinstance(value, str) else repr(value)
     return known.setdefault(key, value) if key in known or len(known) < MOST_SHARED else value

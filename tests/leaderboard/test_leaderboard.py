@@ -22,6 +22,7 @@ from fedmjp.leaderboard.images import DIGESTS, digests, fixed_images
 from fedmjp.leaderboard.listing import submissions
 from fedmjp.leaderboard.reidentification import Lineup, random_crops, same_picture
 from fedmjp.leaderboard.tiers import PASSIVE, PLAIN, TIERS
+from fedmjp.leaderboard.verify import ROUNDINGS
 from fedmjp.metrics import load_lpips
 from fedmjp.records.images import save_image
 from fedmjp.records.rows import load_rows
@@ -200,7 +201,12 @@ def write_lines(rows: Path, lines: list[dict]) -> None:
         pytest.param(shift_every_row, "psnr is ", marks=pytest.mark.slow),
     ],
 )
-def test_verify_notices_a_tampered_copy(added: Path, tmp_path, capsys, tamper: Callable, noticed: str) -> None:
+def test_verify_notices_a_tampered_copy(
+    added: Path, tmp_path, capsys, monkeypatch, tamper: Callable, noticed: str
+) -> None:
+    """Other numbers of threads are asked for, and not given: more than there are cores wait for one another."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
     shutil.copytree(added.parent, tmp_path / "results")
     path = tmp_path / "results" / added.name
     document = schema.read(path)
@@ -208,6 +214,7 @@ def test_verify_notices_a_tampered_copy(added: Path, tmp_path, capsys, tamper: C
     path.write_text(json.dumps(document))
     assert main(["verify", str(path), "--seed", "3"]) == 1
     assert noticed in capsys.readouterr().err
+    assert list(dict.fromkeys(asked)) == ([1, *ROUNDINGS] if tamper is shift_every_row else [])
 
 
 @dataclass(frozen=True)

@@ -92,18 +92,19 @@ def test_errors_are_one_line(options, words: str, tmp_path, capsys) -> None:
 @pytest.mark.slow
 def test_the_pretext_task_can_be_learned() -> None:
     """On a few photographs in ever new crops: outputs tell images apart, pixels beat the mean colour."""
-    made = learner("mst:outputs=16,hidden=64,bottleneck=16,local_crops=2,momentum=0.98,frozen=0")
+    made = learner("mst:outputs=16,hidden=64,bottleneck=16,local_crops=2,momentum=0.95,frozen=0")
     images, model = load_data("photos", size=32).train.subset(range(8)), made.model
+    decoded = images.images(range(8))
     before = measure_pretext(made.objective, model, made.local, images, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.module.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.module.parameters(), 3e-3)
     draws = Draws(draw(1), draw(2))
-    for step in range(300):
+    for step in range(150):
         model.module.train()
-        loss = made.loss(made.views(images.images(range(8)), draws, 1), None, draws, step / 300)
+        loss = made.loss(made.views(decoded, draws, 1), None, draws, step / 150)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        made.after_step(step / 300)
+        made.after_step(step / 150)
     after = measure_pretext(made.objective, model, made.local, images, torch.device("cpu"))
     assert after.collapse > 0.5 * math.log(16)  # not a point
     assert after.teacher_entropy < 0.9 * math.log(16)  # not uniform

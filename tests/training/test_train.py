@@ -53,7 +53,7 @@ def whole(tmp_path_factory) -> TrainConfig:
     return options
 
 
-def test_a_resumed_training_equals_an_uninterrupted_one(whole, tmp_path, monkeypatch) -> None:
+def test_a_resumed_training_equals_an_uninterrupted_one(whole, undrawn, tmp_path, monkeypatch) -> None:
     options = config(tmp_path / "broken")
     steps, count = Trainer.step, iter(range(100))
 
@@ -170,7 +170,7 @@ def test_bfloat16_multiplies_in_bfloat16_and_keeps_float32_weights(tmp_path) -> 
 
 
 @pytest.mark.slow
-def test_training_reduces_the_loss(tmp_path) -> None:
+def test_training_reduces_the_loss(tmp_path, undrawn) -> None:
     light = {"mixup": 0, "cutmix": 0, "erasing": 0, "rand_augment": "none", "smallest_crop": 1.0, "repeats": 1}
     options = config(tmp_path / "out", epochs=12, **light)
     options = TrainConfig(**(vars(options) | {"defense": "none"}))

@@ -37,7 +37,6 @@ class Sparse(Defense):
         factor = 1 / (1 - self.gamma) if self.rescale else 1.0
         sent = {}
         for name, tensor in update.items():
-            sizes = tensor.abs().flatten().sort().values
-            least = sizes[int(self.gamma * (len(sizes) - 1))]
+            least = tensor.abs().flatten().kthvalue(1 + int(self.gamma * (tensor.numel() - 1))).values
             sent[name] = torch.where(tensor.abs() >= least, factor * tensor, torch.zeros_like(tensor))
         return sent
