@@ -71,6 +71,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "sparse_rounds": "attacks.closed_form.sparse_rounds:SparseRounds",
         "undo_policy": "attacks.closed_form.undo_policy:UndoPolicy",
         "token_span": "attacks.closed_form.token_span:TokenSpan",
+        "token_inverse": "attacks.mjp.token_inverse:TokenInverse",
         "batch_tokens": "attacks.mjp.batch_tokens:BatchTokens",
         "mjp_subspace": "attacks.mjp.subspace:MJPSubspace",
         "mjp_rounds": "attacks.mjp.rounds:MJPRounds",

@@ -157,8 +157,8 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer, images: int
     )
     return FirstBlock(
         module=copy.deepcopy(blocks[0]).to(torch.float64).eval().requires_grad_(False),
-        spans=tuple(_span(observation, f"blocks.0.{layer}", count) for layer in LAYERS[1:]),
-        attention=_span(observation, f"blocks.0.{LAYERS[0]}", count),
+        spans=tuple(layer_span(observation, f"blocks.0.{layer}", count) for layer in LAYERS[1:]),
+        attention=layer_span(observation, f"blocks.0.{LAYERS[0]}", count),
         prefix=(prefix + position[:before] if before else prefix).repeat(images, 1),  # as many rows, or none
         constant=(position[before:] + bias).repeat(images, 1),
         unknown=None if shared is None else shared + bias,
@@ -166,7 +166,7 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer, images: int
     )
 
 
-def _span(observation: Observation, layer: str, tokens: int) -> GradientSpan:
+def layer_span(observation: Observation, layer: str, tokens: int) -> GradientSpan:
     """Row and column space of [dL/dW, dL/db] of a layer."""
     names = f"{layer}.weight", f"{layer}.bias"
     gradients = {name: observation.gradient_of(name) for name in names}

@@ -5,7 +5,8 @@ Training Self-Supervised Vision Transformers", section 4.3), only the last layer
 (BitFit: Zaken, Goldberg and Ravfogel 2022, arXiv:2106.10199; `train_only` = biases and head). The server knows the
 weights that it sent, so what is withheld has to be enough that the rest does not determine the image:
 
-- Positions and patch projection are not needed, nor is one of them: `token_span` solves with the first attention.
+- Positions and patch projection are not needed, nor is one of them: `token_span` solves with the first attention, and
+  `token_inverse` with the first MLP as well where that leaves too few equations.
 - Nor are positions and the first attention's queries, keys and values: `unmix` takes the tokens from the first MLP.
 - Without the first block, `patch_embedding` solves with positions and projection.
 - Biases and norms hold sums over the tokens alone: dL/db = sum_t g_t, and of a norm's weight sum_t g_t * n_t, entry by
@@ -33,6 +34,11 @@ SOLVES_WITH = {
         "patch_embed.proj.weight",
         "patch_embed.proj.bias",
         *(f"blocks.0.{layer}.{kind}" for layer in ("attn.proj", "mlp.fc1", "mlp.fc2") for kind in ("weight", "bias")),
+    ),
+    "token_inverse": tuple(
+        f"blocks.0.{layer}.{kind}"
+        for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+        for kind in ("weight", "bias")
     ),
     "inverting_gradients": ("head.bias",),
     "dlg": (),

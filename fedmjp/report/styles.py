@@ -49,6 +49,7 @@ ATTACKS = {
     "mjp_rounds": (PINK, "v"),
     "patch_set": ("#4D4D4D", "p"),
     "unmix": (ORANGE, "P"),
+    "token_inverse": ("#9C5A00", "P"),
     "unmix_rounds": (BLACK, "X"),
     "noisy_rounds": ("#00593F", "h"),
     "sparse_rounds": ("#00593F", "d"),

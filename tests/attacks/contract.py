@@ -117,6 +117,13 @@ def withheld() -> Observation:
     return dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n != "pos_embed"})
 
 
+def projection_withheld() -> Observation:
+    """The patch projection's gradient is not part of the update."""
+    view = observe(small(), photographs(64, 1))
+    left = {n: g for n, g in view.gradients.items() if not n.startswith("patch_embed.")}
+    return dataclasses.replace(view, gradients=left)
+
+
 def vanished() -> Observation:
     """Every gradient zero."""
     view = changed()

@@ -62,6 +62,7 @@ TRAITS = {
     # Batches of two alone: what stands in the way of those has tests of its own.
     "batch_tokens": Traits(single_image=False, needs_positions=False, needs_table=False, reads_masks=True, images=2),
     "token_span": Traits(exact_on=(("standard", torch.float64, 110.0), SPAN), needs_positions=False),
+    "token_inverse": Traits(needs_positions=False, reads_masks=True, vouches=False, own=contract.projection_withheld),
     # Of a rank above the number of tokens one update is enough; rounds have tests of their own.
     "lora_span": Traits(
         needs_positions=False,
