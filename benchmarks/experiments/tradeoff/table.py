@@ -339,7 +339,7 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
             xerr=[[low], [high]],
             yerr=bounds,
             color=colour,
-            mfc=colour if line.gain_low > 0 else "white",
+            mfc="white" if _shows_nothing(line) else colour,
             marker=_MARKERS[partitions.index(line.partition) % 4],
             ms=6,
             lw=0.9,
@@ -349,14 +349,25 @@ def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
     axes.set_ylabel("PSNR (dB), strongest attack", fontsize=NORMAL)
     named = {point: list(dict.fromkeys(best.loc[best["point"] == point, "attack"])) for point in points}
     for point in points:
-        label = f"{point}: {', '.join(named[point]) or 'no image'}"
+        label = f"{point}: {', '.join(named[point]) or 'no image'}{_in_no_order(best[best['point'] == point])}"
         axes.plot([], [], ls="", marker="o", color=_colour(point), label=label)
     axes.axhline(guess, label="mean image (no gradient)", lw=1.2, **attack_style(GUESS))
     for index, partition in enumerate(partitions):
         axes.plot([], [], color="#707070", marker=_MARKERS[index % 4], ls="", label=partition)
-    if (best["gain_low"] <= 0).any():
+    if any(map(_shows_nothing, best.itertuples())):
         axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than the best guess")
     _over_rounds(axes)
+
+
+def _shows_nothing(line: Any) -> bool:
+    """Whether the strongest attack is no better than the best guess, and none brings patches above 25 dB either."""
+    return not line.gain_low > 0 and not line.most_patches
+
+
+def _in_no_order(own: pd.DataFrame) -> str:
+    """What PSNR does not show of a point's federations: patches whose order the update does not hold."""
+    found = own[own["any_place"].astype(bool)]["patches_found_mean"]
+    return f"; {100 * found.min():.0f} % of patches in no order" if len(found) else ""
 
 
 def _over_rounds(axes: Axes) -> None:
