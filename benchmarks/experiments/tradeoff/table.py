@@ -367,7 +367,7 @@ def _shows_nothing(line: Any) -> bool:
 def _in_no_order(own: pd.DataFrame) -> str:
     """What PSNR does not show of a point's federations: patches whose order the update does not hold."""
     found = own[own["any_place"].astype(bool)]["patches_found_mean"]
-    return f"; {100 * found.min():.0f} % of patches in no order" if len(found) else ""
+    return f" ({100 * found.min():.0f} % of patches)" if len(found) else ""
 
 
 def _over_rounds(axes: Axes) -> None:
