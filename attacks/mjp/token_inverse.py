@@ -62,14 +62,14 @@ class TokenInverse(Attack):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
+        target = observations[-1]
         try:
-            reasons = _obstacles(observations[-1])
-            missing = next(
-                (n for n in self.linear_layers(observations[-1].model, 0) if n not in _sent(observations)), ""
-            )
+            reasons = _obstacles(target)
         except UsageError as error:
             return str(error)
-        return "; ".join([*reasons, *([f"the update holds no gradient of {missing}"] if missing else [])])
+        needed = self.linear_layers(target.model, 0)
+        missing = [f"the update holds no gradient of {name}" for name in needed if name not in target.gradients]
+        return "; ".join([*reasons, *missing[:1]])
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: one search of all tokens."""
@@ -155,10 +155,6 @@ def _steps(patches: Tensor, tokenizer: Tokenizer) -> Tensor:
     side = tokenizer.patch_size
     pixels = patches.reshape(*patches.shape[:-1], tokenizer.channels, side, side)
     return torch.cat([pixels.diff(dim=dim).flatten(-3) for dim in (-1, -2)], dim=-1)
-
-
-def _sent(observations: Sequence[Observation]) -> frozenset[str]:
-    return frozenset(observations[-1].gradients)
 
 
 def _obstacles(observation: Observation) -> list[str]:

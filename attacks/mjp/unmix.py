@@ -111,6 +111,8 @@ class Unmix(PlacingAttack):
             return self._from_tokens_alone(observation)
         joined = join_updates(self.updates(observations), spans=self.reads_spans)
         tokenizer = joined.tokenizer
+        if position_gradient(observation, tokenizer) is None and not joined.last.masked.any():
+            raise UsageError(nothing_masked(observation, spans=True))
         known, guess, details = self.known_patches(joined, observation)
         if not len(known.basis):
             return render(observation, tokenizer, guess, torch.ones_like(known.unseen), "", details)
@@ -122,19 +124,22 @@ class Unmix(PlacingAttack):
         start = guess if len(known.basis) < tokenizer.patch_dim else guess[:0]
         scales = pixel_scales(tokenizer, observation.std, guess.device)
         placed, numbers = unmixed(self.search, self.sweep, block, known, start, scales)
-        words = mask_in_words(joined)
+        words = mask_in_words(joined.last.masked, sent=position_gradient(observation, tokenizer) is not None)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
 
     def _has_tokens_alone(self, observation: Observation) -> bool:
         """Whether the update lacks the position gradient and what stands in for it, and not what tokens need."""
+        if not self.reads_spans or observation.drops_patches or not observation.weights_granted:
+            return False
         try:
             tokenizer = find_tokenizer(observation.model, observation.image_shape)
-            if not self.reads_spans or observation.drops_patches or not observation.weights_granted:
-                return False
-            if tokenizer.positions is None and tokenizer.fixed_positions is None:  # a case for `patch_set`
-                return False
-            if position_gradient(observation, tokenizer) is not None or observation.num_examples > 1:
-                return False
+        except UsageError:
+            return False
+        if tokenizer.positions is None and tokenizer.fixed_positions is None:  # a case for `patch_set`
+            return False
+        if position_gradient(observation, tokenizer) is not None or observation.num_examples > 1:
+            return False
+        try:
             read_update(observation, spans=True)
         except UsageError:
             layers = (*layers_of(observation.model), tokenizer.weight, tokenizer.bias)
@@ -178,12 +183,14 @@ class Unmix(PlacingAttack):
             UsageError: the last update does not hold the equations that it would have to.
         """
         last, estimate = joined.last, joined.estimate()
-        withheld = position_gradient(observation, joined.tokenizer) is None and not joined.reasons
-        if last.boundless or (withheld and joined.tokenizer.patch_dim < joined.tokenizer.num_patches):
+        sent = position_gradient(observation, joined.tokenizer) is not None
+        if last.boundless or (
+            not (sent or joined.reasons) and joined.tokenizer.patch_dim < joined.tokenizer.num_patches
+        ):
             known = replace(known_span(observation, joined.tokenizer), masked=last.masked, unseen=last.masked)
             return known, known.rows, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
         if joined.reasons:
-            words = mask_in_words(joined)
+            words = mask_in_words(last.masked, sent=sent)
             named = [] if not last.masked.any() or words in "; ".join(joined.reasons) else [words]
             raise UsageError("; ".join([*named, *joined.reasons]))
         guess = self.prior.settle(estimate, joined.tokenizer, observation.std).patches
@@ -317,10 +324,14 @@ def finished(
     return replace(answer, flags=(*answer.flags, ORDER_GUESSED)) if int(known.unseen.sum()) > 1 else answer
 
 
-def mask_in_words(joined: JoinedUpdates) -> str:
-    """How many position rows of the last update are zero."""
-    masked = joined.last.masked
-    return f"{int(masked.sum())} of {len(masked)} position rows are exactly zero"
+def mask_in_words(masked: Tensor, *, sent: bool) -> str:
+    """How many positions (N,) the last update masks.
+
+    Args:
+        sent: it holds the position gradient, whose rows are zero there.
+    """
+    what = "position rows are exactly zero" if sent else "positions are masked"
+    return f"{int(masked.sum())} of {len(masked)} {what}"
 
 
 def pixel_scales(tokenizer: Tokenizer, values: tuple[float, ...], device: torch.device) -> Tensor:
