@@ -10,7 +10,6 @@ from unittest.mock import patch
 from experiments.situations.answers import Answer, of_command
 
 SMALL = "--model vit_mini_32 --weights random --clients 3 --audit-clients 0 1 --rounds 2 --test-limit 8 --threads 1"
-SMALL += " --at-most unmix=1"
 
 
 def run(options: str = "", small: str = SMALL) -> Callable[[], Answer]:
