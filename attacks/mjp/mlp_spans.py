@@ -112,6 +112,12 @@ class FirstBlock:
         """What the attention's output projection, without its bias, and the layer scale make of inputs (S, D)."""
         return _optional(self.module, "ls1")(mixed @ self.module.attn.proj.weight.T)
 
+    @property
+    def attention_bias(self) -> Tensor:
+        """(D,): what the bias of the attention's output projection adds to a token, behind the layer scale."""
+        bias = self.module.attn.proj.bias
+        return self.constant.new_zeros(self.constant.shape[1]) if bias is None else _optional(self.module, "ls1")(bias)
+
     def activate(self, before: Tensor) -> tuple[Tensor, Tensor]:
         """The MLP's activation and its slope."""
         return jvp(self.module.mlp.act, (before,), (torch.ones_like(before),))

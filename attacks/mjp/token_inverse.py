@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack
+from attacks.closed_form.token_equations import prefix_tokens
 from attacks.linear.completion import render
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.mjp.mlp_spans import FirstBlock, layer_span, read_first_block
@@ -108,11 +109,9 @@ def first_tokens(observation: Observation, block: FirstBlock, y: Tensor) -> tupl
         UsageError: the update lacks the gradient of queries, keys and values.
     """
     queries, outputs = layer_span(observation, QUERIES.removesuffix(".weight"), block.count), block.attention
-    norm, attention = block.module.norm1, block.module.attn
+    norm = block.module.norm1
     first = (queries.directions[:, :-1] - queries.directions[:, -1:] * norm.bias) / norm.weight
-    bias = attention.proj.bias if attention.proj.bias is not None else torch.zeros_like(norm.bias)
-    added = getattr(block.module, "ls1", nn.Identity())(bias)
-    second = block.attention_branch(outputs.directions[:, :-1]) + outputs.directions[:, -1:] * added
+    second = block.attention_branch(outputs.directions[:, :-1]) + outputs.directions[:, -1:] * block.attention_bias
     rows = torch.cat([first, second])
     rows = rows - rows.mean(dim=1, keepdim=True)  # (2 N', D)
     found = y @ torch.linalg.pinv(rows)  # (S, 2 N')
@@ -165,7 +164,7 @@ def _obstacles(observation: Observation) -> list[str]:
     """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
-    tokens, width, values = tokenizer.num_patches + tokenizer.prefix, tokenizer.width, tokenizer.patch_dim
+    tokens, width, values = tokenizer.num_patches + prefix_tokens(tokenizer), tokenizer.width, tokenizer.patch_dim
     if tokenizer.positions is None and tokenizer.fixed_positions is None:
         reasons.append("the model has no learnable position embedding, nor a fixed one: nothing tells a patch's place")
     if tokenizer.hides_positions:

@@ -114,8 +114,7 @@ class TokenPatches:
         span = block.attention
         self.mixed, self.constant = span.directions[:, :-1], span.directions[:, -1]  # (N', D), (N',)
         self.branch = block.attention_branch(self.mixed)  # (N', D)
-        bias = block.module.attn.proj.bias
-        self.bias = torch.zeros_like(self.base[0]) if bias is None else _scaled(block, bias)
+        self.bias = block.attention_bias
 
     def solve(self, y: Tensor, errors: Tensor) -> PlacedPatches:
         """Place tokens and solve for their patches.
@@ -230,13 +229,6 @@ def masked_by_tokens(block: FirstBlock, known: KnownPatches, scales: Tensor, y: 
     masked = ~none
     masked[best.indices[best.values < others]] = False
     return masked
-
-
-def _scaled(block: FirstBlock, bias: Tensor) -> Tensor:
-    """The bias of the attention's output projection behind the layer scale."""
-    return block.attention_branch(torch.zeros_like(bias)[None])[0] + getattr(block.module, "ls1", torch.nn.Identity())(
-        bias
-    )
 
 
 class _Equations:

@@ -21,6 +21,11 @@ IN_PLACE = "patch_recovery"
 NEGLIGIBLE_SHARE = 0.05  # of patches; an interval that reaches further cannot support "no leak shown"
 
 
+def order_guessed(rows: pd.DataFrame) -> pd.Series:
+    """Whether each answer says that the order of its patches was a guess."""
+    return pd.Series([ORDER_GUESSED in flags for flags in rows["flags"]], index=rows.index, dtype=bool)
+
+
 def patch_gains(rows: pd.DataFrame) -> tuple[pd.DataFrame, Mapping[str, str]]:
     """The share of patches that attacks bring above the bar, over that of the best guess, image by image.
 
@@ -34,8 +39,8 @@ def patch_gains(rows: pd.DataFrame) -> tuple[pd.DataFrame, Mapping[str, str]]:
     """
     gains = gains_over_guesses(rows, IN_PLACE)
     columns = dict.fromkeys(gains, IN_PLACE)
-    guessed = [ORDER_GUESSED in flags for flags in rows["flags"]]
-    if not any(guessed) or rows.loc[rows["attack"].isin(BASELINES), ANY_PLACE].isna().any():
+    guessed = order_guessed(rows)
+    if not guessed.any() or rows.loc[rows["attack"].isin(BASELINES), ANY_PLACE].isna().any():
         return gains, columns
     anywhere = gains_over_guesses(rows, ANY_PLACE)
     for name in rows["attack"][guessed].unique():

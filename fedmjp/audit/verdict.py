@@ -39,8 +39,7 @@ import numpy as np
 import pandas as pd
 
 from attacks.certificate import TOLERANCE
-from attacks.observation import ORDER_GUESSED
-from fedmjp.audit.patches import IN_PLACE, most_patches, patch_gains
+from fedmjp.audit.patches import IN_PLACE, most_patches, order_guessed, patch_gains
 from fedmjp.audit.strongest import IMAGE, above_guesses, by_image, gains_over_guesses, image_numbers, strongest
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import chain_name, defense_of_row
@@ -256,33 +255,45 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     above = (psnr.loc[gains.index, gains.columns] > RECOGNISABLE) & (gains > 0)
     counts = above.sum().sort_values(ascending=False, kind="stable")
     shared |= {"recovered": int(above.any(axis=1).sum()), "by_attack": counts[counts > 0].to_dict()}
-    attack, reported, split = strongest(gains)
-    if counts.max() > 0 == counts[attack]:  # what leaks is told with the figures of an attack that brought an image
-        attack, reported, split = strongest(gains[counts.index[counts > 0]])
-    in_patches, columns = patch_gains(rows)
-    partial = most_patches(in_patches, gains)
+    answer, figures = _decided(rows, gains, counts, nothing if not shared["certified"] else Answer.PARTLY)
+    return Verdict(answer, **shared, **figures)
 
-    def figures_of(name: str, reported: pd.MultiIndex, split: bool = False) -> dict[str, Any]:
-        """Figures of an attack on the reported images."""
+
+def _decided(
+    rows: pd.DataFrame, gains: pd.DataFrame, counts: pd.Series, otherwise: Answer
+) -> tuple[Answer, dict[str, Any]]:
+    """The answer where guesses and attacks were scored, and the figures of the attack that decides.
+
+    Args:
+        gains: in PSNR, as `gains_over_guesses` gives them.
+        counts: attack -> images above the bar.
+        otherwise: the answer where no attack gains anything.
+    """
+    in_patches, columns = patch_gains(rows)
+
+    def figures_of(name: str, reported: pd.MultiIndex | None = None, split: bool = False) -> dict[str, Any]:
+        """Figures of an attack on the reported images; by default on all that it was run on."""
+        reported = gains.index[gains[name].notna()] if reported is None else reported
         return _figures_of(rows, gains, name, reported, columns.get(name, IN_PLACE)) | {"split": split}
 
-    figures = figures_of(attack, reported, split)
-    if above.any(axis=None):
-        answer = Answer.LEAKS
-    elif partial:
-        answer = Answer.PARTLY
-        more = figures_of(partial, gains.index[gains[partial].notna()])
-        surely = partial != attack and more["patches"].count > 1 and more["patches"].low > figures["patches"].mean
-        if surely or not figures["patches"].mean > 0:
-            figures = more  # the strongest attack by PSNR is not the one that gives patches away
-    else:
-        gain = figures["gain"]
-        other = above_guesses(gains) if gain.count else ""
-        better = gain.low > 0 if gain.count > 1 else gain.mean > CLEAR_GAIN
-        if other and not better:
-            figures = figures_of(other, gains.index[gains[other].notna()])
-        answer = Answer.PARTLY if better or other or shared["certified"] else nothing
-    return Verdict(answer, **shared, **figures)
+    leaks = counts.max() > 0
+    best = strongest(gains)
+    if leaks and not counts[best[0]]:  # the figures beside "leaks" are those of an attack that brought an image
+        best = strongest(gains[counts.index[counts > 0]])
+    figures = figures_of(*best)
+    if leaks:
+        return Answer.LEAKS, figures
+    partial = most_patches(in_patches, gains)
+    if partial:
+        more = figures_of(partial)
+        surely = partial != best[0] and more["patches"].count > 1 and more["patches"].low > figures["patches"].mean
+        # The strongest attack by PSNR may not be the one that gives patches away.
+        return Answer.PARTLY, more if surely or not figures["patches"].mean > 0 else figures
+    gain = figures["gain"]
+    if gain.low > 0 if gain.count > 1 else gain.mean > CLEAR_GAIN:
+        return Answer.PARTLY, figures
+    other = above_guesses(gains) if gain.count else ""
+    return (Answer.PARTLY, figures_of(other)) if other else (otherwise, figures)
 
 
 def _defense_of(rows: pd.DataFrame) -> dict[str, Any]:
@@ -312,8 +323,7 @@ def _figures_of(
 
 def _reproduced(rows: pd.DataFrame) -> pd.Series:
     """Whether each answer reproduces its update with patches whose order the update does not hold."""
-    order = pd.Series([ORDER_GUESSED in flags for flags in rows["flags"]], index=rows.index)
-    return order & (rows["residual"].astype(float) <= TOLERANCE)
+    return order_guessed(rows) & (rows["residual"].astype(float) <= TOLERANCE)
 
 
 def _without_originals(

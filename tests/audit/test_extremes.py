@@ -1,4 +1,5 @@
-"""Updates that look as if nothing could be read from them: of a saturated model, without positions, of many bands."""
+"""Updates that look as if nothing could be read from them: of a saturated model, without positions (none in the model,
+or none granted), of many bands."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ import timm
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 
+from attacks import Capability, ThreatModel
 from attacks.mjp.patch_set import PatchSet
 from attacks.mjp.placement import Placement
 from attacks.observation import NEGLIGIBLE_NORM
 from fedmjp.audit import Watcher, audit_gradient
 from fedmjp.audit.verdict import Answer
 from fedmjp.models import build_model
-from tests.attacks.models import timm_vit
-from tests.audit.test_user_model import gradients_of
+from tests.attacks.models import FixedPositions, timm_vit
+from tests.audit.test_user_model import CLOSED, gradients_of
 from tests.conftest import observe, photographs
 
 
@@ -81,3 +83,21 @@ def test_images_of_four_bands_are_scored_and_saved(tmp_path) -> None:
     assert audit.verdict.answer is Answer.LEAKS
     assert audit.rows["lpips"].isna().all()
     assert audit.save(tmp_path / "audit").is_file()
+
+
+def test_without_the_position_gradient_granted_an_attack_that_needs_none_is_run() -> None:
+    images = photographs(32, 1)
+    observation = observe(build_model("vit_mini_32", num_classes=10, weights="auto"), images)
+    options = {"mean": observation.mean, "std": observation.std}
+    threat = ThreatModel(frozenset({Capability.MODEL_WEIGHTS}))
+    audit = audit_gradient(observation.model, images, observation.gradients, threat_model=threat, **options)
+    assert (audit.verdict.answer, audit.verdict.attack) == (Answer.LEAKS, "token_span")
+
+
+def test_fixed_positions_are_explained() -> None:
+    torch.manual_seed(0)
+    model, images = FixedPositions(), photographs(32, 1)
+    audit = audit_gradient(model, images, gradients_of(model, images, [1]), attacks=CLOSED)
+    reasons = dict.fromkeys(CLOSED, "no learnable position embedding") | {"unmix": "token_span gives the same answer"}
+    assert all(reason in audit.diagnoses[name] for name, reason in reasons.items())
+    assert audit.verdict.answer is Answer.NOT_TESTED

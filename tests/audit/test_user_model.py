@@ -27,11 +27,9 @@ from fedmjp.audit.verdict import Answer
 from fedmjp.federation import TapGrid
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.metrics import psnr
-from fedmjp.models import build_model
 from fedmjp.records.failures import load_failures
 from fedmjp.records.rows import load_rows
 from tests.attacks.models import (
-    FixedPositions,
     ReleasedMJP,
     hugging_face_deit,
     hugging_face_vit,
@@ -79,15 +77,6 @@ def test_torchvision_as_it_comes_lets_nothing_through() -> None:
     model, images = torchvision_vit(), photographs(32, 1)
     audit = audit_gradient(model, images, gradients_of(model, images, [1]), attacks=("patch_embedding",))
     assert "a classifier that starts at zero lets nothing through" in audit.diagnoses["patch_embedding"]
-    assert audit.verdict.answer is Answer.NOT_TESTED
-
-
-def test_fixed_positions_are_explained() -> None:
-    torch.manual_seed(0)
-    model, images = FixedPositions(), photographs(32, 1)
-    audit = audit_gradient(model, images, gradients_of(model, images, [1]), attacks=CLOSED)
-    reasons = dict.fromkeys(CLOSED, "no learnable position embedding") | {"unmix": "token_span gives the same answer"}
-    assert all(reason in audit.diagnoses[name] for name, reason in reasons.items())
     assert audit.verdict.answer is Answer.NOT_TESTED
 
 
@@ -400,12 +389,3 @@ def test_the_page_is_written_when_the_app_ends(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "page: " in done.stderr
     assert "images" in (tmp_path / "leaks" / "report.html").read_text()
-
-
-def test_without_the_position_gradient_granted_an_attack_that_needs_none_is_run() -> None:
-    images = photographs(32, 1)
-    observation = observe(build_model("vit_mini_32", num_classes=10, weights="auto"), images)
-    options = {"mean": observation.mean, "std": observation.std}
-    threat = ThreatModel(frozenset({Capability.MODEL_WEIGHTS}))
-    audit = audit_gradient(observation.model, images, observation.gradients, threat_model=threat, **options)
-    assert (audit.verdict.answer, audit.verdict.attack) == (Answer.LEAKS, "token_span")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from attacks import ATTACKS, Observation, find_tokenizer
+from attacks import ATTACKS, find_tokenizer
 from attacks.certificate import certify
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import normalised
 from attacks.mjp.token_inverse import first_tokens
 from fedmjp.metrics import patch_recovery, score
 from fedmjp.models import BuiltModel, build_model
+from tests.attacks.mjp.test_unmix import without
 from tests.conftest import observe, photographs
 
 PROJECTION = ("patch_embed.proj.weight", "patch_embed.proj.bias")
-
-
-def without(view: Observation, *names: str) -> Observation:
-    return dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n not in names})
 
 
 @pytest.fixture(scope="module")
