@@ -35,6 +35,8 @@ OUTSIDE_SPAN = 0.1
 # A round gains where the geometric mean of the residuals falls by more than this factor.
 GAIN = 0.95
 FEWEST_STARTS = 3  # missing patches for which starts are drawn at least
+# A patch outside the range of pixels counts with this residual at least: patches that grow without bound may fit.
+OUT_OF_RANGE = 1e4
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Swept:
 
     Attributes:
         c: (N, k) coefficients.
-        ratios: (N,) squared residuals over what the noise of the message explains, with the attention of these patches.
+        ratios: (N,) squared residuals over what the noise of the message explains, with the attention of these patches;
+            at least `OUT_OF_RANGE` for a patch whose pixels are those of no photograph.
     """
 
     c: Tensor
@@ -66,10 +69,11 @@ class PatchSweeps:
     Args:
         block: the first block.
         known: of the patches.
+        limits: (2, P) normalised pixels between which those of a photograph lie.
     """
 
-    def __init__(self, block: FirstBlock, known: KnownPatches) -> None:
-        self.block, self.known, self.prefix = block, known, len(block.prefix)
+    def __init__(self, block: FirstBlock, known: KnownPatches, limits: Tensor) -> None:
+        self.block, self.known, self.limits, self.prefix = block, known, limits, len(block.prefix)
         self.base = block.tokens(known.rows, known.masked)  # (N', D)
         self.family = TokenFamily(block, known.basis @ block.projection.T)
         self.solved = torch.linalg.pinv(self.family.directions)  # (D, k)
@@ -90,7 +94,8 @@ class PatchSweeps:
     def swept(self, c: Tensor) -> Swept:
         """c (N, k) with the residuals there."""
         losses, explained = self.family.losses(self.attended(c)[self.prefix :])
-        return Swept(c, losses / explained)
+        ratios, within = losses / explained, within_limits(self.patches(c), self.limits)
+        return Swept(c, torch.where(within, ratios, ratios.clamp(min=OUT_OF_RANGE)))
 
     def sweep(self, c: Tensor, steps: int, places: Tensor | None = None) -> Tensor:
         """c (N, k) after so many Levenberg-Marquardt steps of every place, or of `places` (N,) bool, alone."""
@@ -190,6 +195,11 @@ class SweepSearch(StartedSearch):
         one = seen[torch.randint(len(seen), (count,), generator=generator).to(seen.device)]
         draw = torch.randn(one.shape, generator=generator, dtype=torch.float64)
         return one + draw.to(one) * seen.std(dim=0)
+
+
+def within_limits(patches: Tensor, limits: Tensor) -> Tensor:
+    """(N,) bool: whether all pixels of patches (N, P) lie between the limits (2, P)."""
+    return ((patches >= limits[0]) & (patches <= limits[1])).all(dim=1)
 
 
 def most_spanning(points: Tensor, count: int) -> Tensor:

@@ -17,12 +17,12 @@ from torch import nn
 
 from attacks.heads.dense_head import PLACES
 from attacks.linear.position_rows import unmet_assumptions
-from attacks.mjp.known_attention import SweepSearch
+from attacks.mjp.known_attention import PatchSweeps, SweepSearch
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import PlacingAttack
 from attacks.mjp.token_patches import known_span
-from attacks.mjp.unmix import finished, layers_of, pixel_scales, seconds_of_search, unmixed
+from attacks.mjp.unmix import finished, layers_of, pixel_limits, pixel_scales, seconds_of_search, unmixed
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -77,7 +77,8 @@ class PatchSet(PlacingAttack):
         tokenizer = _tokenizer_without_positions(observation)
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
         scales = pixel_scales(tokenizer, observation.std, known.rows.device)
-        placed, details = unmixed(self.search, self.sweep, block, known, known.rows[:0], scales)
+        sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
+        placed, details = unmixed(self.search, self.sweep, sweeps, known.rows[:0], scales)
         words = "the model has no position embedding"
         return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
 

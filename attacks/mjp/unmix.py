@@ -33,8 +33,8 @@ from attacks.mjp.joined_updates import (
     read_update,
     updates_of_last_image,
 )
-from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
-from attacks.mjp.mlp_spans import LAYERS, FirstBlock, read_first_block
+from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept, within_limits
+from attacks.mjp.mlp_spans import LAYERS, read_first_block
 from attacks.mjp.mlp_tokens import Optima, TokenFamily, TokenSearch, cone
 from attacks.mjp.placement import Placement, PlacingAttack
 from attacks.mjp.span_update import SpanUpdate
@@ -49,6 +49,9 @@ SECONDS_OF_A_PAIR, SECONDS_OF_A_PLACE = 7e-7, 8e-4
 NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of its gradients"
 # Weights of the first attention's layer whose gradient stands in for the position rows.
 QUERIES = "blocks.0.attn.qkv.weight"
+# Pixels of a photograph lie in [0, 1]; this far outside they are none, even where other means and deviations than the
+# model's were given.
+MARGIN = 2.0
 # Sweeps come before the search of tokens where at most one patch in so many is unseen.
 MOST_SEEN = 4
 
@@ -122,8 +125,9 @@ class Unmix(PlacingAttack):
             raise UsageError("; ".join([*joined.reasons, str(error)])) from error
         # Where every direction of a patch is open, the prior's guess is a guess of everything.
         start = guess if len(known.basis) < tokenizer.patch_dim else guess[:0]
+        sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, guess.device))
         scales = pixel_scales(tokenizer, observation.std, guess.device)
-        placed, numbers = unmixed(self.search, self.sweep, block, known, start, scales)
+        placed, numbers = unmixed(self.search, self.sweep, sweeps, start, scales)
         words = mask_in_words(joined.last.masked, sent=position_gradient(observation, tokenizer) is not None)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
 
@@ -164,7 +168,7 @@ class Unmix(PlacingAttack):
         errors = TokenFamily(block, cone(block)).errors(tokens)
         masked = masked_by_tokens(block, known, scales, tokens.y, errors)
         known = replace(known, masked=masked, unseen=masked)
-        sweeps = PatchSweeps(block, known)
+        sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
         placed, swept, numbers = _of_tokens(tokens, self.sweep, sweeps, known.rows, scales)
         placed, details = _from_sweeps(sweeps, swept, scales, placed), {"masked": int(masked.sum())} | numbers
         words = "the update holds neither the position gradient nor that of the first attention"
@@ -220,11 +224,12 @@ def seconds_of_search(observation: Observation, tokenizer: Tokenizer, unseen: in
 
 
 def unmixed(
-    search: TokenSearch, sweep: SweepSearch, block: FirstBlock, known: KnownPatches, guess: Tensor, scales: Tensor
+    search: TokenSearch, sweep: SweepSearch, sweeps: PatchSweeps, guess: Tensor, scales: Tensor
 ) -> tuple[PlacedPatches, dict[str, float]]:
     """Sweeps from the guess where most patches are seen; unless they find all, tokens, their patches, and sweeps.
 
     Args:
+        sweeps: of the patches of the update, at the first block.
         guess: (N, P) patches to start from, or none.
         scales: (P,) what a normalised pixel is in units of [0, 1].
 
@@ -233,10 +238,10 @@ def unmixed(
         the message explains, and, where tokens were searched, the median squared misfit of the equations of patch and
         attention.
     """
-    sweeps, swept, starts = PatchSweeps(block, known), None, guess[:0] @ block.projection.T
+    block, swept, starts = sweeps.block, None, guess[:0] @ sweeps.block.projection.T
     if len(guess):
         c = sweeps.coefficients(guess)
-        if MOST_SEEN * int(known.unseen.sum()) <= len(guess):
+        if MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(guess):
             swept = sweep(sweeps, c)
             if swept.found.all():
                 return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios)
@@ -247,7 +252,7 @@ def unmixed(
         if swept is None or not swept.found.any():
             raise UsageError(NO_TOKEN)
         return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios[swept.found])
-    placed, polished, numbers = _of_tokens(tokens, sweep, sweeps, guess if len(guess) else known.rows, scales)
+    placed, polished, numbers = _of_tokens(tokens, sweep, sweeps, guess if len(guess) else sweeps.known.rows, scales)
     if swept is not None and swept.level < polished.level:
         return _from_sweeps(sweeps, swept, scales), numbers
     return _from_sweeps(sweeps, polished, scales, placed), numbers
@@ -266,7 +271,7 @@ def _of_tokens(
     numbers = _numbers(tokens.losses / tokens.explained)
     if placed.found.any():
         numbers["misfit"] = float(placed.misfit[placed.found].median())
-    start = torch.where(placed.patches.isnan().any(dim=1, keepdim=True), guess, placed.patches)
+    start = torch.where(within_limits(placed.patches, sweeps.limits)[:, None], placed.patches, guess)
     return placed, sweep.converged(sweeps, sweeps.coefficients(start), ~placed.found), numbers
 
 
@@ -278,16 +283,21 @@ def _numbers(ratios: Tensor) -> dict[str, float]:
 def _from_sweeps(
     sweeps: PatchSweeps, swept: Swept, scales: Tensor, placed: PlacedPatches | None = None
 ) -> PlacedPatches:
-    """The patches of the sweeps; those of tokens that were `placed` where only these are certified."""
+    """The patches of the sweeps, NaN where they are outside the limits; those of tokens where only these are certified.
+
+    Args:
+        placed: what tokens say, where they were searched.
+    """
     patches, deviation = sweeps.patches(swept.c), sweeps.deviation(swept.c, scales)
+    patches[~within_limits(patches, sweeps.limits)] = torch.nan
     deviation[~swept.found] = torch.inf
     if placed is None:
         return PlacedPatches(patches, deviation, swept.found, swept.ratios)
-    token = placed.found & ~swept.found
+    token = placed.found & ~swept.found & within_limits(placed.patches, sweeps.limits)
     return PlacedPatches(
         torch.where(token[:, None], placed.patches, patches),
         torch.where(token, placed.deviation, deviation),
-        placed.found | swept.found,
+        token | swept.found,
         torch.where(token, placed.misfit, swept.ratios),
     )
 
@@ -332,6 +342,12 @@ def mask_in_words(masked: Tensor, *, sent: bool) -> str:
     """
     what = "position rows are exactly zero" if sent else "positions are masked"
     return f"{int(masked.sum())} of {len(masked)} {what}"
+
+
+def pixel_limits(tokenizer: Tokenizer, observation: Observation, device: torch.device) -> Tensor:
+    """(2, P) float64 normalised: the range of pixels, with `MARGIN` at both ends."""
+    scale, shift = (pixel_scales(tokenizer, channel, device) for channel in (observation.std, observation.mean))
+    return torch.stack([(-MARGIN - shift) / scale, (1 + MARGIN - shift) / scale])
 
 
 def pixel_scales(tokenizer: Tokenizer, values: tuple[float, ...], device: torch.device) -> Tensor:
