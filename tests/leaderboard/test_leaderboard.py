@@ -49,10 +49,10 @@ def toy():
 
 @pytest.fixture(scope="module")
 def added(toy, tmp_path_factory) -> Path:
-    """The file of the toy defence on the trial track, its updates attacked in two processes."""
+    """The file of the toy defence on the trial track."""
     folder = tmp_path_factory.mktemp("board")
     options = ["--track", "trial", "--results", str(folder / "results"), "--work", str(folder / "work")]
-    assert main(["add", ENTRY, *options, "--workers", "2"]) == 0
+    assert main(["add", ENTRY, *options]) == 0
     return folder / "results" / "toy-gamma_0.5@trial.json"
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from experiments.situations.answers import Answer, of_command
 
-SMALL = "--model vit_mini_32 --weights random --clients 3 --audit-clients 0 1 --rounds 2 --test-limit 8 --threads 1"
+SMALL = "--model vit_mini_32 --weights random --clients 3 --audit-clients 1 --rounds 2 --test-limit 8 --threads 1"
 
 
 def run(options: str = "", small: str = SMALL) -> Callable[[], Answer]:
@@ -33,7 +33,7 @@ def raising() -> Answer:
         return run("--attacks patch_embedding april --defense none")()
 
 
-FEWER = SMALL.replace("--audit-clients 0 1", "")
+FEWER = SMALL.replace("--audit-clients 1", "")
 COMMANDS: dict[str, tuple[str, Callable[[], Answer]]] = {
     "no_defence": ("no defence: `--defense none`", run("--defense none")),
     "default_mjp": ("MJP as it comes: `--defense mjp` (γ = 0.9)", run("--defense mjp")),

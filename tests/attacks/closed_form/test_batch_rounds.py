@@ -265,12 +265,12 @@ def test_float32_above_50_db(mini) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "threshold"), [(2, 60.0), (3, 40.0)])
-def test_vit_b_at_224(size: int, threshold: float) -> None:
+@pytest.mark.parametrize(("size", "pixels", "threshold"), [(2, 224, 60.0), (3, 112, 40.0)])
+def test_vit_b(size: int, pixels: int, threshold: float) -> None:
     """Image i of the last batch meets `size` - 1 strangers in each of its three steps."""
     folder = shared_file("data/imagenet-sample")
-    images = load_data(f"folder:{folder}", size=224, train_limit=16).train.images(list(range(16)))
-    model = build_model("vit_b", num_classes=8, weights="random")
+    images = load_data(f"folder:{folder}", size=pixels, train_limit=16).train.images(list(range(16)))
+    model = build_model("vit_b", num_classes=8, weights="random", image_size=pixels)
     del model.module.blocks[4:]  # the attack reads the first
     strangers = iter(range(size, len(images)))
     batches = [(i, *(next(strangers) for _ in range(size - 1))) for _ in range(2) for i in range(size)]

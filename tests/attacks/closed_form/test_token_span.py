@@ -74,13 +74,14 @@ def test_the_mlps_spans_settle_what_the_attentions_leaves_open() -> None:
 
 
 @pytest.mark.slow
-def test_deit_s_has_fewer_equations_than_unknowns_and_is_solved_all_the_same() -> None:
-    model, image = build_model("deit_s", num_classes=8, weights="random"), photographs(224, 1)
-    del model.module.blocks[2:]  # the attack reads the first
+def test_fewer_equations_than_unknowns_are_solved_all_the_same() -> None:
+    """As on DeiT-S at 224 pixels, in a quarter of the time: 91 equations a patch for 100 unknowns."""
+    model = build_model("vit_ti", num_classes=8, weights="random", image_size=160)
+    image = photographs(160, 1)
     found = attack()([without(observe(model, image), "pos_embed")])
     assert found.details["equations"] < found.details["unknowns"]
     assert found.details["steps"] == 3
-    assert psnr(found.images, image, patch=16) > 20  # 23.3 when this was written
+    assert psnr(found.images, image, patch=16) > 30  # 41.1 when this was written
     error = (found.images - image).square().mean(dim=1, keepdim=True)
     right = torch.nn.functional.avg_pool2d(error, 16).sqrt() < 10 ** (-25 / 20)
     vouched = torch.nn.functional.avg_pool2d(found.known.float(), 16) == 1
