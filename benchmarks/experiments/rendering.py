@@ -71,24 +71,26 @@ def read_run(folder: Path) -> dict[str, Any]:
 def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.DataFrame:
     """Mean with 95 % interval, median, first decile (dB) and share of images above `RECOGNISABLE` dB, by `by`.
 
+    The interval is one over images: where several seeds were run, over the mean of each image.
+
     Args:
-        rows: with the columns `by`, `value` (dB) and `seconds`.
+        rows: with the columns `by`, `value` (dB), `seconds`, `seed` and `image_id`.
 
     Returns:
         The columns `by`, for V the name of the value V_mean, V_low, V_high, V_median, V_first_decile and
-        V_share_recognisable, `seconds_median` and `count` (of images).
+        V_share_recognisable, `seconds_median`, `count` (of images) and `seeds`.
     """
     lines = []
     for key, group in rows.groupby(by, sort=False):
-        values = group[value].to_numpy()
-        interval = bootstrap_mean(values)
+        values, seeds = group[value].to_numpy(), group["seed"].nunique()
+        interval = bootstrap_mean(values if seeds == 1 else group.groupby("image_id")[value].mean().to_numpy())
         finite = values[np.isfinite(values)]
         spread = np.quantile(finite, [0.5, 0.1]) if len(finite) else (np.nan, np.nan)
         good = float((finite > RECOGNISABLE).mean()) if len(finite) else np.nan
         numbers = {"mean": interval.mean, "low": interval.low, "high": interval.high, "median": spread[0]}
         numbers |= {"first_decile": spread[1], "share_recognisable": good}
         named = {f"{value}_{name}": number for name, number in numbers.items()}
-        other = {"seconds_median": group["seconds"].median(), "count": interval.count}
+        other = {"seconds_median": group["seconds"].median(), "count": interval.count, "seeds": seeds}
         lines.append(dict(zip(by, key, strict=True)) | named | other)
     return pd.DataFrame(lines)
 

@@ -114,7 +114,7 @@ COUNTS = {
     "certified_right": "of them, images with every patch above 25 dB",
     "claims": "images whose answer comes without a diagnosis",
     "closed_form": "images of which a closed form and a search give the same",
-    "seeds": "trainings or federations behind a mean",
+    "seeds": "trainings, federations, or seeds of weights and masks behind a mean",
     "repeats": "timed repetitions",
     "log_rows": "rows that a report is of",
     "checks": "models that clients have checked",

@@ -13,10 +13,12 @@ import pytest
 import torch
 from experiments.adaptive import protocol, updates
 from experiments.adaptive.render import mask_block
+from experiments.rendering import spread_table
 from rich.console import Console
 
 from attacks import ATTACKS, Capability
 from fedmjp.audit.victims import drifted
+from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import load_rows
 
 SMALL = [
@@ -243,3 +245,21 @@ def test_a_defence_without_a_masking_ratio_is_attacked_once(tmp_path) -> None:
     assert set(rows["model"]) == {"vit_mini_64"}
     assert pd.read_csv(out / "one_update.csv")["psnr_median"].min() > 60  # a multiplier of 0 hides nothing
     assert set(pd.read_csv(out / "updates.csv")["gamma"]) == {0}
+
+
+def test_several_seeds_of_one_image_count_as_one_image() -> None:
+    """The interval is that of the images' means over seeds, not of three times as many images."""
+    psnr = {"a": (10.0, 20.0, 30.0), "b": (40.0, 60.0, 80.0), "c": (100.0, 110.0, 120.0)}
+    rows = pd.DataFrame(
+        [
+            {"attack": "unmix", "image_id": image, "seed": seed, "psnr": value, "seconds": 1.0}
+            for image, values in psnr.items()
+            for seed, value in enumerate(values)
+        ]
+    )
+    line = spread_table(rows, ["attack"]).iloc[0]
+    expected = bootstrap_mean([20.0, 60.0, 110.0])
+    assert (line["count"], line["seeds"]) == (3, 3)
+    assert (line["psnr_mean"], line["psnr_low"], line["psnr_high"]) == pytest.approx(expected[:3])
+    assert line["psnr_median"] == 60.0
+    assert line["psnr_share_recognisable"] == pytest.approx(7 / 9)

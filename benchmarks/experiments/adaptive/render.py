@@ -31,10 +31,15 @@ def _one_update(table: pd.DataFrame) -> str:
             f"`{row.attack}`",
             mean,
             f"median {row.psnr_visible_median:.1f}",
-            f"{row['count']:.0f}",
+            _images(row),
         ]
         lines.append(cells)
     return markdown_table(["one update, γ", "attack", "whole image (dB)", "visible patches (dB)", "images"], lines)
+
+
+def _images(row: pd.Series) -> str:
+    """How many images a line is of, and under how many seeds of weights and masks where there are several."""
+    return f"{row['count']:.0f}" + (f", {row['seeds']:.0f} seeds" if row["seeds"] > 1 else "")
 
 
 def _over_updates(table: pd.DataFrame) -> str:
@@ -42,7 +47,7 @@ def _over_updates(table: pd.DataFrame) -> str:
     for (gamma, schedule, attack), own in table.groupby(["gamma", "setting", "attack"], sort=False):
         columns = {"updates": ".0f", "psnr_median": ".1f", "psnr_first_decile": ".1f", "psnr_share_recognisable": ".0%"}
         cells = [", ".join(format(value, form) for value in own[name]) for name, form in columns.items()]
-        cells[-1] += f" of {own['count'].max():.0f}"
+        cells[-1] += f" of {_images(own.iloc[own['count'].argmax()])}"
         lines.append([f"{gamma}, {schedule}", f"`{attack}`", *cells])
     heads = ["γ, schedule", "attack", "after so many updates", "median (dB)", "first decile (dB)"]
     return markdown_table([*heads, "images above 25 dB"], lines)
