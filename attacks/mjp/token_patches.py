@@ -59,6 +59,11 @@ class KnownPatches:
     masked: Tensor
     unseen: Tensor
 
+    @property
+    def apart(self) -> bool:
+        """Whether linear equations tell the patches apart; where not, tokens alone say which patch is where."""
+        return not bool((self.rows == self.rows[0]).all())
+
 
 def known_span(observation: Observation, tokenizer: Tokenizer) -> KnownPatches:
     """The affine span of all patches, from the gradient of the patch projection alone; no place is known.

@@ -52,6 +52,8 @@ QUERIES = "blocks.0.attn.qkv.weight"
 # Pixels of a photograph lie in [0, 1]; this far outside they are none, even where other means and deviations than the
 # model's were given.
 MARGIN = 2.0
+# Where tokens alone say which patch is where, the errors of noisy messages are up to so many times those expected.
+TOKEN_ERROR = 10.0
 # Sweeps come before the search of tokens where at most one patch in so many is unseen.
 MOST_SEEN = 4
 
@@ -323,7 +325,8 @@ def finished(
     patches = torch.where(missing[:, None], guess, placed.patches)
     scale, shift = (pixel_scales(tokenizer, channel, patches.device) for channel in (observation.std, observation.mean))
     patches = patches[placement(tokenizer, patches * scale + shift, known.unseen)]
-    sure = placed.found & (placed.deviation < VOUCHED_DEVIATION) & ~known.unseen
+    deviation = placed.deviation if known.apart else TOKEN_ERROR * placed.deviation
+    sure = placed.found & (deviation < VOUCHED_DEVIATION) & ~known.unseen
     found, obstacle = int(placed.found.sum()), ""
     if found < len(missing) / 2:
         obstacle = (

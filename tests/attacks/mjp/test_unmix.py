@@ -331,6 +331,26 @@ def test_placement_is_a_permutation_that_never_costs_more(seed: int, share: floa
     assert board.total(order.numpy()) <= board.total(torch.arange(64).numpy()) + 1e-9
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "least"), [("bfloat16", 10), ("int8", 0)])
+def test_what_is_vouched_for_in_coarse_messages_is_right(kind: str, least: int) -> None:
+    """Where tokens alone say which patch is where, and rounding makes some of them wrong."""
+    model, image = build_model("vit_mini_32", num_classes=10, weights="auto"), photographs(32, 2)[1:]
+    view = observe(model, image, labels=torch.tensor([3]))
+    left = {n: g for n, g in view.gradients.items() if n != "pos_embed" and "attn.qkv" not in n}
+    if kind == "int8":
+        sent = {n: (g * 127 / g.abs().max()).round() * g.abs().max() / 127 for n, g in left.items()}
+    else:
+        sent = {n: g.bfloat16().float() for n, g in left.items()}
+    found = ATTACKS.get("unmix")()([dataclasses.replace(view, gradients=sent)])
+    pieces = torch.nn.functional.avg_pool2d(found.known.float(), 4) == 1
+    error = torch.nn.functional.avg_pool2d((found.images - image).square().mean(dim=1, keepdim=True), 4).sqrt()
+    right = error < 10 ** (-25 / 20)
+    assert int(pieces.sum()) >= least
+    assert not (pieces & ~right).any()
+    assert not right.all()
+
+
 def test_a_patch_that_grows_without_bound_is_not_found(exact, exact_update, block) -> None:
     """Its token's direction is all that the spans see, whatever its length."""
     view, _, moved = exact_update
