@@ -8,7 +8,7 @@ from pathlib import Path
 from attacks.registry import UsageError
 from experiments.scaffold import AttackOptions, check_positive
 
-ATTACKS = ("patch_embedding", "token_span", "mjp_subspace", "mjp_rounds", "sparse_rounds", "gauss_newton")
+ATTACKS = ("patch_embedding", "token_span", "mjp_subspace", "mjp_rounds", "unmix", "sparse_rounds", "gauss_newton")
 RETURNED, DECAYED, FEEDBACK = "returned weights", "weight decay", " with feedback"
 # Message -> entry of the defence that makes it; none for those that a client's recipe makes.
 PRECISIONS = {
@@ -46,7 +46,7 @@ class Options(AttackOptions):
 
     One image an update. `patch_embedding`, `token_span` and `gauss_newton`, which refines the answer of the first and
     reads rounded messages alone, take the update of an undefended client of --model,
-    `mjp_subspace` the last and `mjp_rounds` all of --updates updates of a client under MJP with --gamma (its variant
+    `mjp_subspace` and `unmix` the last and `mjp_rounds` all of --updates updates of a client under MJP with --gamma (its variant
     with the suffix _mjp; every step jigsawed, with its localisation loss, weights drifting by --drift between two of
     them). Every message is sent in each of --precisions. Attacks that know the errors of a message's entries run twice,
     without and with them; weight decay is left in the update for the first and removed for the second. Of small images
@@ -66,7 +66,7 @@ class Options(AttackOptions):
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     """Of the message."""
     attacks: tuple[str, ...] = ATTACKS
-    """Of patch_embedding, token_span, mjp_subspace, mjp_rounds, sparse_rounds and gauss_newton."""
+    """Of patch_embedding, token_span, mjp_subspace, mjp_rounds, unmix, sparse_rounds and gauss_newton."""
     bounds: bool = False
     """Also the Cramer-Rao bound of the equations of patch_embedding, of images up to 4,096 values and rounded messages
     that leave no entries out."""
