@@ -45,12 +45,12 @@ class Options(AttackOptions):
     """How much do closed forms lose when a message has fewer digits, and how much do the known errors give back?
 
     One image an update. `patch_embedding`, `token_span` and `gauss_newton`, which refines the answer of the first and
-    reads rounded messages alone, take the update of an undefended client of --model,
-    `mjp_subspace` and `unmix` the last and `mjp_rounds` all of --updates updates of a client under MJP with --gamma (its variant
-    with the suffix _mjp; every step jigsawed, with its localisation loss, weights drifting by --drift between two of
-    them). Every message is sent in each of --precisions. Attacks that know the errors of a message's entries run twice,
-    without and with them; weight decay is left in the update for the first and removed for the second. Of small images
-    --bounds adds what no unbiased estimate from the equations of `patch_embedding` goes below.
+    reads rounded messages alone, take the update of an undefended client of --model, `mjp_subspace` and `unmix` the
+    last and `mjp_rounds` all of --updates updates of a client under MJP with --gamma (its variant with the suffix _mjp;
+    every step jigsawed, with its localisation loss, weights drifting by --drift between two of them). Every message is
+    sent in each of --precisions. Attacks that know the errors of a message's entries run twice, without and with them;
+    weight decay is left in the update for the first and removed for the second. Of small images --bounds adds what no
+    unbiased estimate from the equations of `patch_embedding` goes below.
 
     `sparse_rounds` reads --sparse-updates updates, weights drifting likewise, of an undefended client that sends a
     share of the entries; messages with feedback are for it alone.
