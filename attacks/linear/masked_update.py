@@ -64,6 +64,7 @@ class MaskedUpdate:
         reasons: why the update does not hold the equations that the estimator takes it to hold, in words; empty where
             it does.
         boundless: the only reason is that the masked patches may be anything, so that the others may be, too.
+        mixed: the only reason is that noise hides too much of the visible rows to tell all patches apart.
         sums: the equations where they have different weights; None where rows, basis and noise say all.
         dropped: masked places may hold patches that are in no equation (`Observation.drops_patches`).
     """
@@ -80,6 +81,7 @@ class MaskedUpdate:
     dal_weight: float
     reasons: tuple[str, ...]
     boundless: bool = False
+    mixed: bool = False
     sums: NormalEquations | None = None
     dropped: bool = False
 
@@ -131,6 +133,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         scale[masked] = MASKED_SLACK * masked_scale
         scale[~masked] = solution.gains.sqrt()
     noise, spare = solution.noise, max(solution.spare, 1)
+    reasons, too_few = _reasons(update, solution), solution.rank < int((~masked).sum())
     anything = masked.all() or hidden >= p + (update.tokenizer.bias is not None)
     anything = bool(anything) and update.tokenizer.hides_positions  # else the rows are zero for another reason
     return MaskedUpdate(
@@ -144,8 +147,9 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         rank=len(solution.unknown),
         condition=solution.condition,
         dal_weight=update.dal_weight,
-        reasons=tuple(_reasons(update, solution)),
+        reasons=tuple(reasons),
         boundless=anything and not update.dropped and not update.unmet_assumptions(),
+        mixed=too_few and len(reasons) == 1 and not update.dropped,
         dropped=update.dropped,
     )
 

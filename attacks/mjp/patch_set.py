@@ -78,7 +78,7 @@ class PatchSet(PlacingAttack):
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
         scales = pixel_scales(tokenizer, observation.std, known.rows.device)
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
-        placed, details = unmixed(self.search, self.sweep, sweeps, known.rows[:0], scales)
+        placed, details = unmixed(self.search, self.sweep, sweeps, known.rows[:0], known.rows, scales)
         words = "the model has no position embedding"
         return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
 

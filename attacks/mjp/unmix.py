@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import VectorialVariation
+from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.position_rows import PositionRows, position_gradient, unmet_assumptions
 from attacks.mjp.joined_updates import (
     JoinedUpdates,
@@ -52,8 +53,8 @@ QUERIES = "blocks.0.attn.qkv.weight"
 # Pixels of a photograph lie in [0, 1]; this far outside they are none, even where other means and deviations than the
 # model's were given.
 MARGIN = 2.0
-# Where tokens alone say which patch is where, the errors of noisy messages are up to so many times those expected.
-TOKEN_ERROR = 10.0
+# Where tokens alone say which patch is where, and in rounded messages, errors are up to so many times those expected.
+TOKEN_ERROR = 20.0
 # Sweeps come before the search of tokens where at most one patch in so many is unseen.
 MOST_SEEN = 4
 
@@ -125,11 +126,12 @@ class Unmix(PlacingAttack):
             block = read_first_block(observation, tokenizer)
         except UsageError as error:
             raise UsageError("; ".join([*joined.reasons, str(error)])) from error
-        # Where every direction of a patch is open, the prior's guess is a guess of everything.
-        start = guess if len(known.basis) < tokenizer.patch_dim else guess[:0]
+        start = guess if known.apart else guess[:0]
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, guess.device))
         scales = pixel_scales(tokenizer, observation.std, guess.device)
-        placed, numbers = unmixed(self.search, self.sweep, sweeps, start, scales)
+        placed, numbers = unmixed(self.search, self.sweep, sweeps, start, guess, scales)
+        if joined.last.mixed:  # in so much noise the prior's guess is nearer than sweeps that are not certified
+            placed = replace(placed, patches=torch.where(placed.found[:, None], placed.patches, guess))
         words = mask_in_words(joined.last.masked, sent=position_gradient(observation, tokenizer) is not None)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
 
@@ -190,11 +192,16 @@ class Unmix(PlacingAttack):
         """
         last, estimate = joined.last, joined.estimate()
         sent = position_gradient(observation, joined.tokenizer) is not None
-        if last.boundless or (
-            not (sent or joined.reasons) and joined.tokenizer.patch_dim < joined.tokenizer.num_patches
+        if (
+            last.boundless
+            or last.mixed
+            or (not (sent or joined.reasons) and joined.tokenizer.patch_dim < joined.tokenizer.num_patches)
         ):
             known = replace(known_span(observation, joined.tokenizer), masked=last.masked, unseen=last.masked)
-            return known, known.rows, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
+            guess = known.rows
+            if last.mixed:
+                guess = self.prior.settle(estimate, joined.tokenizer, observation.std).patches
+            return known, guess, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
         if joined.reasons:
             words = mask_in_words(last.masked, sent=sent)
             named = [] if not last.masked.any() or words in "; ".join(joined.reasons) else [words]
@@ -226,13 +233,14 @@ def seconds_of_search(observation: Observation, tokenizer: Tokenizer, unseen: in
 
 
 def unmixed(
-    search: TokenSearch, sweep: SweepSearch, sweeps: PatchSweeps, guess: Tensor, scales: Tensor
+    search: TokenSearch, sweep: SweepSearch, sweeps: PatchSweeps, start: Tensor, guess: Tensor, scales: Tensor
 ) -> tuple[PlacedPatches, dict[str, float]]:
-    """Sweeps from the guess where most patches are seen; unless they find all, tokens, their patches, and sweeps.
+    """Sweeps from the start where most patches are seen; unless they find all, tokens, their patches, and sweeps.
 
     Args:
         sweeps: of the patches of the update, at the first block.
-        guess: (N, P) patches to start from, or none.
+        start: (N, P) patches to start from, or none, where too little is known of them.
+        guess: (N, P), of patches whose token is not found.
         scales: (P,) what a normalised pixel is in units of [0, 1].
 
     Returns:
@@ -240,10 +248,10 @@ def unmixed(
         the message explains, and, where tokens were searched, the median squared misfit of the equations of patch and
         attention.
     """
-    block, swept, starts = sweeps.block, None, guess[:0] @ sweeps.block.projection.T
-    if len(guess):
-        c = sweeps.coefficients(guess)
-        if MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(guess):
+    block, swept, starts = sweeps.block, None, start[:0] @ sweeps.block.projection.T
+    if len(start):
+        c = sweeps.coefficients(start)
+        if MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(start):
             swept = sweep(sweeps, c)
             if swept.found.all():
                 return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios)
@@ -254,7 +262,7 @@ def unmixed(
         if swept is None or not swept.found.any():
             raise UsageError(NO_TOKEN)
         return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios[swept.found])
-    placed, polished, numbers = _of_tokens(tokens, sweep, sweeps, guess if len(guess) else sweeps.known.rows, scales)
+    placed, polished, numbers = _of_tokens(tokens, sweep, sweeps, guess, scales)
     if swept is not None and swept.level < polished.level:
         return _from_sweeps(sweeps, swept, scales), numbers
     return _from_sweeps(sweeps, polished, scales, placed), numbers
@@ -325,7 +333,8 @@ def finished(
     patches = torch.where(missing[:, None], guess, placed.patches)
     scale, shift = (pixel_scales(tokenizer, channel, patches.device) for channel in (observation.std, observation.mean))
     patches = patches[placement(tokenizer, patches * scale + shift, known.unseen)]
-    deviation = placed.deviation if known.apart else TOKEN_ERROR * placed.deviation
+    exact = known.apart and coarseness(observation, layers_of(observation.model)) <= COARSE
+    deviation = placed.deviation * (1.0 if exact else TOKEN_ERROR)
     sure = placed.found & (deviation < VOUCHED_DEVIATION) & ~known.unseen
     found, obstacle = int(placed.found.sum()), ""
     if found < len(missing) / 2:

@@ -332,7 +332,7 @@ def test_placement_is_a_permutation_that_never_costs_more(seed: int, share: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "least"), [("bfloat16", 10), ("int8", 0)])
+@pytest.mark.parametrize(("kind", "least"), [("float16", 10), ("int8", 0)])
 def test_what_is_vouched_for_in_coarse_messages_is_right(kind: str, least: int) -> None:
     """Where tokens alone say which patch is where, and rounding makes some of them wrong."""
     model, image = build_model("vit_mini_32", num_classes=10, weights="auto"), photographs(32, 2)[1:]
@@ -341,14 +341,30 @@ def test_what_is_vouched_for_in_coarse_messages_is_right(kind: str, least: int) 
     if kind == "int8":
         sent = {n: (g * 127 / g.abs().max()).round() * g.abs().max() / 127 for n, g in left.items()}
     else:
-        sent = {n: g.bfloat16().float() for n, g in left.items()}
+        sent = {n: g.half().float() for n, g in left.items()}
     found = ATTACKS.get("unmix")()([dataclasses.replace(view, gradients=sent)])
     pieces = torch.nn.functional.avg_pool2d(found.known.float(), 4) == 1
     error = torch.nn.functional.avg_pool2d((found.images - image).square().mean(dim=1, keepdim=True), 4).sqrt()
     right = error < 10 ** (-25 / 20)
     assert int(pieces.sum()) >= least
     assert not (pieces & ~right).any()
-    assert not right.all()
+    assert float(right.float().mean()) > 0.9 if kind == "float16" else not right.all()
+
+
+@pytest.mark.slow
+def test_half_precision_hides_rows_and_not_tokens() -> None:
+    """The position rows have too few digits to tell the patches apart: tokens do, whatever their order."""
+    image = photographs(64, 1)
+    view, mask, _ = masked_update(build_model("vit_mini_64_mjp", num_classes=200, weights="auto"), image, gamma=0.1)
+    sent = dataclasses.replace(view, gradients={n: g.half().float() for n, g in view.gradients.items()})
+    assert solve_masked(read_position_rows(sent)).mixed
+    found = ATTACKS.get("unmix")()([sent])
+    pieces = torch.nn.functional.avg_pool2d(found.known.float(), 8) == 1
+    error = torch.nn.functional.avg_pool2d((found.images - image).square().mean(dim=1, keepdim=True), 8).sqrt()
+    assert float(any_place(found.images, image, 8)[0]) > 0.85  # 0.95 when this was written
+    assert int(pieces.sum()) > 20
+    assert (error[pieces] < 10 ** (-25 / 20)).all()
+    assert not pieces.flatten()[mask.flatten()].any()
 
 
 def test_a_patch_that_grows_without_bound_is_not_found(exact, exact_update, block) -> None:
