@@ -134,8 +134,8 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         scale[~masked] = solution.gains.sqrt()
     noise, spare = solution.noise, max(solution.spare, 1)
     reasons, too_few = _reasons(update, solution), solution.rank < int((~masked).sum())
-    anything = masked.all() or hidden >= p + (update.tokenizer.bias is not None)
-    anything = bool(anything) and update.tokenizer.hides_positions  # else the rows are zero for another reason
+    hides = update.tokenizer.hides_positions  # else the rows are zero for another reason
+    anything = hides and bool(masked.all() or hidden >= p + (update.tokenizer.bias is not None))
     return MaskedUpdate(
         rows=guess,
         basis=basis,
@@ -149,7 +149,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         dal_weight=update.dal_weight,
         reasons=tuple(reasons),
         boundless=anything and not update.dropped and not update.unmet_assumptions(),
-        mixed=too_few and len(reasons) == 1 and not update.dropped,
+        mixed=hides and too_few and len(reasons) == 1 and not update.dropped,
         dropped=update.dropped,
     )
 
