@@ -1,8 +1,7 @@
 """A killed command resumes to the results of an unbroken one, whichever of its file operations it is killed at.
 
-From copies of the folder before each operation, which are what a killed process leaves, of simulate and april_attack
-from every second one that differs; two processes are killed in earnest. `make crash` resumes from every copy, and with
-ARGS=--kill it kills a process at every operation.
+From copies of the folder before each operation, which are what a killed process leaves; two processes are killed in
+earnest. `make crash ARGS=--kill` kills one at every operation.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "points"), [("simulate", 30), ("train", 0), ("april_attack", 20)])
-def test_a_command_resumes_from_the_states_of_its_folder(name: str, points: int, tmp_path) -> None:
-    assert crash.check(name, tmp_path, points) == []
+@pytest.mark.parametrize("name", ["simulate", "train", "april_attack"])
+def test_a_command_resumes_from_every_state_of_its_folder(name: str, tmp_path) -> None:
+    assert crash.check(name, tmp_path) == []
 
 
 def test_a_killed_command_resumes(tmp_path) -> None:

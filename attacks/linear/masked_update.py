@@ -133,8 +133,8 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         scale[masked] = MASKED_SLACK * masked_scale
         scale[~masked] = solution.gains.sqrt()
     noise, spare = solution.noise, max(solution.spare, 1)
-    reasons, too_few = _reasons(update, solution), solution.rank < int((~masked).sum())
     hides = update.tokenizer.hides_positions  # else the rows are zero for another reason
+    usable = not update.dropped and not update.unmet_assumptions()
     anything = hides and bool(masked.all() or hidden >= p + (update.tokenizer.bias is not None))
     return MaskedUpdate(
         rows=guess,
@@ -147,11 +147,17 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         rank=len(solution.unknown),
         condition=solution.condition,
         dal_weight=update.dal_weight,
-        reasons=tuple(reasons),
-        boundless=anything and not update.dropped and not update.unmet_assumptions(),
-        mixed=hides and too_few and len(reasons) == 1 and not update.dropped,
+        reasons=tuple(_reasons(update, solution)),
+        boundless=anything and usable,
+        mixed=hides and not anything and _is_mixed(update, solution) and usable,
         dropped=update.dropped,
     )
+
+
+def _is_mixed(update: PositionRows, solution: RowSolution) -> bool:
+    """Whether the noise, and not the number of channels, leaves the visible rows fewer directions than patches."""
+    visible = int((~update.masked).sum())
+    return update.tokenizer.width - visible >= update.hidden and solution.rank < visible
 
 
 def _reasons(update: PositionRows, solution: RowSolution) -> list[str]:
@@ -168,7 +174,7 @@ def _reasons(update: PositionRows, solution: RowSolution) -> list[str]:
             f"{mask}; with {width} channels only {max(width - visible, 0)} directions of the {hidden} hidden ones can "
             f"be seen (needs channels >= patches, here {width} < {len(update.masked)})"
         )
-    elif solution.rank < visible:
+    elif _is_mixed(update, solution):
         reasons.append(f"{mask} and the others have rank {solution.rank} of {visible}: some patches stay mixed")
     return reasons
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.intervals import COARSE, coarseness
+from attacks.linear.normal_equations import Estimate
 from attacks.linear.position_rows import PositionRows, position_gradient, unmet_assumptions
 from attacks.mjp.joined_updates import (
     JoinedUpdates,
@@ -178,35 +179,36 @@ class Unmix(PlacingAttack):
         words = "the update holds neither the position gradient nor that of the first attention"
         return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
 
+    def _guess(self, estimate: Estimate, observation: Observation, tokenizer: Tokenizer) -> Tensor:
+        """(N, P): the prior's patches, given what linear equations say."""
+        return self.prior.settle(estimate, tokenizer, observation.std).patches
+
     def known_patches(
         self, joined: JoinedUpdates, observation: Observation
     ) -> tuple[KnownPatches, Tensor, dict[str, float]]:
         """What the updates give of the patches, a guess of all of them (N, P), and numbers for the details.
 
         Where more patches are masked than one has values, the rows of the visible ones say nothing of their pixels, and
-        the span of all patches is all that is known. The same is used without position gradient where there are more
+        the span of all patches is all that is known; where noise mixes the visible rows, the span is known better than
+        the rows, which still give a guess. The span is used without position gradient, too, where there are more
         patches than one has values: it is everything then, and exact, and the spans of the first attention are not.
 
         Raises:
             UsageError: the last update does not hold the equations that it would have to.
         """
-        last, estimate = joined.last, joined.estimate()
-        sent = position_gradient(observation, joined.tokenizer) is not None
-        if (
-            last.boundless
-            or last.mixed
-            or (not (sent or joined.reasons) and joined.tokenizer.patch_dim < joined.tokenizer.num_patches)
-        ):
-            known = replace(known_span(observation, joined.tokenizer), masked=last.masked, unseen=last.masked)
-            guess = known.rows
-            if last.mixed:
-                guess = self.prior.settle(estimate, joined.tokenizer, observation.std).patches
-            return known, guess, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
-        if joined.reasons:
+        last, tokenizer = joined.last, joined.tokenizer
+        sent = position_gradient(observation, tokenizer) is not None
+        everything = not (sent or joined.reasons) and tokenizer.patch_dim < tokenizer.num_patches
+        if joined.reasons and not (last.boundless or last.mixed):
             words = mask_in_words(last.masked, sent=sent)
             named = [] if not last.masked.any() or words in "; ".join(joined.reasons) else [words]
             raise UsageError("; ".join([*named, *joined.reasons]))
-        guess = self.prior.settle(estimate, joined.tokenizer, observation.std).patches
+        estimate = joined.estimate()
+        if last.boundless or last.mixed or everything:
+            known = replace(known_span(observation, tokenizer), masked=last.masked, unseen=last.masked)
+            guess = self._guess(estimate, observation, tokenizer) if last.mixed else known.rows
+            return known, guess, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
+        guess = self._guess(estimate, observation, tokenizer)
         if joined.equations.updates == 1:
             known = KnownPatches(last.rows, last.basis, last.masked, last.masked)
             return known, guess, {"masked": int(last.masked.sum()), "rank": last.rank}

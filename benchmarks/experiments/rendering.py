@@ -22,6 +22,9 @@ from fedmjp.records.rows import RESULTS, Schema, load_rows
 from fedmjp.report.blocks import markdown_table as markdown_table
 from fedmjp.report.columns import check_columns
 
+# Columns that tell what was attacked apart: a batch may hold several views of one photograph.
+PICTURE = ["image_id", "image"]
+
 
 @dataclass(frozen=True)
 class Rendering:
@@ -71,10 +74,10 @@ def read_run(folder: Path) -> dict[str, Any]:
 def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.DataFrame:
     """Mean with 95 % interval, median, first decile (dB) and share of images above `RECOGNISABLE` dB, by `by`.
 
-    The interval is one over images: where several seeds were run, over the mean of each image.
+    Mean and interval are over images, each with its mean over seeds; the others are over all answers.
 
     Args:
-        rows: with the columns `by`, `value` (dB), `seconds`, `seed` and `image_id`.
+        rows: with the columns `by`, `value` (dB), `seconds`, `seed` and `PICTURE`.
 
     Returns:
         The columns `by`, for V the name of the value V_mean, V_low, V_high, V_median, V_first_decile and
@@ -82,15 +85,15 @@ def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.D
     """
     lines = []
     for key, group in rows.groupby(by, sort=False):
-        values, seeds = group[value].to_numpy(), group["seed"].nunique()
-        interval = bootstrap_mean(values if seeds == 1 else group.groupby("image_id")[value].mean().to_numpy())
+        values = group[value].to_numpy()
+        interval = bootstrap_mean(group.groupby(PICTURE, sort=False)[value].mean().to_numpy())
         finite = values[np.isfinite(values)]
         spread = np.quantile(finite, [0.5, 0.1]) if len(finite) else (np.nan, np.nan)
         good = float((finite > RECOGNISABLE).mean()) if len(finite) else np.nan
         numbers = {"mean": interval.mean, "low": interval.low, "high": interval.high, "median": spread[0]}
         numbers |= {"first_decile": spread[1], "share_recognisable": good}
         named = {f"{value}_{name}": number for name, number in numbers.items()}
-        other = {"seconds_median": group["seconds"].median(), "count": interval.count, "seeds": seeds}
+        other = {"seconds_median": group["seconds"].median(), "count": interval.count, "seeds": group["seed"].nunique()}
         lines.append(dict(zip(by, key, strict=True)) | named | other)
     return pd.DataFrame(lines)
 

@@ -252,7 +252,7 @@ def test_several_seeds_of_one_image_count_as_one_image() -> None:
     psnr = {"a": (10.0, 20.0, 30.0), "b": (40.0, 60.0, 80.0), "c": (100.0, 110.0, 120.0)}
     rows = pd.DataFrame(
         [
-            {"attack": "unmix", "image_id": image, "seed": seed, "psnr": value, "seconds": 1.0}
+            {"attack": "unmix", "image_id": image, "image": 0, "seed": seed, "psnr": value, "seconds": 1.0}
             for image, values in psnr.items()
             for seed, value in enumerate(values)
         ]
