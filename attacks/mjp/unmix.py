@@ -54,7 +54,8 @@ QUERIES = "blocks.0.attn.qkv.weight"
 # Pixels of a photograph lie in [0, 1]; this far outside they are none, even where other means and deviations than the
 # model's were given.
 MARGIN = 2.0
-# Where tokens alone say which patch is where, and in rounded messages, errors are up to so many times those expected.
+# Where tokens alone say which patch is where, and in rounded messages, errors are up to so many times those expected:
+# measured on trained models of 32 and 64 pixels, in float16, bfloat16, int8 and with noise of 1e-4 to 1e-2.
 TOKEN_ERROR = 20.0
 # Sweeps come before the search of tokens where at most one patch in so many is unseen.
 MOST_SEEN = 4
