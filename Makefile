@@ -60,10 +60,11 @@ lint: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
+# Modules are compiled when they are imported first: compiling all of them here would double the time.
 $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[federation,test]"
+	$(RUN) -m pip install --quiet --no-compile $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[federation,test]"
 	touch $(STAMP)
 
 clean:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +35,7 @@ from unittest.mock import patch
 import torch
 
 PATHS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
+PARSED: dict[tuple[str, ...], Any] = {}  # options by their arguments, without --out and --resume
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -53,11 +54,24 @@ class Command:
     result: Callable[[Path], Any]
 
 
+def parsed_once(module: Any) -> Any:
+    """A patch of a module's `parse`, under which arguments that differ in --out and --resume alone are parsed once."""
+    parse = module.parse
+
+    def parse_or_recall(options: type, program: str, description: Any, arguments: list[str], *default: Any) -> Any:
+        *own, _, out = (argument for argument in arguments if argument != "--resume")
+        if tuple(own) not in PARSED:
+            PARSED[tuple(own)] = parse(options, program, description, arguments, *default)
+        return replace(PARSED[tuple(own)], out=Path(out), resume="--resume" in arguments)
+
+    return patch.object(module, "parse", parse_or_recall)
+
+
 def _simulate(arguments: list[str]) -> int:
     from fedmjp import simulate
 
     # The page is rendered from rows, and can be again.
-    with patch.object(simulate, "report", lambda folder, console: folder.out):
+    with parsed_once(simulate), patch.object(simulate, "report", lambda folder, console: folder.out):
         return simulate.main(arguments)
 
 
@@ -68,19 +82,24 @@ def _train(arguments: list[str]) -> int:
     from fedmjp.report.styles import save
     from fedmjp.training import folder
 
-    with patch.object(folder, "history_figure", lambda rows, path: save(Figure(), path)):  # the same files, sooner
+    with (
+        parsed_once(train),
+        patch.object(folder, "history_figure", lambda rows, path: save(Figure(), path)),  # the same files, sooner
+    ):
         return train.main(arguments)
 
 
 def _april_attack(arguments: list[str]) -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
     import april_attack
+    from experiments import scaffold
     from experiments.leakage import protocol, render
     from matplotlib.figure import Figure
 
     from fedmjp.report.styles import save
 
     with (
+        parsed_once(scaffold),
         patch.object(protocol.Run, "picture", lambda self, subjects: None),
         patch.object(protocol, "rendered_table", lambda folder: None),  # the files are written; printed once more
         patch.object(protocol, "leakage_text", lambda table, block: ""),
