@@ -65,7 +65,7 @@ class Options(AttackOptions):
     """Defences, as for --defense of fedmjp.simulate."""
     recipes: tuple[str, ...] = ()
     """Names of recipes (none given: all)."""
-    budget: str = "3s"
+    budget: str = "15s"
     """Time that the suite may plan for each audited update, on one CPU core (60s, 2m)."""
     seed: int = 0
     """Fixes partition, order, augmentation and masks."""
