@@ -8,7 +8,9 @@ import pandas as pd
 import pytest
 import withheld
 from experiments.withheld.groups import GROUPS, without
+from experiments.withheld.options import Options
 
+from fedmjp.cli import split_commas
 from fedmjp.models import build_model
 from fedmjp.records.rows import load_rows
 from tests.conftest import observe, photographs
@@ -71,6 +73,11 @@ def test_one_group_alone_and_others_later(tmp_path) -> None:
     assert run(out, "--groups", "all but the classifier", "--resume") == 0
     table = pd.read_csv(out / "table.csv").set_index("withheld")
     assert dict(table["answer"]) == {"position embedding": "leaks", "all but the classifier": "not tested"}
+
+
+@pytest.mark.parametrize("names", [tuple(GROUPS), ("first query, key, value",), ("nothing", "first query, key, value")])
+def test_a_group_is_found_by_its_name_with_commas(names: tuple[str, ...]) -> None:
+    assert split_commas(Options(groups=names)).withheld() == names
 
 
 @pytest.mark.parametrize(
