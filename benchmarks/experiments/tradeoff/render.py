@@ -8,13 +8,17 @@ import pandas as pd
 
 from attacks.observation import SUPERVISED
 from experiments.rendering import Rendering, csv, read_rows, read_run
-from experiments.tradeoff.table import NOTES, OBJECTIVE_NOTES, markdown, placed, tradeoff_figure, tradeoff_table
+from experiments.tradeoff.figure import tradeoff_figure
+from experiments.tradeoff.table import NOTES, OBJECTIVE_NOTES, markdown, placed, tradeoff_table
+
+RANKS = "ranks.csv"
 
 
 def _tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """(table, rows, accuracy by round)."""
     rows, rounds = placed(read_rows(folder)), pd.read_csv(folder / "rounds.csv")
-    return tradeoff_table(rows, rounds, read_run(folder).get("not_run", {})), rows, rounds
+    ranks = pd.read_csv(folder / RANKS) if (folder / RANKS).exists() else None
+    return tradeoff_table(rows, rounds, read_run(folder).get("not_run", {}), ranks), rows, rounds
 
 
 def _by_objective(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
