@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,18 +20,22 @@ from fedmjp.report.styles import NORMAL, OBJECTIVES, SMALL, WIDTH, attack_style,
 
 GUESS = "mean_image"
 PANELS = 3  # a line of the figure
+MOST_PANELS = 12  # with more points than these, a line for each
 _MARKERS = ("o", "s", "^", "D")  # a partition each
 
 
 def tradeoff_figure(
     table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path, measured: str = "Test accuracy"
 ) -> None:
-    """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence.
+    """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence; of more than
+    `MOST_PANELS` defences `lines_figure`.
 
     Args:
         measured: what the accuracy is, for the axes.
     """
     points = list(dict.fromkeys(table["point"]))
+    if len(points) > MOST_PANELS:
+        return lines_figure(table, path, measured)
     lines = -(-len(points) // PANELS)
     figure = Figure(figsize=(WIDTH, 3.9 + 2.6 * lines), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(3.6, 0.3 + 2.6 * lines))
@@ -58,6 +63,54 @@ def tradeoff_figure(
     lower.supylabel("PSNR (dB) of the six strongest attacks, a scale a panel", fontsize=NORMAL)
     legend_below(lower, list(panels.flat), columns=3)
     save(figure, path)
+
+
+def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
+    """A line a federation with its accuracy and what its strongest attack found, numbered; and the planes of the same
+    numbers.
+
+    Args:
+        measured: see `tradeoff_figure`.
+    """
+    found = table[table["strongest"].astype(bool)]
+    found = found.sort_values("psnr_mean", ascending=False, kind="stable").reset_index(drop=True)
+    shown = [(f"{measured} (%)", "accuracy", 100.0), ("PSNR (dB), strongest attack", "psnr", 1.0)]
+    if "reidentified_mean" in found and found["reidentified_mean"].notna().any():
+        shown.append((f"Original nearest of {found['candidates'].max():,.0f} (%)", "reidentified", 100.0))
+    figure = Figure(figsize=(WIDTH, 3.2 + 0.19 * len(found)), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(0.6 + 0.19 * len(found), 2.6))
+    columns = upper.subplots(1, len(shown), sharey=True)
+    guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
+    for axes, (label, name, scale) in zip(columns, shown, strict=True):
+        for line in found.itertuples():
+            low, mean, high = (scale * getattr(line, f"{name}_{part}") for part in ("low", "mean", "high"))
+            bounds = np.nan_to_num([[max(mean - low, 0)], [max(high - mean, 0)]])
+            axes.errorbar([mean], [line.Index], xerr=bounds, capsize=1.5, **_style(line))
+        axes.set_xlabel(label, fontsize=SMALL)
+        dress(axes, grid="both")
+    columns[1].axvline(guess, lw=1, **attack_style(GUESS))
+    several = found["partition"].nunique() > 1
+    names = [f"{line.partition}, {line.point}" if several else line.point for line in found.itertuples()]
+    labels = [f"{name}: {attack}  {n}" for n, (name, attack) in enumerate(zip(names, found["attack"], strict=True), 1)]
+    columns[0].set_yticks(range(len(found)), labels, fontsize=SMALL)
+    columns[0].set_ylim(len(found) - 0.5, -0.5)
+    planes = lower.subplots(1, len(shown) - 1, squeeze=False)[0]
+    for axes, (label, name, scale) in zip(planes, shown[1:], strict=True):
+        for line in found.itertuples():
+            at = 100 * line.accuracy_mean, scale * getattr(line, f"{name}_mean")
+            axes.plot(*([value] for value in at), ls="", **_style(line))
+            axes.annotate(str(line.Index + 1), at, xytext=(3, 2), textcoords="offset points", fontsize=6)
+        axes.set_xlabel(shown[0][0], fontsize=SMALL)
+        axes.set_ylabel(label, fontsize=SMALL)
+        dress(axes, grid="both")
+    planes[0].axhline(guess, lw=1, **attack_style(GUESS))
+    save(figure, path)
+
+
+def _style(line: Any) -> dict[str, Any]:
+    """Of a federation's dot: hollow where it shows nothing."""
+    colour = _colour(line.point)
+    return {"color": colour, "mfc": "white" if _shows_nothing(line) else colour, "marker": "o", "ms": 4, "lw": 0.9}
 
 
 def _colour(point: str) -> str:

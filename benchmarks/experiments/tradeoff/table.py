@@ -82,8 +82,8 @@ def tradeoff_table(
         not to trust it); where there are ranks `reidentified_mean` with `reidentified_low` and `reidentified_high`
         (share of the attacked images of rank 1, Wilson's interval) and `candidates`; the federation's `most_patches`
         (the attack that brings most patches above 25 dB), `any_place` and `patches_found_mean` with its bounds
-        (`fedmjp.audit.patches`); its `accuracy_mean` with `accuracy_low` and
-        `accuracy_high` (95 % bootstrap interval over test images), `test_images`, `rounds` and `seeds`.
+        (`fedmjp.audit.patches`); its `accuracy_mean` with `accuracy_low` and `accuracy_high` (95 % bootstrap interval
+        over test images), `test_images`, `rounds` and `seeds`.
     """
     lines, names = [], dict.fromkeys([*rows["attack"], *reasons])
     for place, own in rows.groupby(list(PLACE), sort=False):
@@ -202,8 +202,8 @@ def _ranked(table: pd.DataFrame) -> bool:
 
 
 def _cells(own: pd.DataFrame, ranked: bool) -> list[str]:
-    """Accuracy, name, PSNR, gain, SSIM and count of one federation's strongest attack, and who brings most patches; LPIPS
-    and the share of originals found where they are `ranked`."""
+    """Accuracy, name, PSNR, gain, SSIM and count of a federation's strongest attack, and who brings most patches; where
+    originals were `ranked`, LPIPS and the share of those found."""
     any_line = own.iloc[0]
     bounds = [100 * any_line[f"accuracy{part}"] for part in MEAN]
     accuracy = f"{bounds[0]:.1f} [{bounds[1]:.1f}, {bounds[2]:.1f}]"
