@@ -46,6 +46,23 @@ patch has 48 values and there are 64 patches; attacks that need it the other way
 steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
 """
 
+# Stands under a table of federations that start at trained weights.
+TRAINED_NOTES = """\
+*From trained weights.* Every federation starts at the same checkpoint and fine-tunes by plain descent: many clients
+send the gradient of one batch each, so that every update that moves the model is one that is attacked, at the weights
+at which it was made. All defences train at one rate, none is tuned, and the checkpoint was trained on these images.
+
+*What the plane can tell.* What each defence costs over these rounds, from the same weights, images and order of
+clients; and what an honest-but-curious server with these attacks sees of them. *Original nearest of 1,000*: the share
+of attacked images of which the original is nearer to the reconstruction than 999 test images are, by features of
+LPIPS' network; by chance it is 0.1 %. *LPIPS* is a distance: 0 for equal images, lower is more of a leak.
+
+*What it cannot tell.* What a defence costs in a training from the start, or at rates tuned for it. Intervals are over
+test images and updates; another seed may move both. Where the update does not hold the order of patches, the column of
+patches counts them in any place, and the measures of whole images are those of a guessed order. Searches run for few
+steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
+"""
+
 # Stands under the table of objectives.
 OBJECTIVE_NOTES = """\
 *Accuracy* is that of a linear probe: logistic regression on the features of the frozen encoder after the last round,
