@@ -270,11 +270,7 @@ def test_many_defences_are_drawn_as_lines(whole, tmp_path, monkeypatch) -> None:
     assert len(found) == 15
     labels = [label.get_text() for label in lines[0].get_yticklabels()]
     assert sorted(label.partition(": ")[0] for label in labels) == sorted(found["point"])
-    assert [axes.get_xlabel() for axes in lines] == [
-        "Test accuracy (%)",
-        "PSNR (dB), strongest attack",
-        "Original nearest of 9 (%)",
-    ]
+    assert [axes.get_xlabel() for axes in lines] == ["Test accuracy (%)", "PSNR (dB)", "Nearest of 9 (%)"]
     for axes in planes:
         assert sorted(int(text.get_text()) for text in axes.texts) == list(range(1, 16))
 

@@ -74,9 +74,9 @@ def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
     """
     found = table[table["strongest"].astype(bool)]
     found = found.sort_values("psnr_mean", ascending=False, kind="stable").reset_index(drop=True)
-    shown = [(f"{measured} (%)", "accuracy", 100.0), ("PSNR (dB), strongest attack", "psnr", 1.0)]
+    shown = [(f"{measured} (%)", "accuracy", 100.0), ("PSNR (dB)", "psnr", 1.0)]
     if "reidentified_mean" in found and found["reidentified_mean"].notna().any():
-        shown.append((f"Original nearest of {found['candidates'].max():,.0f} (%)", "reidentified", 100.0))
+        shown.append((f"Nearest of {found['candidates'].max():,.0f} (%)", "reidentified", 100.0))
     figure = Figure(figsize=(WIDTH, 3.2 + 0.19 * len(found)), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(0.6 + 0.19 * len(found), 2.6))
     columns = upper.subplots(1, len(shown), sharey=True)
@@ -103,7 +103,12 @@ def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
         axes.set_xlabel(shown[0][0], fontsize=SMALL)
         axes.set_ylabel(label, fontsize=SMALL)
         dress(axes, grid="both")
-    planes[0].axhline(guess, lw=1, **attack_style(GUESS))
+    planes[0].axhline(guess, lw=1, label="PSNR of the mean image (no gradient)", **attack_style(GUESS))
+    if any(map(_shows_nothing, found.itertuples())):
+        planes[0].plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than the best guess")
+    figure.legend(
+        *planes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False
+    )
     save(figure, path)
 
 

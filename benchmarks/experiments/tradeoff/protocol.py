@@ -25,7 +25,7 @@ from experiments.tradeoff.encoders import measure_encoder, read_encoder
 from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.reidentified import measure_ranks, read_ranks
 from experiments.tradeoff.render import OBJECTIVES, RANKS, TRADEOFF
-from experiments.tradeoff.table import point_of, under_objective
+from experiments.tradeoff.table import placed, point_of, under_objective
 from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, LocalConfig, ModelConfig, RunConfig
@@ -34,6 +34,7 @@ from fedmjp.federation import ClientFailure
 from fedmjp.models import split_name
 from fedmjp.models.weights import SHIPPED
 from fedmjp.records.files import write_whole
+from fedmjp.records.rows import load_rows
 from fedmjp.records.run_folder import RunFolder, test_images_of
 from fedmjp.records.run_record import note_rows
 from fedmjp.settings import split_entry
@@ -237,6 +238,10 @@ def _rounds(done: Sequence[Federation]) -> pd.DataFrame:
 
 
 def _placed(one: Federation, own: pd.DataFrame) -> pd.DataFrame:
-    """A federation's table with the columns that tell it from others."""
-    place = pd.DataFrame({"partition": one.partition, "point": one.point, "seed": one.config.seed}, index=own.index)
+    """A federation's table with the columns that tell it from others.
+
+    Its point is that of its rows: a defence may set its options by the number of rounds (`dp_sgd` for an epsilon).
+    """
+    (point,) = placed(load_rows(one.config.out / "rows.jsonl"))["point"].unique()
+    place = pd.DataFrame({"partition": one.partition, "point": point, "seed": one.config.seed}, index=own.index)
     return place.join(own)

@@ -166,15 +166,17 @@ def point_of(defense: str, parameters: Mapping[str, Any], model: str) -> str:
     chain as it is written.
 
     Args:
-        defense: as --defense takes it.
-        parameters: the defence's options; of those without a strength, what differs from the defaults is named.
+        defense: as --defense takes it; the settings that it names are its strength.
+        parameters: the defence's options, for one that names none: its strength, or what differs from the defaults.
         model: the name of the model that is trained.
     """
     if defense == "none":
         return "nope" if model.endswith("_nope") else "none"
-    if len(chain := split_chain(defense)) > 1:
+    (name, settings), *more = split_chain(defense)
+    if more:
         return defense
-    ((defense, _),) = chain
+    if settings:
+        return ", ".join([name, *(f"{option} = {value}" for option, value in settings.items())])
     for option, symbol in STRENGTHS.items():
         if option in parameters:
             return f"{defense}, {symbol} = {parameters[option]:g}"
