@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 import torch
 from PIL import Image
-from torch import Tensor
 
 from fedmjp.leaderboard import measure, protocol
 from fedmjp.leaderboard.images import fixed_images
 from fedmjp.leaderboard.protocol import Part
-from fedmjp.leaderboard.reidentification import Lineup, lineup_of
+from fedmjp.leaderboard.reidentification import lineup_of
 from fedmjp.leaderboard.tiers import tier_called
-from fedmjp.records.images import image_path
+from fedmjp.metrics.reidentification import Lineup
+from fedmjp.records.images import image_path, read_image, read_pair
 from fedmjp.records.rows import BASELINES, RowLog, load_rows, pack_rows
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def _lineups(submission: Submission, every: Sequence[Part]) -> list[Lineup | Non
     sizes: dict[str, int] = {}
     for part in every:
         if part.model not in sizes:
-            sizes[part.model] = _read_image(next(part.config.out.glob("images/**/*_original.png"))).shape[-1]
+            sizes[part.model] = read_image(next(part.config.out.glob("images/**/*_original.png"))).shape[-1]
     return [lineup_of(sizes[part.model], submission.track.candidates) for part in every]
 
 
@@ -71,7 +69,7 @@ def ranked_rows(part: Part, lineup: Lineup | None, submission: Submission) -> li
         row |= {measure.TIER: part.tier.name, measure.RANK: None}
         if submission.images is not None:
             row["dataset"] = f"folder:{submission.images.resolve().name}"
-    pairs = [(row, _pictures(part, row)) for row in rows]
+    pairs = [(row, read_pair(part.config.out, row)) for row in rows]
     shown = [(row, pictures) for row, pictures in pairs if pictures is not None]
     if shown and lineup is not None:
         originals, found = (torch.stack([pictures[i] for _, pictures in shown]) for i in (0, 1))
@@ -79,17 +77,6 @@ def ranked_rows(part: Part, lineup: Lineup | None, submission: Submission) -> li
         for (row, _), rank in zip(shown, ranks, strict=True):
             row[measure.RANK] = rank
     return rows
-
-
-def _pictures(part: Part, row: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Original and reconstruction of a row, (3, H, W) each; None where the attack returned none, and for guesses'."""
-    place = part.config.out, row["defense"], row["round"], row["client"], row["image"]
-    paths = [image_path(*place, what) for what in ("original", row["attack"])]
-    return tuple(map(_read_image, paths)) if all(path.exists() for path in paths) else None
-
-
-def _read_image(path: Path) -> Tensor:
-    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1).float() / 255
 
 
 def base_of(model: str) -> str:

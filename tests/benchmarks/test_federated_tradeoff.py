@@ -10,8 +10,9 @@ import federated_tradeoff
 import numpy as np
 import pandas as pd
 import pytest
+from experiments.tradeoff import figure
 from experiments.tradeoff.options import Options
-from experiments.tradeoff.table import final_accuracy, tradeoff_table
+from experiments.tradeoff.table import final_accuracy, reidentified, tradeoff_table
 
 from attacks import ATTACKS
 from attacks.active.base import ActiveAttack
@@ -191,6 +192,10 @@ MISTAKES = [
     (["--clients", "0"], "--clients must be at least 1"),
     (["--defenses", "none", "none"], "--defenses takes one or more different entries"),
     (["--defenses", "mjp", "--gammas"], "--defenses mjp needs --gammas"),
+    (["--defenses", "quantise:quantise_format=decimal"], "quantise_format"),
+    (["--defenses", "mjp+mjp"], "mjp"),
+    (["--batch-size", "0"], "--batch-size must be at least 1"),
+    (["--augment", "rotate"], "rotate"),
     (["--seeds", "1", "1"], "--seeds takes one or more different entries"),
     (["--grants", "omniscience"], "unknown capability"),
     (["--data", "cifar10", "--data-path", "nowhere"], "nowhere"),
@@ -218,6 +223,56 @@ def test_any_registered_defence_has_its_federation(tmp_path) -> None:
         in table.loc[("frozen_positions", "patch_embedding"), "note"]
     )
     assert len(list((out / "federations").iterdir())) == 2
+
+
+def test_entries_with_settings_and_chains_run_as_written_on_augmented_batches(tmp_path) -> None:
+    """Clients feed two augmented images; each original is looked for among the test images."""
+    out = tmp_path / "out"
+    entries = ["quantise:quantise_format=int4,quantise_per=row", "mjp:gamma=0.5+noise"]
+    options = ["--defenses", "none", *entries, "--batch-size", "2", "--augment", "flip", "--attacks", "patch_embedding"]
+    assert run(out, *options, "--rounds", "1", "--audit-points", "1", "--at-most", "2") == 0
+    points = ["none", "mjp:gamma=0.5+noise", "quantise, quantise_format = int4, quantise_per = row"]
+    table = pd.read_csv(out / "table.csv").set_index(["point", "attack"])
+    assert list(dict.fromkeys(table.index.get_level_values(0))) == points
+    rows = rows_of(out)
+    assert set(rows["batch_size"]) == {2}
+    config = json.loads(next((out / "federations").glob("*/run.json")).read_text())["config"]
+    assert config["local"]["augment"] == "flip"
+    ranks = pd.read_csv(out / "ranks.csv")
+    assert set(ranks["attack"]) == {"patch_embedding"}
+    assert set(ranks["candidates"]) == {9}
+    for point in points:
+        own = ranks[ranks["point"] == point]
+        assert len(own) == len(rows[(rows["attack"] == "patch_embedding")]) / 3
+        assert table.loc[(point, "patch_embedding"), "reidentified_mean"] == (own["rank"] == 1).mean()
+    assert np.isnan(table.loc[("none", "mean_image"), "reidentified_mean"])
+    assert "original nearest of 9" in (out / "table.md").read_text()
+
+
+def test_an_image_that_did_not_come_back_is_not_found() -> None:
+    rows = pd.DataFrame([make_row(client=c, attack="april", psnr=p) for c, p in enumerate([30.0, 30.0, None, None])])
+    ranks = pd.DataFrame({"rank": [1, 2], "candidates": [50, 50]})
+    found = reidentified(rows, ranks)
+    assert (found["reidentified_mean"], found["candidates"]) == (0.25, 50)
+    assert 0 < found["reidentified_low"] < 0.25 < found["reidentified_high"] < 1
+    assert reidentified(rows[2:], ranks[:0])["reidentified_mean"] == 0
+    assert reidentified(rows, ranks[:0]) == {}  # the ranks were not measured
+
+
+def test_many_defences_are_drawn_as_lines(whole, tmp_path, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(figure, "save", lambda made, path: drawn.append(made))
+    table = pd.read_csv(whole / "table.csv").fillna({"note": "", "most_patches": ""})
+    many = pd.concat([table.assign(point=[f"{p}, x = {n}" for p in table["point"]]) for n in range(5)])
+    figure.tradeoff_figure(many, pd.DataFrame(), pd.DataFrame(), tmp_path / "lines.png")
+    lines, planes = drawn[0].axes[:3], drawn[0].axes[3:]
+    found = many[many["strongest"]]
+    assert len(found) == 15
+    labels = [label.get_text() for label in lines[0].get_yticklabels()]
+    assert sorted(label.partition(": ")[0] for label in labels) == sorted(found["point"])
+    assert [axes.get_xlabel() for axes in lines] == ["Test accuracy (%)", "PSNR (dB)", "Nearest of 9 (%)"]
+    for axes in planes:
+        assert sorted(int(text.get_text()) for text in axes.texts) == list(range(1, 16))
 
 
 def test_all_is_every_attack_that_is_granted_and_auto_is_left_to_the_updates() -> None:

@@ -20,10 +20,9 @@ from fedmjp.leaderboard import measure, page, protocol, schema
 from fedmjp.leaderboard.cli import main
 from fedmjp.leaderboard.images import DIGESTS, digests, fixed_images
 from fedmjp.leaderboard.listing import submissions
-from fedmjp.leaderboard.reidentification import Lineup, random_crops, same_picture
+from fedmjp.leaderboard.reidentification import lineup_of, random_crops, same_picture
 from fedmjp.leaderboard.tiers import PASSIVE, PLAIN, TIERS
 from fedmjp.leaderboard.verify import ROUNDINGS
-from fedmjp.metrics import load_lpips
 from fedmjp.records.images import save_image
 from fedmjp.records.rows import load_rows
 from tests.conftest import photographs
@@ -295,7 +294,7 @@ def test_an_original_is_found_among_candidates_and_noise_is_not() -> None:
     ids = list(DIGESTS)[:4]
     originals = photographs(32, 4)
     assert ids == ["astronaut/train/0", "chelsea/train/0", "coffee/train/0", "rocket/train/0"]
-    lineup = Lineup(32, 60, load_lpips())
+    lineup = lineup_of(32, 60)
     assert lineup.ranks(originals, originals, ids) == [1, 1, 1, 1]
     assert lineup.ranks(originals, originals.roll(1, dims=0), ids) != [1, 1, 1, 1]
     noise = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))

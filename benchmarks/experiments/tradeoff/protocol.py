@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -22,17 +23,19 @@ from experiments.rendering import read_rows
 from experiments.scaffold import Failure
 from experiments.tradeoff.encoders import measure_encoder, read_encoder
 from experiments.tradeoff.options import NOPE, Options
-from experiments.tradeoff.render import OBJECTIVES, TRADEOFF
-from experiments.tradeoff.table import point_of, under_objective
+from experiments.tradeoff.reidentified import measure_ranks, read_ranks
+from experiments.tradeoff.render import OBJECTIVES, RANKS, TRADEOFF
+from experiments.tradeoff.table import placed, point_of, under_objective
 from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
-from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
-from fedmjp.defenses import Defense
+from fedmjp.config import AuditConfig, DataConfig, FederationConfig, LocalConfig, ModelConfig, RunConfig
+from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.federation import ClientFailure
 from fedmjp.models import split_name
 from fedmjp.models.weights import SHIPPED
 from fedmjp.records.files import write_whole
-from fedmjp.records.run_folder import test_images_of
+from fedmjp.records.rows import load_rows
+from fedmjp.records.run_folder import RunFolder, test_images_of
 from fedmjp.records.run_record import note_rows
 from fedmjp.settings import split_entry
 
@@ -96,9 +99,10 @@ def _federation(options: Options, partition: str, seed: int, objective: str, nam
     if name == NOPE:
         config = replace(config, model=replace(config.model, model=f"{options.model}_nope"))
     else:
-        config = replace(config, defense=(name,), options=replace(config.options, **{name: defense}))
+        swept = {name: defense} if name in DEFENSES else {}  # other entries hold their options themselves
+        config = replace(config, defense=(name,), options=replace(config.options, **swept))
     words = Federation(config).title.replace(" = ", "").replace("γ", "gamma").replace("σ", "sigma")
-    folder = words.replace(",", "").replace(":", "").replace(" ", "_")
+    folder = words.replace(",", "").replace(":", "").replace("=", "").replace(" ", "_")
     return Federation(replace(config, out=options.out / "federations" / folder))
 
 
@@ -116,7 +120,8 @@ def finished(out: Path) -> list[Federation]:
 def _training(config: RunConfig) -> tuple:
     """What all federations of one table have in common."""
     federation = replace(config.federation, partition="", evaluate_every=1)
-    return federation, replace(config.data, data_path=None), split_name(config.model.model)[0], config.model.weights
+    data = replace(config.data, data_path=None)
+    return federation, config.local, data, split_name(config.model.model)[0], config.model.weights
 
 
 def _base(o: Options, partition: str, seed: int) -> RunConfig:
@@ -127,10 +132,12 @@ def _base(o: Options, partition: str, seed: int) -> RunConfig:
         federation=FederationConfig(
             clients=o.clients,
             rounds=o.rounds,
+            batch_size=o.batch_size,
             partition=partition,
             learning_rate=o.learning_rate,
             evaluate_every=max(1, o.rounds // o.audit_points),
         ),
+        local=LocalConfig(augment=o.augment),
         model=ModelConfig(model=o.model, weights=weights),
         data=DataConfig(data=o.data, data_path=o.data_path, test_limit=o.test_images),
         audit=AuditConfig(
@@ -183,7 +190,7 @@ def run(options: Options, console: Console) -> None:
     try:
         for number, one in enumerate(every, start=1):
             title = f"federation {number} of {len(every)}: {one.title}"
-            run_federation(one.config, title, console, measure_encoder if options.probes else None)
+            run_federation(one.config, title, console, partial(_measure, probes=options.probes))
     except ClientFailure as error:
         raise Failure(f"{error}\n{options.resume_hint()}") from error
     finally:
@@ -195,11 +202,21 @@ def run(options: Options, console: Console) -> None:
     console.print(f"table and figure: {options.out}", soft_wrap=True, highlight=False)
 
 
+def _measure(config: RunConfig, folder: RunFolder, probes: bool) -> None:
+    """What is measured of a federation beside its rows."""
+    measure_ranks(config, folder)
+    if probes:
+        measure_encoder(config, folder)
+
+
 def collect(done: Sequence[Federation], options: Options) -> None:
-    """Gather rows and rounds of finished federations, note the call in run.json, and write table and figure."""
+    """Gather rows, rounds and ranks of finished federations, note the call in run.json, and write table and figure."""
     out = options.out
     gather_rows([one.config.out for one in done], out)
     write_whole(out / "rounds.csv", _rounds(done).to_csv(index=False).encode())
+    ranks = [_placed(one, own) for one in done if (own := read_ranks(one.config.out)) is not None]
+    if ranks:
+        write_whole(out / RANKS, pd.concat(ranks).to_csv(index=False).encode())
     titles = sorted(one.title for one in done)
     program = "python benchmarks/federated_tradeoff.py"
     rows = read_rows(out)
@@ -216,6 +233,15 @@ def _rounds(done: Sequence[Federation]) -> pd.DataFrame:
         if own is None:
             own = pd.read_csv(one.config.out / "rounds.csv")[["round", "loss", "accuracy"]]
             own["test_images"] = test_images_of(one.config)
-        place = pd.DataFrame({"partition": one.partition, "point": one.point, "seed": one.config.seed}, index=own.index)
-        frames.append(place.join(own))
+        frames.append(_placed(one, own))
     return pd.concat(frames, ignore_index=True)
+
+
+def _placed(one: Federation, own: pd.DataFrame) -> pd.DataFrame:
+    """A federation's table with the columns that tell it from others.
+
+    Its point is that of its rows: a defence may set its options by the number of rounds (`dp_sgd` for an epsilon).
+    """
+    (point,) = placed(load_rows(one.config.out / "rows.jsonl"))["point"].unique()
+    place = pd.DataFrame({"partition": one.partition, "point": point, "seed": one.config.seed}, index=own.index)
+    return place.join(own)

@@ -8,13 +8,17 @@ import pandas as pd
 
 from attacks.observation import SUPERVISED
 from experiments.rendering import Rendering, csv, read_rows, read_run
-from experiments.tradeoff.table import NOTES, OBJECTIVE_NOTES, markdown, placed, tradeoff_figure, tradeoff_table
+from experiments.tradeoff.figure import tradeoff_figure
+from experiments.tradeoff.table import NOTES, OBJECTIVE_NOTES, TRAINED_NOTES, markdown, placed, tradeoff_table
+
+RANKS = "ranks.csv"
 
 
 def _tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """(table, rows, accuracy by round)."""
     rows, rounds = placed(read_rows(folder)), pd.read_csv(folder / "rounds.csv")
-    return tradeoff_table(rows, rounds, read_run(folder).get("not_run", {})), rows, rounds
+    ranks = pd.read_csv(folder / RANKS) if (folder / RANKS).exists() else None
+    return tradeoff_table(rows, rounds, read_run(folder).get("not_run", {}), ranks), rows, rounds
 
 
 def _by_objective(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
@@ -25,8 +29,9 @@ def _by_objective(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFram
 
 def tradeoff_files(folder: Path) -> dict[str, str]:
     """table.csv, and table.md with what the table can tell under it."""
-    table, _, _ = _tables(folder)
-    return {"table.csv": csv(table, 6), "table.md": f"{markdown(table)}\n\n{NOTES}"}
+    table, rows, _ = _tables(folder)
+    notes = NOTES if rows["weights"].str.startswith("random").any() else TRAINED_NOTES
+    return {"table.csv": csv(table, 6), "table.md": f"{markdown(table)}\n\n{notes}"}
 
 
 def objectives_files(folder: Path) -> dict[str, str]:
@@ -52,4 +57,5 @@ TRADEOFF = Rendering("federated_tradeoff", tradeoff_files, {"tradeoff": tradeoff
 OBJECTIVES = Rendering(
     "federated_tradeoff_objectives", objectives_files, {"tradeoff_objectives": tradeoff_block}, _objective_figures
 )
-RENDERINGS = (TRADEOFF, OBJECTIVES)
+TRAINED = Rendering("federated_tradeoff_trained", tradeoff_files, {"tradeoff_trained": tradeoff_block}, _figures)
+RENDERINGS = (TRADEOFF, TRAINED, OBJECTIVES)

@@ -11,25 +11,20 @@ one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from attacks.observation import SUPERVISED
 from experiments.rendering import MEAN, interval, markdown_table
 from fedmjp.audit.patches import IN_PLACE, most_patches, patch_gains
 from fedmjp.audit.strongest import gains_over_guesses, strongest
 from fedmjp.defenses import DEFENSES
+from fedmjp.defenses.chain import split_chain
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.metrics.intervals import wilson
-from fedmjp.records.rows import ANY_PLACE, BASELINES
-from fedmjp.report.figures import draw_by_round, legend_below, strongest_attacks
-from fedmjp.report.styles import NORMAL, OBJECTIVES, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
+from fedmjp.records.rows import ANY_PLACE
 from fedmjp.report.tables import summarise
 
 # Stands under the table.
@@ -51,6 +46,23 @@ patch has 48 values and there are 64 patches; attacks that need it the other way
 steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
 """
 
+# Stands under a table of federations that start at trained weights.
+TRAINED_NOTES = """\
+*From trained weights.* Every federation starts at the same checkpoint and fine-tunes by plain descent: many clients
+send the gradient of one batch each, so that every update that moves the model is one that is attacked, at the weights
+at which it was made. All defences train at one rate, none is tuned, and the checkpoint was trained on these images.
+
+*What the plane can tell.* What each defence costs over these rounds, from the same weights, images and order of
+clients; and what an honest-but-curious server with these attacks sees of them. *Original nearest of 1,000*: the share
+of attacked images of which the original is nearer to the reconstruction than 999 test images are, by features of
+LPIPS' network; by chance it is 0.1 %. *LPIPS* is a distance: 0 for equal images, lower is more of a leak.
+
+*What it cannot tell.* What a defence costs in a training from the start, or at rates tuned for it. Intervals are over
+test images and updates; another seed may move both. Where the update does not hold the order of patches, the column of
+patches counts them in any place, and the measures of whole images are those of a guessed order. Searches run for few
+steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
+"""
+
 # Stands under the table of objectives.
 OBJECTIVE_NOTES = """\
 *Accuracy* is that of a linear probe: logistic regression on the features of the frozen encoder after the last round,
@@ -66,36 +78,40 @@ say nothing of the objectives.
 
 PLACE = ("partition", "point")
 BY = (*PLACE, "attack")
-GUESS = "mean_image"
-PANELS = 3  # a line of the figure
 STRENGTHS = {"gamma": "γ", "noise_multiplier": "σ"}
-_MARKERS = ("o", "s", "^", "D")  # a partition each
 
 
-def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[str, str]) -> pd.DataFrame:
+def tradeoff_table(
+    rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[str, str], ranks: pd.DataFrame | None = None
+) -> pd.DataFrame:
     """One line a partition, defence and attack; guesses without a gradient first.
 
     Args:
         rows: as `load_rows` gives them, with `partition` and `point`.
         rounds: columns partition, point, seed, round, accuracy (in [0, 1]) and test_images.
         reasons: why attacks were not run; they, and attacks that ran in another federation only, have lines too.
+        ranks: columns partition, point, seed, round, client, image, attack, rank (of the original among candidates, by
+            their distance from the reconstruction) and candidates; None where they were not measured.
 
     Returns:
         The columns `BY`; `strongest` (bool); those of `summarise`; `steps` (of a search, else NaN); `gain_mean` with
         `gain_low` and `gain_high` (dB over the best guess on the same updates); `note` (why there is no image, or why
-        not to trust it); the federation's `most_patches` (the attack that brings most patches above 25 dB), `any_place`
-        and `patches_found_mean` with bounds (`fedmjp.audit.patches`); its `accuracy_mean` with `accuracy_low` and
-        `accuracy_high` (95 % bootstrap interval over test images), `test_images`, `rounds` and `seeds`.
+        not to trust it); where there are ranks `reidentified_mean` with `reidentified_low` and `reidentified_high`
+        (share of the attacked images of rank 1, Wilson's interval) and `candidates`; the federation's `most_patches`
+        (the attack that brings most patches above 25 dB), `any_place` and `patches_found_mean` with its bounds
+        (`fedmjp.audit.patches`); its `accuracy_mean` with `accuracy_low` and `accuracy_high` (95 % bootstrap interval
+        over test images), `test_images`, `rounds` and `seeds`.
     """
     lines, names = [], dict.fromkeys([*rows["attack"], *reasons])
     for place, own in rows.groupby(list(PLACE), sort=False):
         measured = summarise(own, ("attack",)).to_dict("records")
         gains = gains_over_guesses(own)
         best = strongest(gains)[0]
-        final = final_accuracy(rounds[(rounds[list(PLACE)] == list(place)).all(axis=1)]) | _patches(own, gains)
+        final = final_accuracy(_own(rounds, place)) | _patches(own, gains)
         for line in measured:
             attacked = own[own["attack"] == line["attack"]]
             line |= {"strongest": line["attack"] == best, "steps": _steps(attacked), "note": _note(line, attacked)}
+            line |= {} if ranks is None else reidentified(attacked, _own(ranks, place, attack=line["attack"]))
             lines.append(_placed(place, line | _gain(gains.get(line["attack"], pd.Series(dtype=float))) | final))
         known = {line["attack"] for line in measured}
         for name in (name for name in names if name not in known):
@@ -104,6 +120,27 @@ def tradeoff_table(rows: pd.DataFrame, rounds: pd.DataFrame, reasons: Mapping[st
     table = pd.DataFrame(lines)
     first = [*BY, "strongest", "count", "failed", "steps"]
     return table[[*first, *(name for name in table.columns if name not in first)]]
+
+
+def reidentified(rows: pd.DataFrame, ranks: pd.DataFrame) -> dict[str, float]:
+    """Share of one attack's images whose original is the nearest candidate, which counts as missed without an answer.
+
+    Args:
+        rows: of one attack in the federations of one line.
+        ranks: of its reconstructions.
+    """
+    if ranks.empty and rows["psnr"].notna().any():  # a guess, or a federation whose ranks were not measured
+        return {}
+    first, count = int((ranks["rank"] == 1).sum()), len(rows)
+    low, high = wilson(np.array([first / count]), count)
+    share = dict(zip(MEAN, (first / count, float(low[0]), float(high[0])), strict=True))
+    return {f"reidentified{part}": value for part, value in share.items()} | {"candidates": ranks["candidates"].max()}
+
+
+def _own(table: pd.DataFrame, place: Sequence[str], **values: str) -> pd.DataFrame:
+    """The lines of one partition and point, and of these values in other columns."""
+    names = [*PLACE, *values]
+    return table[(table[names] == [*place, *values.values()]).all(axis=1)]
 
 
 def final_accuracy(rounds: pd.DataFrame) -> dict[str, float]:
@@ -125,14 +162,21 @@ def placed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def point_of(defense: str, parameters: Mapping[str, Any], model: str) -> str:
-    """A defence with its strength, in words; "nope" for an undefended model without position embeddings.
+    """A defence with its strength, in words; "nope" for an undefended model without position embeddings; a
+    chain as it is written.
 
     Args:
-        parameters: the defence's options; of those without a strength, what differs from the defaults is named.
+        defense: as --defense takes it; the settings that it names are its strength.
+        parameters: the defence's options, for one that names none: its strength, or what differs from the defaults.
         model: the name of the model that is trained.
     """
     if defense == "none":
         return "nope" if model.endswith("_nope") else "none"
+    (name, settings), *more = split_chain(defense)
+    if more:
+        return defense
+    if settings:
+        return ", ".join([name, *(f"{option} = {value}" for option, value in settings.items())])
     for option, symbol in STRENGTHS.items():
         if option in parameters:
             return f"{defense}, {symbol} = {parameters[option]:g}"
@@ -156,7 +200,9 @@ def markdown(table: pd.DataFrame, kind: str = "defence") -> str:
     places = list(table[list(PLACE)].drop_duplicates().itertuples(index=False, name=None))
     heads = ["partition", kind, "accuracy (%)", "strongest attack", "PSNR (dB)", "over the best guess", "SSIM"]
     heads += ["updates", "most patches above 25 dB"]
-    cells = [[*place, *_cells(table[(table[list(PLACE)] == list(place)).all(axis=1)])] for place in places]
+    cells = [[*place, *_cells(_own(table, place), _ranked(table))] for place in places]
+    if _ranked(table):
+        heads += ["LPIPS", f"original nearest of {table['candidates'].max():,.0f}"]
     parts = [markdown_table(heads, cells)]
     cells = []
     for attack, own in table.groupby("attack", sort=False):
@@ -169,18 +215,28 @@ def markdown(table: pd.DataFrame, kind: str = "defence") -> str:
     return "\n\n".join([*parts, *_notes(table)])
 
 
-def _cells(own: pd.DataFrame) -> list[str]:
-    """Accuracy, name, PSNR, gain, SSIM and count of one federation's strongest attack, and who brings most patches."""
+def _ranked(table: pd.DataFrame) -> bool:
+    """Whether it was measured how often an original is the nearest candidate."""
+    return "candidates" in table and bool(table["candidates"].notna().any())
+
+
+def _cells(own: pd.DataFrame, ranked: bool) -> list[str]:
+    """Accuracy, name, PSNR, gain, SSIM and count of a federation's strongest attack, and who brings most patches; where
+    originals were `ranked`, LPIPS and the share of those found."""
     any_line = own.iloc[0]
     bounds = [100 * any_line[f"accuracy{part}"] for part in MEAN]
     accuracy = f"{bounds[0]:.1f} [{bounds[1]:.1f}, {bounds[2]:.1f}]"
     best = own[own["strongest"]]
     if best.empty:
-        return [accuracy, "none returned an image", "", "", "", "", _most(any_line)]
+        return [accuracy, "none returned an image", "", "", "", "", _most(any_line), *[""] * (2 * ranked)]
     line = best.iloc[0]
     gain = f"{line.gain_mean:+.1f} [{line.gain_low:+.1f}, {line.gain_high:+.1f}]"
     found = interval(line, "psnr", 1, MEAN), gain, interval(line, "ssim", 2, MEAN)
-    return [accuracy, f"`{line.attack}`", *found, str(int(line["count"] - line["failed"])), _most(any_line)]
+    cells = [accuracy, f"`{line.attack}`", *found, str(int(line["count"] - line["failed"])), _most(any_line)]
+    if ranked:
+        share, low, high = (100 * line[f"reidentified{part}"] for part in MEAN)
+        cells += [interval(line, "lpips", 2, MEAN), f"{share:.0f} [{low:.0f}, {high:.0f}] %"]
+    return cells
 
 
 def _most(line: pd.Series) -> str:
@@ -261,115 +317,3 @@ def _patches(rows: pd.DataFrame, psnr: pd.DataFrame) -> dict[str, Any]:
 def _gain(gains: pd.Series) -> dict[str, float]:
     interval = bootstrap_mean(gains.to_numpy())
     return {"gain_mean": interval.mean, "gain_low": interval.low, "gain_high": interval.high}
-
-
-def tradeoff_figure(
-    table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path, measured: str = "Test accuracy"
-) -> None:
-    """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence.
-
-    Args:
-        measured: what the accuracy is, for the axes.
-    """
-    points = list(dict.fromkeys(table["point"]))
-    lines = -(-len(points) // PANELS)
-    figure = Figure(figsize=(WIDTH, 3.9 + 2.6 * lines), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(3.6, 0.3 + 2.6 * lines))
-    partitions = list(dict.fromkeys(rounds["partition"]))
-    *over_rounds, plane = upper.subplots(1, len(partitions) + 1)
-    for axes, partition in zip(over_rounds, partitions, strict=True):
-        _draw_accuracy(axes, rounds[rounds["partition"] == partition], points)
-        axes.set_title(partition, fontsize=NORMAL)
-        axes.sharey(over_rounds[0])
-    over_rounds[0].set_ylabel(f"{measured} (%)", fontsize=NORMAL)
-    _draw_plane(plane, table, points)
-    plane.set_xlabel(f"{measured} (%), last round", fontsize=NORMAL)
-    handles, labels = plane.get_legend_handles_labels()
-    upper.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
-    panels = lower.subplots(lines, min(PANELS, len(points)), sharex=True, squeeze=False)
-    for axes, point in zip(panels.flat, points, strict=False):
-        own = rows[rows["point"] == point]
-        draw_by_round(axes, own, [*strongest_attacks(own)[0], *BASELINES])
-        axes.set_title(point, fontsize=NORMAL)
-        axes.set_xlabel("Round", fontsize=NORMAL)
-        axes.tick_params(labelbottom=True)
-        _over_rounds(axes)
-    for axes in panels.flat[len(points) :]:
-        axes.set_axis_off()
-    lower.supylabel("PSNR (dB) of the six strongest attacks, a scale a panel", fontsize=NORMAL)
-    legend_below(lower, list(panels.flat), columns=3)
-    save(figure, path)
-
-
-def _colour(point: str) -> str:
-    """Colour of a defence with its strength in words (`point_of`), or of an objective."""
-    name, *rest = point.split(", ")
-    if name in OBJECTIVES:
-        return OBJECTIVES[name]
-    for part in rest:
-        for option, symbol in STRENGTHS.items():
-            if part.startswith(f"{symbol} = "):
-                return defence_colour(name, (option, float(part.removeprefix(f"{symbol} = "))))
-    return defence_colour(name)
-
-
-def _draw_accuracy(axes: Axes, rounds: pd.DataFrame, points: Sequence[str]) -> None:
-    for point, own in rounds.groupby("point", sort=False):
-        of_round = own.groupby("round")
-        share, count = of_round["accuracy"].mean(), int(of_round["test_images"].sum().iloc[0])
-        low, high = wilson(share.to_numpy(), count)
-        table = pd.DataFrame({"mean": 100 * share.to_numpy(), "low": 100 * low, "high": 100 * high})
-        beside = 0.015 * share.index.max() * (points.index(point) - (len(points) - 1) / 2)
-        line = {"color": _colour(point), "marker": "o", "ms": 3.5, "lw": 1.1, "elinewidth": 0.6, "capsize": 1}
-        error_bars(axes, share.index + beside, table, **line)
-    axes.set_xlabel("Round", fontsize=NORMAL)
-    _over_rounds(axes)
-
-
-def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
-    partitions = list(dict.fromkeys(table["partition"]))
-    best = table[table["strongest"].astype(bool)]
-    for line in best.itertuples():
-        low, high = 100 * (line.accuracy_mean - line.accuracy_low), 100 * (line.accuracy_high - line.accuracy_mean)
-        bounds = [[max(line.psnr_mean - line.psnr_low, 0)], [max(line.psnr_high - line.psnr_mean, 0)]]
-        colour = _colour(line.point)
-        axes.errorbar(
-            100 * line.accuracy_mean,
-            line.psnr_mean,
-            xerr=[[low], [high]],
-            yerr=bounds,
-            color=colour,
-            mfc="white" if _shows_nothing(line) else colour,
-            marker=_MARKERS[partitions.index(line.partition) % 4],
-            ms=6,
-            lw=0.9,
-            capsize=2,
-        )
-    guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
-    axes.set_ylabel("PSNR (dB), strongest attack", fontsize=NORMAL)
-    named = {point: list(dict.fromkeys(best.loc[best["point"] == point, "attack"])) for point in points}
-    for point in points:
-        label = f"{point}: {', '.join(named[point]) or 'no image'}{_in_no_order(best[best['point'] == point])}"
-        axes.plot([], [], ls="", marker="o", color=_colour(point), label=label)
-    axes.axhline(guess, label="mean image (no gradient)", lw=1.2, **attack_style(GUESS))
-    for index, partition in enumerate(partitions):
-        axes.plot([], [], color="#707070", marker=_MARKERS[index % 4], ls="", label=partition)
-    if any(map(_shows_nothing, best.itertuples())):
-        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than the best guess")
-    _over_rounds(axes)
-
-
-def _shows_nothing(line: Any) -> bool:
-    """Whether the strongest attack is no better than the best guess, and none brings patches above 25 dB either."""
-    return not line.gain_low > 0 and not line.most_patches
-
-
-def _in_no_order(own: pd.DataFrame) -> str:
-    """What PSNR does not show of a point's federations: patches whose order the update does not hold."""
-    found = own[own["any_place"].astype(bool)]["patches_found_mean"]
-    return f" ({100 * found.min():.0f} % of patches)" if len(found) else ""
-
-
-def _over_rounds(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    dress(axes, grid="both")

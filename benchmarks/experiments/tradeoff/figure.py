@@ -1,0 +1,192 @@
+"""The accuracy-privacy plane of several federations, drawn from their table (`experiments.tradeoff.table`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from experiments.tradeoff.table import STRENGTHS
+from fedmjp.metrics.intervals import wilson
+from fedmjp.records.rows import BASELINES
+from fedmjp.report.figures import draw_by_round, legend_below, strongest_attacks
+from fedmjp.report.styles import NORMAL, OBJECTIVES, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
+
+GUESS = "mean_image"
+PANELS = 3  # a line of the figure
+MOST_PANELS = 12  # with more points than these, a line for each
+_MARKERS = ("o", "s", "^", "D")  # a partition each
+
+
+def tradeoff_figure(
+    table: pd.DataFrame, rows: pd.DataFrame, rounds: pd.DataFrame, path: Path, measured: str = "Test accuracy"
+) -> None:
+    """Accuracy over rounds, the accuracy-privacy plane, and leakage over rounds with a panel a defence; of more than
+    `MOST_PANELS` defences `lines_figure`.
+
+    Args:
+        measured: what the accuracy is, for the axes.
+    """
+    points = list(dict.fromkeys(table["point"]))
+    if len(points) > MOST_PANELS:
+        return lines_figure(table, path, measured)
+    lines = -(-len(points) // PANELS)
+    figure = Figure(figsize=(WIDTH, 3.9 + 2.6 * lines), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(3.6, 0.3 + 2.6 * lines))
+    partitions = list(dict.fromkeys(rounds["partition"]))
+    *over_rounds, plane = upper.subplots(1, len(partitions) + 1)
+    for axes, partition in zip(over_rounds, partitions, strict=True):
+        _draw_accuracy(axes, rounds[rounds["partition"] == partition], points)
+        axes.set_title(partition, fontsize=NORMAL)
+        axes.sharey(over_rounds[0])
+    over_rounds[0].set_ylabel(f"{measured} (%)", fontsize=NORMAL)
+    _draw_plane(plane, table, points)
+    plane.set_xlabel(f"{measured} (%), last round", fontsize=NORMAL)
+    handles, labels = plane.get_legend_handles_labels()
+    upper.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
+    panels = lower.subplots(lines, min(PANELS, len(points)), sharex=True, squeeze=False)
+    for axes, point in zip(panels.flat, points, strict=False):
+        own = rows[rows["point"] == point]
+        draw_by_round(axes, own, [*strongest_attacks(own)[0], *BASELINES])
+        axes.set_title(point, fontsize=NORMAL)
+        axes.set_xlabel("Round", fontsize=NORMAL)
+        axes.tick_params(labelbottom=True)
+        _over_rounds(axes)
+    for axes in panels.flat[len(points) :]:
+        axes.set_axis_off()
+    lower.supylabel("PSNR (dB) of the six strongest attacks, a scale a panel", fontsize=NORMAL)
+    legend_below(lower, list(panels.flat), columns=3)
+    save(figure, path)
+
+
+def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
+    """A line a federation with its accuracy and what its strongest attack found, numbered; and the planes of the same
+    numbers.
+
+    Args:
+        measured: see `tradeoff_figure`.
+    """
+    found = table[table["strongest"].astype(bool)]
+    found = found.sort_values("psnr_mean", ascending=False, kind="stable").reset_index(drop=True)
+    shown = [(f"{measured} (%)", "accuracy", 100.0), ("PSNR (dB)", "psnr", 1.0)]
+    if "reidentified_mean" in found and found["reidentified_mean"].notna().any():
+        shown.append((f"Nearest of {found['candidates'].max():,.0f} (%)", "reidentified", 100.0))
+    figure = Figure(figsize=(WIDTH, 3.2 + 0.19 * len(found)), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(0.6 + 0.19 * len(found), 2.6))
+    columns = upper.subplots(1, len(shown), sharey=True)
+    guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
+    for axes, (label, name, scale) in zip(columns, shown, strict=True):
+        for line in found.itertuples():
+            low, mean, high = (scale * getattr(line, f"{name}_{part}") for part in ("low", "mean", "high"))
+            bounds = np.nan_to_num([[max(mean - low, 0)], [max(high - mean, 0)]])
+            axes.errorbar([mean], [line.Index], xerr=bounds, capsize=1.5, **_style(line))
+        axes.set_xlabel(label, fontsize=SMALL)
+        dress(axes, grid="both")
+    columns[1].axvline(guess, lw=1, **attack_style(GUESS))
+    several = found["partition"].nunique() > 1
+    names = [f"{line.partition}, {line.point}" if several else line.point for line in found.itertuples()]
+    labels = [f"{name}: {attack}  {n}" for n, (name, attack) in enumerate(zip(names, found["attack"], strict=True), 1)]
+    columns[0].set_yticks(range(len(found)), labels, fontsize=SMALL)
+    columns[0].set_ylim(len(found) - 0.5, -0.5)
+    planes = lower.subplots(1, len(shown) - 1, squeeze=False)[0]
+    for axes, (label, name, scale) in zip(planes, shown[1:], strict=True):
+        for line in found.itertuples():
+            at = 100 * line.accuracy_mean, scale * getattr(line, f"{name}_mean")
+            axes.plot(*([value] for value in at), ls="", **_style(line))
+            axes.annotate(str(line.Index + 1), at, xytext=(3, 2), textcoords="offset points", fontsize=6)
+        axes.set_xlabel(shown[0][0], fontsize=SMALL)
+        axes.set_ylabel(label, fontsize=SMALL)
+        dress(axes, grid="both")
+    planes[0].axhline(guess, lw=1, label="PSNR of the mean image (no gradient)", **attack_style(GUESS))
+    if any(map(_shows_nothing, found.itertuples())):
+        planes[0].plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than the best guess")
+    figure.legend(
+        *planes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False
+    )
+    save(figure, path)
+
+
+def _style(line: Any) -> dict[str, Any]:
+    """Of a federation's dot: hollow where it shows nothing."""
+    colour = _colour(line.point)
+    return {"color": colour, "mfc": "white" if _shows_nothing(line) else colour, "marker": "o", "ms": 4, "lw": 0.9}
+
+
+def _colour(point: str) -> str:
+    """Colour of a defence with its strength in words (`point_of`), or of an objective."""
+    name, *rest = point.split(", ")
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    for part in rest:
+        for option, symbol in STRENGTHS.items():
+            if part.startswith(f"{symbol} = "):
+                return defence_colour(name, (option, float(part.removeprefix(f"{symbol} = "))))
+    return defence_colour(name)
+
+
+def _draw_accuracy(axes: Axes, rounds: pd.DataFrame, points: Sequence[str]) -> None:
+    for point, own in rounds.groupby("point", sort=False):
+        of_round = own.groupby("round")
+        share, count = of_round["accuracy"].mean(), int(of_round["test_images"].sum().iloc[0])
+        low, high = wilson(share.to_numpy(), count)
+        table = pd.DataFrame({"mean": 100 * share.to_numpy(), "low": 100 * low, "high": 100 * high})
+        beside = 0.015 * share.index.max() * (points.index(point) - (len(points) - 1) / 2)
+        line = {"color": _colour(point), "marker": "o", "ms": 3.5, "lw": 1.1, "elinewidth": 0.6, "capsize": 1}
+        error_bars(axes, share.index + beside, table, **line)
+    axes.set_xlabel("Round", fontsize=NORMAL)
+    _over_rounds(axes)
+
+
+def _draw_plane(axes: Axes, table: pd.DataFrame, points: Sequence[str]) -> None:
+    partitions = list(dict.fromkeys(table["partition"]))
+    best = table[table["strongest"].astype(bool)]
+    for line in best.itertuples():
+        low, high = 100 * (line.accuracy_mean - line.accuracy_low), 100 * (line.accuracy_high - line.accuracy_mean)
+        bounds = [[max(line.psnr_mean - line.psnr_low, 0)], [max(line.psnr_high - line.psnr_mean, 0)]]
+        colour = _colour(line.point)
+        axes.errorbar(
+            100 * line.accuracy_mean,
+            line.psnr_mean,
+            xerr=[[low], [high]],
+            yerr=bounds,
+            color=colour,
+            mfc="white" if _shows_nothing(line) else colour,
+            marker=_MARKERS[partitions.index(line.partition) % 4],
+            ms=6,
+            lw=0.9,
+            capsize=2,
+        )
+    guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
+    axes.set_ylabel("PSNR (dB), strongest attack", fontsize=NORMAL)
+    named = {point: list(dict.fromkeys(best.loc[best["point"] == point, "attack"])) for point in points}
+    for point in points:
+        label = f"{point}: {', '.join(named[point]) or 'no image'}{_in_no_order(best[best['point'] == point])}"
+        axes.plot([], [], ls="", marker="o", color=_colour(point), label=label)
+    axes.axhline(guess, label="mean image (no gradient)", lw=1.2, **attack_style(GUESS))
+    for index, partition in enumerate(partitions):
+        axes.plot([], [], color="#707070", marker=_MARKERS[index % 4], ls="", label=partition)
+    if any(map(_shows_nothing, best.itertuples())):
+        axes.plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than the best guess")
+    _over_rounds(axes)
+
+
+def _shows_nothing(line: Any) -> bool:
+    """Whether the strongest attack is no better than the best guess, and none brings patches above 25 dB either."""
+    return not line.gain_low > 0 and not line.most_patches
+
+
+def _in_no_order(own: pd.DataFrame) -> str:
+    """What PSNR does not show of a point's federations: patches whose order the update does not hold."""
+    found = own[own["any_place"].astype(bool)]["patches_found_mean"]
+    return f" ({100 * found.min():.0f} % of patches)" if len(found) else ""
+
+
+def _over_rounds(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    dress(axes, grid="both")
