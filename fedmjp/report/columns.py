@@ -61,6 +61,7 @@ KEYS = {
     "pretraining_epochs": "of the training without labels before it",
     "clients": "in a round",
     "client": "its number, from 0",
+    "image": "its place in the client's batch, from 0",
     "batch_size": "images of an update",
     "steps": "of a search, or of a training's epoch",
     "attack": "its name",
@@ -177,7 +178,8 @@ QUANTITIES = {
     "macc": "mean over classes of the share of pixels found (%)",
     "place_accuracy": "per cent of places predicted correctly at the end of the pre-training",
     "explained": "variance of a word's frames around their mean over time that the reconstruction explains (%)",
-    "rank": "frames, or combinations of them, that the attack solved for; median",
+    "rank": "frames, or combinations of them, that the attack solved for; median; in ranks.csv the original's place "
+    "among the candidates, 1 the nearest to the reconstruction",
     "error": "top-1 error (%)",
     "ce": "corruption error relative to the reference (%)",
     "mce": "mean of ce over corruptions (%)",
