@@ -12,11 +12,12 @@ import pandas as pd
 import pytest
 from experiments.tradeoff import figure
 from experiments.tradeoff.options import Options
-from experiments.tradeoff.table import final_accuracy, reidentified, tradeoff_table
+from experiments.tradeoff.table import final_accuracy, point_of, reidentified, tradeoff_table
 
 from attacks import ATTACKS
 from attacks.active.base import ActiveAttack
 from fedmjp.client import ClientTask
+from fedmjp.defenses import DEFENSES
 from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
@@ -228,10 +229,15 @@ def test_any_registered_defence_has_its_federation(tmp_path) -> None:
 def test_entries_with_settings_and_chains_run_as_written_on_augmented_batches(tmp_path) -> None:
     """Clients feed two augmented images; each original is looked for among the test images."""
     out = tmp_path / "out"
-    entries = ["quantise:quantise_format=int4,quantise_per=row", "mjp:gamma=0.5+noise"]
+    entries = [
+        "mjp:gamma=0.5,mask_choice=fixed",
+        "quantise:quantise_format=int4,quantise_per=row",
+        "mjp:gamma=0.5+noise",
+    ]
     options = ["--defenses", "none", *entries, "--batch-size", "2", "--augment", "flip", "--attacks", "patch_embedding"]
     assert run(out, *options, "--rounds", "1", "--audit-points", "1", "--at-most", "2") == 0
-    points = ["none", "mjp:gamma=0.5+noise", "quantise, quantise_format = int4, quantise_per = row"]
+    points = ["none", "mjp, gamma = 0.5, mask_choice = fixed", "mjp:gamma=0.5+noise"]
+    points.append("quantise, quantise_format = int4, quantise_per = row")
     table = pd.read_csv(out / "table.csv").set_index(["point", "attack"])
     assert list(dict.fromkeys(table.index.get_level_values(0))) == points
     rows = rows_of(out)
@@ -243,10 +249,17 @@ def test_entries_with_settings_and_chains_run_as_written_on_augmented_batches(tm
     assert set(ranks["candidates"]) == {9}
     for point in points:
         own = ranks[ranks["point"] == point]
-        assert len(own) == len(rows[(rows["attack"] == "patch_embedding")]) / 3
+        assert len(own) == len(rows[(rows["attack"] == "patch_embedding")]) / 4
         assert table.loc[(point, "patch_embedding"), "reidentified_mean"] == (own["rank"] == 1).mean()
     assert np.isnan(table.loc[("none", "mean_image"), "reidentified_mean"])
     assert "original nearest of 9" in (out / "table.md").read_text()
+
+
+def test_a_point_is_named_alike_from_options_and_from_rows() -> None:
+    options = vars(DEFENSES.get("lora")())
+    assert point_of("lora", options, "vit_mini_32") == "lora"
+    assert point_of("lora", json.loads(json.dumps(options)), "vit_mini_32") == "lora"
+    assert point_of("dp_sgd:dp_epsilon=8", {"dp_epsilon": None}, "vit_mini_32") == "dp_sgd, dp_epsilon = 8"
 
 
 def test_an_image_that_did_not_come_back_is_not_found() -> None:
@@ -255,7 +268,8 @@ def test_an_image_that_did_not_come_back_is_not_found() -> None:
     found = reidentified(rows, ranks)
     assert (found["reidentified_mean"], found["candidates"]) == (0.25, 50)
     assert 0 < found["reidentified_low"] < 0.25 < found["reidentified_high"] < 1
-    assert reidentified(rows[2:], ranks[:0])["reidentified_mean"] == 0
+    nothing = reidentified(rows[2:], ranks[:0])
+    assert (nothing["reidentified_mean"], nothing["reidentified_low"]) == (0, 0)
     assert reidentified(rows, ranks[:0]) == {}  # the ranks were not measured
 
 

@@ -25,7 +25,7 @@ from experiments.tradeoff.encoders import measure_encoder, read_encoder
 from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.reidentified import measure_ranks, read_ranks
 from experiments.tradeoff.render import OBJECTIVES, RANKS, TRADEOFF
-from experiments.tradeoff.table import placed, point_of, under_objective
+from experiments.tradeoff.table import STRENGTHS, placed, point_of, under_objective
 from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, LocalConfig, ModelConfig, RunConfig
@@ -80,7 +80,8 @@ class Federation:
         """Sort key of table and figure."""
         kind = self.point.split(",")[0]
         place = KINDS.index(kind) if kind in KINDS else len(KINDS)
-        strength = float(self.point.rpartition("= ")[2]) if kind in KINDS and "=" in self.point else 0.0
+        defense = self.config.defence(self.config.defense[0])
+        strength = next((getattr(defense, option) for option in STRENGTHS if hasattr(defense, option)), 0.0)
         return (self.partition != "iid", self.partition, place, strength, self.point, self.config.seed)
 
 

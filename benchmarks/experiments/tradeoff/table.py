@@ -133,7 +133,7 @@ def reidentified(rows: pd.DataFrame, ranks: pd.DataFrame) -> dict[str, float]:
         return {}
     first, count = int((ranks["rank"] == 1).sum()), len(rows)
     low, high = wilson(np.array([first / count]), count)
-    share = dict(zip(MEAN, (first / count, float(low[0]), float(high[0])), strict=True))
+    share = dict(zip(MEAN, (first / count, max(float(low[0]), 0.0), float(high[0])), strict=True))
     return {f"reidentified{part}": value for part, value in share.items()} | {"candidates": ranks["candidates"].max()}
 
 
@@ -181,7 +181,8 @@ def point_of(defense: str, parameters: Mapping[str, Any], model: str) -> str:
         if option in parameters:
             return f"{defense}, {symbol} = {parameters[option]:g}"
     usual = vars(DEFENSES.get(defense)()) if defense in DEFENSES else {}
-    return ", ".join([defense, *(f"{k} = {v}" for k, v in parameters.items() if usual.get(k) != v)])
+    read = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}  # JSON has no tuples
+    return ", ".join([defense, *(f"{k} = {v}" for k, v in read.items() if usual.get(k) != v)])
 
 
 def under_objective(point: str, objective: str) -> str:
