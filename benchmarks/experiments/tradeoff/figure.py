@@ -20,6 +20,7 @@ from fedmjp.report.styles import NORMAL, OBJECTIVES, SMALL, WIDTH, attack_style,
 
 GUESS = "mean_image"
 PANELS = 3  # a line of the figure
+NEAR = np.array([0.06, 0.045])  # shares of the range of an axis
 MOST_PANELS = 12  # with more points than these, a line for each
 _MARKERS = ("o", "s", "^", "D")  # a partition each
 
@@ -96,10 +97,14 @@ def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
     columns[0].set_ylim(len(found) - 0.5, -0.5)
     planes = lower.subplots(1, len(shown) - 1, squeeze=False)[0]
     for axes, (label, name, scale) in zip(planes, shown[1:], strict=True):
+        at = np.stack([100 * found["accuracy_mean"], scale * found[f"{name}_mean"]], axis=1)  # (lines, 2)
         for line in found.itertuples():
-            at = 100 * line.accuracy_mean, scale * getattr(line, f"{name}_mean")
-            axes.plot(*([value] for value in at), ls="", **_style(line))
-            axes.annotate(str(line.Index + 1), at, xytext=(3, 2), textcoords="offset points", fontsize=6)
+            axes.plot(*at[line.Index, :, None], ls="", **_style(line))
+        for numbers in _near(at):
+            text, place = ", ".join(str(n + 1) for n in numbers), at[numbers[0]]
+            beside = place[0] - at[:, 0].min() < NEAR[0] * np.ptp(at[:, 0])  # no room to the left
+            style = {"xytext": (4, 1)} if beside else {"ha": "right", "xytext": (-4, 1)}
+            axes.annotate(text, place, textcoords="offset points", fontsize=6, va="center", **style)
         axes.set_xlabel(shown[0][0], fontsize=SMALL)
         axes.set_ylabel(label, fontsize=SMALL)
         dress(axes, grid="both")
@@ -110,6 +115,18 @@ def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
         *planes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False
     )
     save(figure, path)
+
+
+def _near(at: np.ndarray) -> list[list[int]]:
+    """Numbers of points (n, 2), together where they lie within `NEAR` of the ranges from the first of them."""
+    unit, groups = NEAR * np.ptp(at, axis=0).clip(min=1e-9), list[list[int]]()
+    for number, point in enumerate(at):
+        near = [group for group in groups if (abs(point - at[group[0]]) < unit).all()]
+        if near:
+            near[0].append(number)
+        else:
+            groups.append([number])
+    return groups
 
 
 def _style(line: Any) -> dict[str, Any]:
