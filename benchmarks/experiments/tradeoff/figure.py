@@ -75,46 +75,58 @@ def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
     """
     found = table[table["strongest"].astype(bool)]
     found = found.sort_values("psnr_mean", ascending=False, kind="stable").reset_index(drop=True)
-    shown = [(f"{measured} (%)", "accuracy", 100.0), ("PSNR (dB)", "psnr", 1.0)]
+    shown = [(f"{measured} (%)", "accuracy", 100.0), ("PSNR (dB)", "psnr", 1.0)]  # label, column, scale
     if "reidentified_mean" in found and found["reidentified_mean"].notna().any():
         shown.append((f"Nearest of {found['candidates'].max():,.0f} (%)", "reidentified", 100.0))
     figure = Figure(figsize=(WIDTH, 3.2 + 0.19 * len(found)), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(0.6 + 0.19 * len(found), 2.6))
-    columns = upper.subplots(1, len(shown), sharey=True)
-    guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
+    columns, planes = upper.subplots(1, len(shown), sharey=True), lower.subplots(1, len(shown) - 1, squeeze=False)[0]
     for axes, (label, name, scale) in zip(columns, shown, strict=True):
-        for line in found.itertuples():
-            low, mean, high = (scale * getattr(line, f"{name}_{part}") for part in ("low", "mean", "high"))
-            bounds = np.nan_to_num([[max(mean - low, 0)], [max(high - mean, 0)]])
-            axes.errorbar([mean], [line.Index], xerr=bounds, capsize=1.5, **_style(line))
+        _draw_lines(axes, found, name, scale)
         axes.set_xlabel(label, fontsize=SMALL)
-        dress(axes, grid="both")
-    columns[1].axvline(guess, lw=1, **attack_style(GUESS))
-    several = found["partition"].nunique() > 1
-    names = [f"{line.partition}, {line.point}" if several else line.point for line in found.itertuples()]
-    labels = [f"{name}: {attack}  {n}" for n, (name, attack) in enumerate(zip(names, found["attack"], strict=True), 1)]
-    columns[0].set_yticks(range(len(found)), labels, fontsize=SMALL)
+    columns[0].set_yticks(range(len(found)), _numbered(found), fontsize=SMALL)
     columns[0].set_ylim(len(found) - 0.5, -0.5)
-    planes = lower.subplots(1, len(shown) - 1, squeeze=False)[0]
     for axes, (label, name, scale) in zip(planes, shown[1:], strict=True):
-        at = np.stack([100 * found["accuracy_mean"], scale * found[f"{name}_mean"]], axis=1)  # (lines, 2)
-        for line in found.itertuples():
-            axes.plot(*at[line.Index, :, None], ls="", **_style(line))
-        for numbers in _near(at):
-            text, place = ", ".join(str(n + 1) for n in numbers), at[numbers[0]]
-            beside = place[0] - at[:, 0].min() < NEAR[0] * np.ptp(at[:, 0])  # no room to the left
-            style = {"xytext": (4, 1)} if beside else {"ha": "right", "xytext": (-4, 1)}
-            axes.annotate(text, place, textcoords="offset points", fontsize=6, va="center", **style)
+        _draw_numbers(axes, found, name, scale)
         axes.set_xlabel(shown[0][0], fontsize=SMALL)
         axes.set_ylabel(label, fontsize=SMALL)
-        dress(axes, grid="both")
+    guess = table.loc[table["attack"] == GUESS, "psnr_mean"].mean()
+    columns[1].axvline(guess, lw=1, **attack_style(GUESS))
     planes[0].axhline(guess, lw=1, label="PSNR of the mean image (no gradient)", **attack_style(GUESS))
     if any(map(_shows_nothing, found.itertuples())):
         planes[0].plot([], [], ls="", marker="o", mfc="white", color="#707070", label="no better than the best guess")
-    figure.legend(
-        *planes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False
-    )
+    handles, labels = planes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
     save(figure, path)
+
+
+def _numbered(found: pd.DataFrame) -> list[str]:
+    """Point, strongest attack and number of each line, with its partition where there are several."""
+    several = found["partition"].nunique() > 1
+    names = [f"{line.partition}, {line.point}" if several else line.point for line in found.itertuples()]
+    return [f"{name}: {attack}  {n}" for n, (name, attack) in enumerate(zip(names, found["attack"], strict=True), 1)]
+
+
+def _draw_lines(axes: Axes, found: pd.DataFrame, name: str, scale: float) -> None:
+    """A measure of each line, with its interval."""
+    for line in found.itertuples():
+        low, mean, high = (scale * getattr(line, f"{name}_{part}") for part in ("low", "mean", "high"))
+        bounds = np.nan_to_num([[max(mean - low, 0)], [max(high - mean, 0)]])
+        axes.errorbar([mean], [line.Index], xerr=bounds, capsize=1.5, **_style(line))
+    dress(axes, grid="both")
+
+
+def _draw_numbers(axes: Axes, found: pd.DataFrame, name: str, scale: float) -> None:
+    """A measure against the accuracy, with the numbers of the lines."""
+    at = np.stack([100 * found["accuracy_mean"], scale * found[f"{name}_mean"]], axis=1)  # (lines, 2)
+    for line in found.itertuples():
+        axes.plot(*at[line.Index, :, None], ls="", **_style(line))
+    for numbers in _near(at):
+        text, place = ", ".join(str(n + 1) for n in numbers), at[numbers[0]]
+        beside = place[0] - at[:, 0].min() < NEAR[0] * np.ptp(at[:, 0])  # no room to the left
+        style = {"xytext": (4, 1)} if beside else {"ha": "right", "xytext": (-4, 1)}
+        axes.annotate(text, place, textcoords="offset points", fontsize=6, va="center", **style)
+    dress(axes, grid="both")
 
 
 def _near(at: np.ndarray) -> list[list[int]]:
