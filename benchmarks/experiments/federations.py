@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
+import pandas as pd
 from rich.console import Console
 
 from fedmjp.audited_federation import run_or_resume
 from fedmjp.config import RunConfig
+from fedmjp.records.files import read_sealed, write_sealed
 from fedmjp.records.image_digests import FILE, ImageDigests
 from fedmjp.records.rows import join_rows
 from fedmjp.records.run_folder import RunFolder, holds_finished
@@ -29,6 +32,23 @@ def run_federation(
         for other in sorted(config.out.parent.glob(f"*/{FILE}")):
             digests.adopt(other.parent)
     run_or_resume(config, title, console, measure)
+
+
+def write_measured(table: pd.DataFrame, path: Path) -> None:
+    """Write what was measured of a federation beside its rows into its folder, sealed."""
+    write_sealed(path, table.to_csv(index=False).encode())
+
+
+def read_measured(path: Path) -> pd.DataFrame | None:
+    """What `write_measured` wrote; None where it was not measured.
+
+    Raises:
+        UsageError: the file is not as it was written.
+    """
+    if not path.exists():
+        return None
+    content, _ = read_sealed(path, f"delete the folder {path.parent} and pass --resume")
+    return pd.read_csv(io.BytesIO(content))
 
 
 def gather_rows(folders: Sequence[Path], out: Path) -> None:

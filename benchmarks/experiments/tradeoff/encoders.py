@@ -7,18 +7,17 @@ one. Supervised federations in the same table are measured so, too.
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import torch
 
+from experiments.federations import read_measured, write_measured
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.evaluation.features import trained_pool
 from fedmjp.evaluation.linear_probe import probe_accuracy
-from fedmjp.records.files import read_sealed, write_sealed
 from fedmjp.records.run_folder import RunFolder
 
 FILE = "encoder.csv"
@@ -42,7 +41,7 @@ def measure_encoder(config: RunConfig, folder: RunFolder) -> None:
             task.load(state.weights)
         accuracy = probe_accuracy(task.learner.model, images, device, pool)
         lines.append({"round": at, "loss": float("nan"), "accuracy": accuracy, "test_images": len(images.test)})
-    write_sealed(config.out / FILE, pd.DataFrame(lines).to_csv(index=False).encode())
+    write_measured(pd.DataFrame(lines), config.out / FILE)
 
 
 def read_encoder(out: Path) -> pd.DataFrame | None:
@@ -51,7 +50,4 @@ def read_encoder(out: Path) -> pd.DataFrame | None:
     Raises:
         UsageError: the file is not as it was written.
     """
-    if not (out / FILE).exists():
-        return None
-    content, _ = read_sealed(out / FILE, f"delete the folder {out} and pass --resume")
-    return pd.read_csv(io.BytesIO(content))
+    return read_measured(out / FILE)

@@ -5,18 +5,17 @@ Candidates are the original and test images of the federation's data (`fedmjp.me
 
 from __future__ import annotations
 
-import io
 from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
 import torch
 
+from experiments.federations import read_measured, write_measured
 from fedmjp.client import shared_data
 from fedmjp.config import DataConfig, RunConfig
 from fedmjp.metrics import load_lpips
 from fedmjp.metrics.reidentification import Lineup
-from fedmjp.records.files import read_sealed, write_sealed
 from fedmjp.records.images import read_pair
 from fedmjp.records.rows import BASELINES, load_rows
 from fedmjp.records.run_folder import RunFolder
@@ -44,7 +43,7 @@ def measure_ranks(config: RunConfig, folder: RunFolder) -> None:
             frames.append(own[KEYS].assign(rank=lineup.ranks(originals, found, list(own["image_id"]))))
     table = pd.concat(frames) if frames else pd.DataFrame(columns=[*KEYS, "rank"])
     table = table.assign(candidates=len(lineup.others) + 1)
-    write_sealed(config.out / FILE, table.to_csv(index=False).encode())
+    write_measured(table, config.out / FILE)
 
 
 def read_ranks(out: Path) -> pd.DataFrame | None:
@@ -54,10 +53,7 @@ def read_ranks(out: Path) -> pd.DataFrame | None:
     Raises:
         UsageError: the file is not as it was written.
     """
-    if not (out / FILE).exists():
-        return None
-    content, _ = read_sealed(out / FILE, f"delete the folder {out} and pass --resume")
-    return pd.read_csv(io.BytesIO(content))
+    return read_measured(out / FILE)
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,16 @@ import pandas as pd
 from attacks.observation import SUPERVISED
 from experiments.rendering import Rendering, csv, read_rows, read_run
 from experiments.tradeoff.figure import tradeoff_figure
-from experiments.tradeoff.table import NOTES, OBJECTIVE_NOTES, TRAINED_NOTES, markdown, placed, tradeoff_table
+from experiments.tradeoff.table import (
+    NOTES,
+    OBJECTIVE_NOTES,
+    RANKED_NOTES,
+    TRAINED_NOTES,
+    markdown,
+    placed,
+    ranked,
+    tradeoff_table,
+)
 
 RANKS = "ranks.csv"
 
@@ -30,14 +39,19 @@ def _by_objective(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFram
 def tradeoff_files(folder: Path) -> dict[str, str]:
     """table.csv, and table.md with what the table can tell under it."""
     table, rows, _ = _tables(folder)
-    notes = NOTES if rows["weights"].str.startswith("random").any() else TRAINED_NOTES
-    return {"table.csv": csv(table, 6), "table.md": f"{markdown(table)}\n\n{notes}"}
+    return _files(table, "defence", NOTES if rows["weights"].str.startswith("random").any() else TRAINED_NOTES)
 
 
 def objectives_files(folder: Path) -> dict[str, str]:
     """The same of federations under several objectives."""
     table, _, _ = _by_objective(folder)
-    return {"table.csv": csv(table, 6), "table.md": f"{markdown(table, 'objective')}\n\n{OBJECTIVE_NOTES}"}
+    return _files(table, "objective", OBJECTIVE_NOTES)
+
+
+def _files(table: pd.DataFrame, kind: str, notes: str) -> dict[str, str]:
+    """The files of a table, with these notes under it and those of the originals' ranks."""
+    parts = [markdown(table, kind), notes, *([RANKED_NOTES] if ranked(table) else [])]
+    return {"table.csv": csv(table, 6), "table.md": "\n\n".join(parts)}
 
 
 def tradeoff_block(folder: Path) -> str:

@@ -53,14 +53,19 @@ send the gradient of one batch each, so that every update that moves the model i
 at which it was made. All defences train at one rate, none is tuned, and the checkpoint was trained on these images.
 
 *What the plane can tell.* What each defence costs over these rounds, from the same weights, images and order of
-clients; and what an honest-but-curious server with these attacks sees of them. *Original nearest of 1,000*: the share
-of attacked images of which the original is nearer to the reconstruction than 999 test images are, by features of
-LPIPS' network; by chance it is 0.1 %. *LPIPS* is a distance: 0 for equal images, lower is more of a leak.
+clients; and what an honest-but-curious server with these attacks sees of them.
 
 *What it cannot tell.* What a defence costs in a training from the start, or at rates tuned for it. Intervals are over
 test images and updates; another seed may move both. Where the update does not hold the order of patches, the column of
 patches counts them in any place, and the measures of whole images are those of a guessed order. Searches run for few
 steps (`--steps`) on few updates (`--at-most`), where papers take thousands: their failure proves nothing.
+"""
+
+# Stands under every table in which originals were looked for among other images.
+RANKED_NOTES = """\
+*Original nearest*: the share of attacked images of which the original is nearer to what the strongest attack returned
+than every other candidate, images of the test set, by features of LPIPS' network; by chance it is one in the number of
+candidates. *LPIPS* is a distance: 0 for equal images, lower is more of a leak.
 """
 
 # Stands under the table of objectives.
@@ -201,8 +206,8 @@ def markdown(table: pd.DataFrame, kind: str = "defence") -> str:
     places = list(table[list(PLACE)].drop_duplicates().itertuples(index=False, name=None))
     heads = ["partition", kind, "accuracy (%)", "strongest attack", "PSNR (dB)", "over the best guess", "SSIM"]
     heads += ["updates", "most patches above 25 dB"]
-    cells = [[*place, *_cells(_own(table, place), _ranked(table))] for place in places]
-    if _ranked(table):
+    cells = [[*place, *_cells(_own(table, place), ranked(table))] for place in places]
+    if ranked(table):
         heads += ["LPIPS", f"original nearest of {table['candidates'].max():,.0f}"]
     parts = [markdown_table(heads, cells)]
     cells = []
@@ -216,7 +221,7 @@ def markdown(table: pd.DataFrame, kind: str = "defence") -> str:
     return "\n\n".join([*parts, *_notes(table)])
 
 
-def _ranked(table: pd.DataFrame) -> bool:
+def ranked(table: pd.DataFrame) -> bool:
     """Whether it was measured how often an original is the nearest candidate."""
     return "candidates" in table and bool(table["candidates"].notna().any())
 
