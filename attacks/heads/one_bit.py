@@ -53,11 +53,12 @@ def fit_signs(signs: Tensor, outputs: Tensor, rows: Tensor, basis: Tensor, devia
         for _ in range(NEWTON):
             wrong, hessian = _curvature(margins, signs, basis, found, width)
             slope = -(wrong * signs[:, None] / width) @ basis.T - ridge * found
-            step = torch.linalg.solve(hessian + ridge * eye, slope[..., None])[..., 0]
+            step = torch.cholesky_solve(slope[..., None], torch.linalg.cholesky(hessian + ridge * eye))[..., 0]
             found = found + step * (LONGEST / step.norm(dim=-1, keepdim=True)).clamp(max=1)
     wrong, hessian = _curvature(margins, signs, basis, found, WIDTHS[-1])
     missed = -torch.log1p(-wrong.clamp(max=1 - 1e-12)).sum(dim=2) + ridge / 2 * found.square().sum(dim=2)
-    return OneBitFit(found, missed + torch.linalg.slogdet(hessian / ridge + eye).logabsdet / 2)
+    root = torch.linalg.cholesky(hessian / ridge + eye)
+    return OneBitFit(found, missed + root.diagonal(dim1=-2, dim2=-1).log().sum(dim=-1))
 
 
 def _curvature(

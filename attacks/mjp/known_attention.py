@@ -187,7 +187,7 @@ class SweepSearch(StartedSearch):
         ratios = found.losses / found.explained
         order = ratios.argsort()
         order = order[ratios[order] < NOT_CONVERGED * ratios.median()]
-        matrices = sweeps.family.normal_equations(found.y[order])[0]
+        matrices = sweeps.family.matrices(found.y[order])
         return x[order][repeated(x[order], found.losses[order], matrices)]
 
     def _fresh(self, seen: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -41,7 +41,8 @@ NEAR = 1e-4
 FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-9, 1e8
 # A start that has gained less than GAIN of its squared residual in PATIENCE steps has converged.
 GAIN, PATIENCE = 1e-2, 3
-CHUNK_ENTRIES = 4_000_000  # of the Jacobians that are held in memory together
+# Entries that are held together: of Gauss-Newton matrices in memory, of Jacobians in the processor's cache.
+MATRIX_ENTRIES, JACOBIAN_ENTRIES = 16_000_000, 400_000
 LEAST_STARTS = 12
 POLISH = 12  # steps in the whole span after those among what the duals leave
 # A Gauss-Newton matrix serves for further steps as long as each leaves less than this share of the squared residual.
@@ -78,6 +79,10 @@ class TokenFamily:
         y = (points * (points @ span.directions[:, -1:]).sign()) @ cone(self.block)
         return normalised(y)
 
+    def nearest(self, y: Tensor) -> Tensor:
+        """Combinations of the rows of Y next to y (S, D), normalised: steps along Y only dilute what lies outside."""
+        return normalised(y @ torch.linalg.pinv(self.directions) @ self.directions)
+
     def losses(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Squared residuals (S,) of y (S, D), and what the noise of the message explains of them."""
         left, explained = 0.0, 0.0
@@ -98,8 +103,8 @@ class TokenFamily:
         """Half gradient (S, m) of the squared residuals at y (S, D) along Y."""
         return self._half_gradient(_Linearised(self, y))
 
-    def normal_equations(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Gauss-Newton matrix (S, m, m) and half gradient (S, m) of the squared residuals at y (S, D) along Y."""
+    def matrices(self, y: Tensor) -> Tensor:
+        """Gauss-Newton matrices (S, m, m) of the squared residuals at y (S, D) along Y."""
         at, (outer_span, inner_span) = _Linearised(self, y), self.block.spans
         share = at.share
         # First layer: (moved - share bent) outside the span, without forming it.
@@ -107,11 +112,15 @@ class TokenFamily:
         cross = bent @ self._outer.T  # (S, m)
         matrix = self._gram - share[:, :, None] * cross[:, None] - cross[:, :, None] * share[:, None]
         matrix = matrix + bent.square().sum(dim=1)[:, None, None] * share[:, :, None] * share[:, None]
-        # Second layer.
-        jacobian = (self._before - share[:, :, None] * at.bent_before[:, None]) * at.slope[:, None]  # (S, m, H)
-        inside = jacobian @ inner_span.directions[:, :-1].T  # (S, m, N')
-        matrix = matrix + jacobian @ jacobian.transpose(1, 2) - inside @ inside.transpose(1, 2)
-        return matrix / at.scale[..., None].square(), self._half_gradient(at)
+        # Second layer, a few starts at a time.
+        few = max(JACOBIAN_ENTRIES // self._before.numel(), 1)
+        parts = (t.split(few) for t in (matrix, share[:, :, None], at.bent_before[:, None], at.slope[:, None]))
+        second = []
+        for first, part, bent_before, slope in zip(*parts, strict=True):
+            jacobian = (self._before - part * bent_before) * slope  # (S, m, H)
+            inside = jacobian @ inner_span.directions[:, :-1].T  # (S, m, N')
+            second.append(first.baddbmm(jacobian, jacobian.mT).baddbmm(inside, inside.mT, alpha=-1))
+        return torch.cat(second) / at.scale[..., None].square()
 
     def _half_gradient(self, at: _Linearised) -> Tensor:
         outer_span, inner_span = self.block.spans
@@ -137,7 +146,7 @@ class TokenFamily:
         variance = torch.maximum(optima.losses, optima.explained) / (equations - len(self.directions))
         found = []
         for part in optima.y.split(self._chunk()):
-            matrix = self.normal_equations(part)[0]  # (S, m, m)
+            matrix = self.matrices(part)  # (S, m, m)
             mean = matrix.diagonal(dim1=1, dim2=2).mean(dim=1)
             if inverse is not None:
                 along = part @ inverse  # (S, m)
@@ -148,8 +157,8 @@ class TokenFamily:
         return torch.cat(found) * variance
 
     def _chunk(self) -> int:
-        """Starts whose Jacobians are held in memory together."""
-        return max(CHUNK_ENTRIES // self._before.numel(), 8)
+        """Starts whose matrices are held in memory together."""
+        return max(MATRIX_ENTRIES // self._gram.numel(), 8)
 
     def refine(self, y: Tensor, steps: int, *, keep_scale: bool = False) -> Optima:
         """Levenberg-Marquardt from each of the starts y (S, D) along Y, at most so many steps.
@@ -170,12 +179,13 @@ class TokenFamily:
         for _ in range(steps):
             renewed, at, before = active[stale[active]], y[active], losses[active]
             if len(renewed):
-                matrices[renewed] = self.normal_equations(y[renewed])[0]
+                matrices[renewed] = self.matrices(y[renewed])
             fresh[active], stale[active] = stale[active], False
             matrix = matrices[active]
             diagonal = matrix.diagonal(dim1=1, dim2=2)
             damped = damping[active, None] * diagonal + 1e-12 * diagonal.mean(dim=1, keepdim=True)
-            step = torch.linalg.solve(matrix + torch.diag_embed(damped), -self.gradients(at)) @ self.directions
+            root = torch.linalg.cholesky_ex(matrix + torch.diag_embed(damped)).L
+            step = -torch.cholesky_solve(self.gradients(at)[..., None], root)[..., 0] @ self.directions
             reached, noise = self.losses(at + step)
             better, new = reached < before, fresh[active]
             y[active] = torch.where(better[:, None], at + step, at)
@@ -269,7 +279,8 @@ class TokenSearch(StartedSearch):
         steps: Levenberg-Marquardt steps of a start, at most.
     """
 
-    rounds: int = 12
+    rounds: int = 16
+    patience: int = 4
     starts: int = 2
     steps: int = 40
 
@@ -280,7 +291,7 @@ class TokenSearch(StartedSearch):
             guess: (S, D) tokens at the second norm to start from, if any.
         """
         whole, generator = TokenFamily(block, cone(block)), self.generator()
-        optima = whole.refine(guess, self.steps)
+        optima = whole.refine(whole.nearest(guess), self.steps)
         tokens = distinct(whole, optima[[]], optima[optima.found])
         duals, idle = dual_vectors(block, tokens.y), 0
         for _ in range(self.rounds):
@@ -358,7 +369,7 @@ def distinct(family: TokenFamily, tokens: Optima, optima: Optima) -> Optima:
     optima = optima[optima.losses.argsort()]
     joined, before = tokens.joined(optima), len(tokens)
     points = joined.y @ torch.linalg.pinv(family.directions)
-    matrices = family.normal_equations(optima.y)[0]
+    matrices = family.matrices(optima.y)
     apart = torch.cdist(joined.y, joined.y) >= NEAR * joined.y.shape[1] ** 0.5
     return optima[repeated(points, joined.losses, matrices, before, apart)]
 

@@ -1,0 +1,60 @@
+"""The search for tokens: how many steps it takes, and more tokens than small models have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from attacks import find_tokenizer
+from attacks.mjp.mlp_spans import FirstBlock, read_first_block
+from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone, normalised
+from fedmjp.models import ViT, build_model
+from tests.conftest import observe, photographs
+
+WIDTH, GRID, PATCH = 256, 14, 8
+
+
+@pytest.fixture(scope="module")
+def many() -> tuple[FirstBlock, torch.Tensor]:
+    """A block with the 197 tokens of a 224-pixel ViT in 256 channels, and its tokens at the second norm."""
+    torch.manual_seed(0)
+    vit = ViT(img_size=GRID * PATCH, patch_size=PATCH, embed_dim=WIDTH, depth=2, num_heads=4, num_classes=4)
+    torch.nn.init.normal_(vit.head.weight, std=0.1)  # zero by default, which lets no gradient through
+    model = dataclasses.replace(build_model("vit_mini_64", num_classes=4, weights="random"), module=vit.double())
+    image = photographs(GRID * PATCH, 1).double()
+    view = observe(model, image)
+    tokenizer = find_tokenizer(vit, view.image_shape)
+    block = read_first_block(view, tokenizer)
+    patches = tokenizer.patchify(model.normalise(image))[0]
+    with torch.no_grad():
+        tokens = block.tokens(patches, torch.zeros(GRID**2, dtype=torch.bool))
+        return block, normalised(tokens + block.attend(tokens))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_starts_outside_the_span_take_a_few_steps(many) -> None:
+    block, truth = many
+    generator = torch.Generator().manual_seed(0)
+    starts = truth[1:41] + 0.02 * torch.randn(40, WIDTH, generator=generator, dtype=torch.float64)
+    tokens = TokenSearch(rounds=0, steps=8)(block, starts)
+    error = torch.cdist(truth[1:41], tokens.y).min(dim=1).values / WIDTH**0.5
+    assert int((error < 1e-3).sum()) >= 38
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_many_tokens_are_refined_in_several_threads(many) -> None:
+    """Some builds of MKL cannot factorise several general matrices of more than 150 rows in two threads."""
+    block, truth = many
+    family = TokenFamily(block, cone(block))
+    start = family.draw(12, torch.Generator().manual_seed(0))
+    assert (family.refine(start, 2).losses < family.losses(start)[0]).all()
