@@ -119,6 +119,8 @@ class _Board:
         right, below = (c.cpu().numpy() for c in (costs.right, costs.below))
         self.right, self.below = (np.pad(c, ((0, 1), (0, 1))) for c in (right, below))
         self.at = np.zeros_like(right) if costs.at is None else costs.at.cpu().numpy()
+        self.left, self.above = self.right.T.copy(), self.below.T.copy()  # of piece j, piece i to the left, or above
+        self.placed = np.pad(self.at, ((0, 0), (0, 1)))
         self.deviation = float(np.concatenate([right, below]).std())
         places = np.pad(np.arange(self.size).reshape(grid), 1, constant_values=self.size)
         around = places[1:-1, :-2], places[1:-1, 2:], places[:-2, 1:-1], places[2:, 1:-1]
@@ -133,10 +135,13 @@ class _Board:
 
     def fits(self, order: np.ndarray, places: np.ndarray, pieces: np.ndarray) -> np.ndarray:
         """Cost of each place with each piece there, (places, pieces), the neighbours as they lie."""
-        left, right, above, under = np.append(order, self.size)[self.around[places]].T
-        costs = self.right[left][:, pieces] + self.right[:, right].T[:, pieces]
-        costs = costs + self.at[places][:, pieces]
-        return costs + self.below[above][:, pieces] + self.below[:, under].T[:, pieces]
+        left, right, above, under = np.append(order, self.size).take(self.around.take(places, axis=0).T)
+        costs = self.right.take(left, axis=0)  # for all pieces, the rest after the sum
+        costs += self.left.take(right, axis=0)
+        costs += self.placed.take(places, axis=0)
+        costs += self.below.take(above, axis=0)
+        costs += self.above.take(under, axis=0)
+        return costs.take(pieces, axis=1)
 
     def assigned(self, holes: np.ndarray) -> np.ndarray:
         """The pieces of the holes, at the holes in their order, that cost least by their places alone."""
@@ -188,16 +193,25 @@ class _Board:
     def exchanged(self, order: np.ndarray, holes: np.ndarray) -> np.ndarray:
         """Exchange two pieces, neighbours included, as long as that lowers the cost."""
         order, least, improved = order.copy(), self.total(order), True
+        first, second = (holes[i] for i in np.triu_indices(len(holes), 1))
+        touching = (self.around[first] == second[:, None]).any(axis=1)
         while improved:
-            improved = False
-            for i, a in enumerate(holes):
-                for b in holes[i + 1 :]:
-                    order[[a, b]] = order[[b, a]]
+            improved, start = False, 0
+            while start < len(first):
+                # What two pieces that do not touch cost where they lie, and where the other one lies.
+                fits = self.fits(order, np.arange(self.size), order)
+                own = fits.diagonal()
+                risen = fits[first, second] + fits[second, first] - own[first] - own[second]
+                likely = (touching | (risen < -EQUAL * least))[start:].nonzero()[0] + start
+                start = len(first)
+                for pair in likely:
+                    both, turned = [first[pair], second[pair]], [second[pair], first[pair]]
+                    order[both] = order[turned]
                     cost = self.total(order)
                     if cost < least * (1 - EQUAL):
-                        least, improved = cost, True
-                    else:
-                        order[[a, b]] = order[[b, a]]
+                        least, improved, start = cost, True, pair + 1
+                        break
+                    order[both] = order[turned]
         return order
 
     def _reassigned(self, order: np.ndarray, places: np.ndarray, heat: float, rng: np.random.Generator) -> np.ndarray:
