@@ -26,7 +26,7 @@ ATTACKS_USED = (
 UPDATE_ATTACKS_USED = (
     "Attacks of the second experiment. auto and all: here those that read more than one update, chosen for each gamma "
     "and number of updates; the others give the same answer after every update. mjp_rounds is asked for by name, "
-    "because 20 updates of a DeiT-S take it longer than the default budget; unmix_rounds takes minutes an image."
+    "because 20 updates of a DeiT-S take it longer than the default budget; unmix_rounds takes 1 to 200 s an image."
 )
 
 
