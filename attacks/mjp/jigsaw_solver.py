@@ -118,9 +118,10 @@ class _Board:
         self.grid, self.size = grid, grid[0] * grid[1]
         right, below = (c.cpu().numpy() for c in (costs.right, costs.below))
         self.right, self.below = (np.pad(c, ((0, 1), (0, 1))) for c in (right, below))
-        self.at = np.zeros_like(right) if costs.at is None else costs.at.cpu().numpy()
-        self.left, self.above = self.right.T.copy(), self.below.T.copy()  # of piece j, piece i to the left, or above
-        self.placed = np.pad(self.at, ((0, 0), (0, 1)))
+        # Rows that lie together in memory: left[j, i] is what piece i costs to the left of piece j.
+        self.left, self.above = self.right.T.copy(), self.below.T.copy()
+        at = np.zeros_like(right) if costs.at is None else costs.at.cpu().numpy()
+        self.at = np.pad(at, ((0, 0), (0, 1)))
         self.deviation = float(np.concatenate([right, below]).std())
         places = np.pad(np.arange(self.size).reshape(grid), 1, constant_values=self.size)
         around = places[1:-1, :-2], places[1:-1, 2:], places[:-2, 1:-1], places[2:, 1:-1]
@@ -136,9 +137,10 @@ class _Board:
     def fits(self, order: np.ndarray, places: np.ndarray, pieces: np.ndarray) -> np.ndarray:
         """Cost of each place with each piece there, (places, pieces), the neighbours as they lie."""
         left, right, above, under = np.append(order, self.size).take(self.around.take(places, axis=0).T)
-        costs = self.right.take(left, axis=0)  # for all pieces, the rest after the sum
+        # Adding whole rows and picking the pieces once is faster than picking them from each table.
+        costs = self.right.take(left, axis=0)
         costs += self.left.take(right, axis=0)
-        costs += self.placed.take(places, axis=0)
+        costs += self.at.take(places, axis=0)
         costs += self.below.take(above, axis=0)
         costs += self.above.take(under, axis=0)
         return costs.take(pieces, axis=1)

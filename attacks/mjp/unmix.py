@@ -57,8 +57,6 @@ MARGIN = 2.0
 # Where tokens alone say which patch is where, and in rounded messages, errors are up to so many times those expected:
 # measured on trained models of 32 and 64 pixels, in float16, bfloat16, int8 and with noise of 1e-4 to 1e-2.
 TOKEN_ERROR = 20.0
-# Sweeps that certify no patch say less than tokens, each of which is certified alone.
-NONE_CERTIFIED = (0, 0.0)
 # Sweeps come before the search of tokens where at most one patch in so many is unseen.
 MOST_SEEN = 4
 
@@ -268,7 +266,8 @@ def unmixed(
             raise UsageError(NO_TOKEN)
         return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios[swept.found])
     placed, polished, numbers = _of_tokens(tokens, sweep, sweeps, guess, scales)
-    if swept is not None and _standing(swept) > max(_standing(polished), NONE_CERTIFIED):
+    # Sweeps that certify no patch say less than tokens, each of which is certified alone.
+    if swept is not None and swept.found.any() and _standing(swept) > _standing(polished):
         return _from_sweeps(sweeps, swept, scales), numbers
     return _from_sweeps(sweeps, polished, scales, placed), numbers
 
@@ -291,7 +290,7 @@ def _of_tokens(
 
 
 def _standing(swept: Swept) -> tuple[int, float]:
-    """How many patches are certified, and how low the residuals are: what is more is better."""
+    """How many patches are certified, and how low the residuals are: the greater, the better."""
     return int(swept.found.sum()), -swept.level
 
 

@@ -303,7 +303,7 @@ def test_packages_ship_their_type_information(package: str) -> None:
 
 def built_site(folder: Path) -> Path:
     """The site that `make docs` has built since the last change of anything in it, else a new one in `folder`."""
-    built, parts = ROOT / "site", ("docs", "attacks", "fedmjp")
+    built, parts = ROOT / "site", ("docs", "attacks", "fedmjp", "benchmarks", "results")
     shown = [
         ROOT / "mkdocs.yml",
         *(path for part in parts for path in (ROOT / part).rglob("*") if path.suffix != ".pyc"),
