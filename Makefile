@@ -12,6 +12,10 @@ STAMP := $(VENV)/.installed
 # The tested versions; `make CONSTRAINTS= ...` installs the newest that setup.cfg allows (another Python may need it).
 CONSTRAINTS := constraints.txt
 
+# Bytecode is kept even where the environment says otherwise (containers often do): without it every process would compile
+# PyTorch anew, which doubles the time of a start, and of the tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: simulate test test-fast fuzz crash deployment-test constraints notebook tables lint docs clean
 
 simulate: $(STAMP)
