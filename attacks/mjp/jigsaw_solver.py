@@ -11,8 +11,11 @@ that lie there is a linear assignment problem, whatever lies elsewhere. Each mov
 places, with noise on its costs that is lowered as moves go on (annealing); at the end, pairs of pieces are exchanged as
 long as that helps, neighbours included. Where pieces cost differently at different places, the first start is the best
 assignment by these costs alone (Hungarian algorithm). Where every place is empty, all cyclic shifts of the picture are
-tried at the end, because borders do not hold it in its frame. One more arrangement is grown from the surest pairs
-(`attacks.mjp.piece_clusters`): where borders are sure, annealing is not needed, and may miss the best arrangement.
+tried at the end, because borders do not hold it in its frame.
+
+Annealing decides early and rarely moves what fits within itself. So other arrangements are tried beside its own, and
+the cheapest one is returned: two by belief propagation (`attacks.mjp.belief_propagation`), whose costs must be minus
+logarithms of probabilities, and those that are grown from the surest pairs (`attacks.mjp.piece_clusters`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
+from attacks.mjp.belief_propagation import beliefs
 from attacks.mjp.piece_clusters import best_cluster
 
 EXPONENT = 0.3
@@ -34,6 +38,9 @@ HEAT, MOVES_A_PAIR, LEAST_MOVES, MOST_MOVES = 1.0, 5, 2_000, 20_000
 RESTARTS = 4
 SETS, COLD = 100, 0.15  # sets of places to choose from; share of the moves without noise
 EQUAL = 1e-9
+# Belief propagation: beta at the end, an arrangement each; deviation of the logarithms of the first messages; what is
+# added to beliefs of zero.
+ENDS, UNLIKE, FAINT = (1.5, 2.0), 0.5, 1e-12
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Costs:
     """What is minimised, each (N, N).
 
     Attributes:
-        right, below: piece j to the right of, or below, piece i.
+        right, below: piece j to the right of, or below, piece i; minus the logarithm of a probability.
         at: piece j at place i, or None where pieces cost the same at every place.
     """
 
@@ -93,8 +100,9 @@ def solve(
         return torch.as_tensor(order, device=masked.device)
     board = _Board(grid, costs)
     rng = np.random.default_rng(0)
-    grown = [board.exchanged(_Board(grid, guide).assembled(holes), holes) for guide in (costs, *guides)]
-    best = min((order, *grown), key=board.total)
+    starts = [_Board(grid, guide).assembled(holes) for guide in (costs, *guides)]
+    starts += [board.believed(holes, rng, hot) for hot in ENDS]
+    best = min((order, *(board.exchanged(start, holes) for start in starts)), key=board.total)
     least = board.total(best)
     for number in range(restarts):
         trial = order.copy()
@@ -150,6 +158,20 @@ class _Board:
         _, taken = scipy.optimize.linear_sum_assignment(self.at[np.ix_(holes, holes)])
         return holes[taken]
 
+    def believed(self, holes: np.ndarray, rng: np.random.Generator, hot: float) -> np.ndarray:
+        """The arrangement of the highest product of beliefs (`attacks.mjp.belief_propagation`)."""
+        count, order = len(holes), np.arange(self.size)
+        order[holes] = self.size  # what lies there does not count yet
+        number = np.full(self.size + 1, count)  # of each place among the holes
+        number[holes] = np.arange(count)
+        among = np.ix_(holes, holes)
+        start = np.exp(UNLIKE * rng.standard_normal((4, count, count)))
+        alone, beside = self.fits(order, holes, holes), number[self.around[holes]]
+        found = beliefs(self.right[among], self.below[among], alone, beside, start, hot)
+        _, taken = scipy.optimize.linear_sum_assignment(-np.log(found + FAINT))
+        order[holes] = holes[taken]
+        return self._framed(order) if count == self.size else order
+
     def assembled(self, holes: np.ndarray) -> np.ndarray:
         """A cluster of sure pairs (`attacks.mjp.piece_clusters`), and the other pieces where they then cost least.
 
@@ -185,12 +207,16 @@ class _Board:
             order = self._reassigned(order, sets[rng.integers(SETS)], heat, rng)
         if len(holes) < self.size:
             return order
-        table, (rows, columns) = order.reshape(self.grid), self.grid
-        shifts = [np.roll(table, (i, j), (0, 1)).reshape(-1) for i in range(rows) for j in range(columns)]
-        order = min(shifts, key=self.total)
+        order = self._framed(order)
         for places in sets:
             order = self._reassigned(order, places, 0.0, rng)
         return order
+
+    def _framed(self, order: np.ndarray) -> np.ndarray:
+        """The cyclic shift of an arrangement that costs least."""
+        table, (rows, columns) = order.reshape(self.grid), self.grid
+        shifts = [np.roll(table, (i, j), (0, 1)).reshape(-1) for i in range(rows) for j in range(columns)]
+        return min(shifts, key=self.total)
 
     def exchanged(self, order: np.ndarray, holes: np.ndarray) -> np.ndarray:
         """Exchange two pieces, neighbours included, as long as that lowers the cost."""

@@ -58,7 +58,7 @@ class PiecePredictor(nn.Module):
         depth: number of blocks.
     """
 
-    def __init__(self, width: int = 64, depth: int = 4) -> None:
+    def __init__(self, width: int = 128, depth: int = 6) -> None:
         super().__init__()
         self.piece = _perceptron(CHANNELS * SIDE**2, 2 * width, width)
         self.known = _perceptron(4 * WAVES + 2, width, width)

@@ -36,12 +36,12 @@ class Recipe:
         seed: of weights and draws.
     """
 
-    width: int = 64
-    depth: int = 4
-    grids: tuple[int, ...] = (8, 8, 8, 7, 14)
+    width: int = 128
+    depth: int = 6
+    grids: tuple[int, ...] = (8, 14, 8, 7, 14)
     pieces: int = 4096
-    steps: int = 3000
-    learning_rate: float = 3e-3
+    steps: int = 4500
+    learning_rate: float = 2e-3
     seed: int = 0
 
 

@@ -13,10 +13,11 @@ the cost in units of its deviation, v the variance of the pieces' noise:
 - the mixture (`attacks.mjp.border_mixture`) compares the pixels on both sides of a border, and finds v;
 - the border's cost is the solver's own, which noise misleads.
 
-`learned` leaves out the last, `border` minimises it alone. The weights were chosen after fits of the likelihood of true
-neighbours on photographs that no table of the project scores, at 15, 20, 25 and 40 dB and without noise (docs, "Placing
-the pieces"). Clusters of sure pieces are
-grown by the borders alone, too.
+`learned` leaves out the last, `border` has it alone, with the weight `ALONE` at every v, as it cannot tell v. The weights
+were chosen after fits of the likelihood of true neighbours on photographs that no table of the project scores, at 15,
+20, 25 and 40 dB and without noise (docs, "Placing the pieces"). That of the places is half of what is likeliest for a
+single piece, because the predictor errs about all pieces of a photograph together. Clusters of sure pieces are grown by
+the borders' own costs, too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ Solver = Literal["auto", "border", "learned", "both"]
 SOLVERS: tuple[Solver, ...] = ("border", "learned", "both")
 # Weights of the logits of neighbours, and the variance of noise at which that of the borders has halved.
 PREDICTED, MIXED, KNEE = 0.42, 0.42, 1e-3
+# Weight of the borders where nothing else is known.
+ALONE = 4.0
 # Added to the probability of a pair of neighbours: what seems impossible may still happen.
 FLOOR = 1e-3
 
@@ -63,7 +66,7 @@ class Placement:
     restarts: int = RESTARTS
     most_moves: int = MOST_MOVES
     border: float = 2.5
-    places: float = 1.0
+    places: float = 0.5
 
     @property
     def needs(self) -> frozenset[Capability]:
@@ -95,7 +98,7 @@ class Placement:
         Raises:
             UsageError: the file of predictor or mixture cannot be read, or the pieces have other than three channels.
         """
-        guides = (border_costs(pieces),) if self.solver == "both" else ()
+        guides = () if self.solver == "learned" else (border_costs(pieces),)
         return solve(grid, self.costs(grid, pieces, masked), masked, self.restarts, self.most_moves, guides)
 
     @torch.no_grad()
@@ -103,7 +106,9 @@ class Placement:
         """The costs that are minimised, of pieces (N, C, p, p)."""
         borders = border_costs(pieces)
         if self.solver in ("auto", "border"):
-            return borders
+            return Costs(
+                *(_beside(-ALONE * standardised(cost)).to(pieces.dtype) for cost in (borders.right, borders.below))
+            )
         if pieces.shape[1] != CHANNELS:
             raise UsageError(
                 f"what is learned of places is of {CHANNELS} channels, the images have {pieces.shape[1]}: pass "

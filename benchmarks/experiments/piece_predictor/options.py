@@ -48,13 +48,13 @@ class Options(PublicPhotographs):
     images that show the same are left out. Writes --out and a card beside it (FILE.md), and nothing else.
     """
 
-    steps: int = 3000
+    steps: int = 4500
     """Steps of the optimiser, of 4096 pieces each."""
-    width: int = 64
+    width: int = 128
     """Channels of the network, a multiple of 16."""
-    depth: int = 4
+    depth: int = 6
     """Blocks of the network."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """Highest learning rate."""
     out: Path = Path("runs/piece_predictor.safetensors")
     """The file to write."""
