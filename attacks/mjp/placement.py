@@ -13,11 +13,11 @@ the cost in units of its deviation, v the variance of the pieces' noise:
 - the mixture (`attacks.mjp.border_mixture`) compares the pixels on both sides of a border, and finds v;
 - the border's cost is the solver's own, which noise misleads.
 
-`learned` leaves out the last, `border` has it alone, with the weight `ALONE` at every v, as it cannot tell v. The weights
-were chosen after fits of the likelihood of true neighbours on photographs that no table of the project scores, at 15,
-20, 25 and 40 dB and without noise (docs, "Placing the pieces"). That of the places is half of what is likeliest for a
-single piece, because the predictor errs about all pieces of a photograph together. Clusters of sure pieces are grown by
-the borders' own costs, too.
+`learned` leaves out the last; `border` has it alone, with the weight `ALONE` at every v, which it cannot tell. The
+weights were chosen after fits of the likelihood of true neighbours on photographs that no table of the project scores,
+at 15, 20, 25 and 40 dB and without noise (docs, "Placing the pieces"). That of the places is half of what is likeliest
+for a single piece, because the predictor errs about all pieces of a photograph together. Clusters of sure pieces are
+grown by the borders' own costs, too.
 """
 
 from __future__ import annotations

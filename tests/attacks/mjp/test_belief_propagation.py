@@ -7,12 +7,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from experiments.placement.protocol import cut, degrade
 
 from attacks.mjp import belief_propagation
 from attacks.mjp.belief_propagation import beliefs
 from attacks.mjp.jigsaw_solver import _Board, border_costs, solve
 from attacks.mjp.placement import Placement
-from experiments.placement.protocol import cut, degrade
 from tests.conftest import photographs
 
 
