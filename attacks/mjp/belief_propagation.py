@@ -5,9 +5,9 @@ message of a neighbour is what it believes without this place, summed over its p
 
     b_p(i) ~ exp(-beta A_pi) prod over sides s of m_s(i),      m_s(i) ~ sum_j exp(-beta R_ji) b_q\\p(j).
 
-So a place may waver between arrangements, where annealing (`attacks.mjp.jigsaw_solver`) has to choose one and rarely
-leaves it: where pairs are uncertain, clusters that fit within themselves lie in wrong places, and no exchange of single
-pieces moves them. After Cho, Avidan and Freeman ("A probabilistic image jigsaw puzzle", CVPR 2010). Departs from it:
+A place keeps a probability for every piece, where annealing (`attacks.mjp.jigsaw_solver`) has to choose one: where
+pairs are uncertain, clusters of pieces that fit each other end in wrong places, and no exchange of single pieces moves
+them. After Cho, Avidan and Freeman ("A probabilistic image jigsaw puzzle", CVPR 2010). Departs from it:
 
 - beta rises while messages are passed, from flat beliefs to decided ones;
 - that every piece lies somewhere once is not a factor but a weight of each piece, lowered while the beliefs in it sum
@@ -21,14 +21,14 @@ from __future__ import annotations
 import numpy as np
 
 STEPS = 300
-COOL = 0.3  # beta at the start
+FIRST_BETA = 0.3
 DAMPING = 0.5  # share of the old message that stays
 EXCLUSION = 0.5  # power of a piece's sum of beliefs by which its weight falls in each step
 TINY = np.float32(1e-30)
 
 
 def beliefs(
-    right: np.ndarray, below: np.ndarray, alone: np.ndarray, beside: np.ndarray, start: np.ndarray, hot: float
+    right: np.ndarray, below: np.ndarray, alone: np.ndarray, beside: np.ndarray, start: np.ndarray, last_beta: float
 ) -> np.ndarray:
     """Beliefs of M empty places in M pieces, in float32.
 
@@ -38,7 +38,7 @@ def beliefs(
         beside: (M, 4) int, the empty place to the left, to the right, above and below; M where there is none.
         start: (4, M, M) positive, the messages from these sides before the first step; ones, unless all places are
             alike and something has to break the tie.
-        hot: beta at the end.
+        last_beta: beta of the last step.
 
     Returns:
         (M, M): row p sums to 1.
@@ -51,17 +51,16 @@ def beliefs(
     silent = (beside == count).T[:, :, None]
     source = np.where(beside == count, 0, beside).T
     weight = np.ones(count, dtype=np.float32)
-    for beta in np.linspace(COOL, hot, STEPS, dtype=np.float32):
+    for beta in np.linspace(FIRST_BETA, last_beta, STEPS, dtype=np.float32):
         own = np.exp(-beta * alone) * weight
-        chances = [np.exp(-beta * table) for table in pairs]
-        for chance in chances:
-            np.fill_diagonal(chance, 0)
-        # What a place tells the one to its right leaves out what it heard from there, and so on for each side.
-        heard = [_scaled(own * _product(messages, without)) for without in (1, 0, 3, 2)]
-        told = np.stack(
-            [_scaled(said @ chance)[source[k]] for k, (said, chance) in enumerate(zip(heard, chances, strict=True))]
-        )
-        messages = DAMPING * messages + (1 - DAMPING) * np.where(silent, np.float32(1), told)
+        potentials = [np.exp(-beta * table) for table in pairs]
+        for potential in potentials:
+            np.fill_diagonal(potential, 0)  # no piece lies beside itself
+        # The message to a neighbour leaves out the one that came from it (the cavity distribution).
+        cavities = [_scaled(own * _product(messages, without)) for without in (1, 0, 3, 2)]
+        incoming = [_scaled(cavity @ potential) for cavity, potential in zip(cavities, potentials, strict=True)]
+        incoming = np.stack([sent[source[side]] for side, sent in enumerate(incoming)])
+        messages = DAMPING * messages + (1 - DAMPING) * np.where(silent, np.float32(1), incoming)
         found = _scaled(own * messages.prod(axis=0)) / count
         weight = weight * (found.sum(axis=0) + np.float32(1e-6)) ** np.float32(-EXCLUSION)
         weight /= weight.mean()

@@ -5,9 +5,10 @@ Pomeranz, Shemesh and Ben-Shahar 2011): for the border's inner columns a2, a1 | 
 
     cost = sum over rows and channels  |2 a1 - a2 - b1|^Q + |2 b1 - b2 - a1|^Q,      Q = 0.3.
 
-The sum over all borders, and over all pieces of what each costs at its place (`attacks.mjp.placement`), is minimised
-over the permutations of the pieces. Among places of which no two are neighbours, the best permutation of the pieces
-that lie there is a linear assignment problem, whatever lies elsewhere. Each move solves one, for a random such set of
+`attacks.mjp.placement` turns these costs, and what else it knows, into minus logarithms of probabilities. Their sum
+over all borders, and over all pieces of what each costs at its place, is minimised over the permutations of the pieces.
+Among places of which no two are neighbours, the best permutation of the pieces that lie there is a linear assignment
+problem, whatever lies elsewhere. Each move solves one, for a random such set of
 places, with noise on its costs that is lowered as moves go on (annealing); at the end, pairs of pieces are exchanged as
 long as that helps, neighbours included. Where pieces cost differently at different places, the first start is the best
 assignment by these costs alone (Hungarian algorithm). Where every place is empty, all cyclic shifts of the picture are
@@ -38,17 +39,18 @@ HEAT, MOVES_A_PAIR, LEAST_MOVES, MOST_MOVES = 1.0, 5, 2_000, 20_000
 RESTARTS = 4
 SETS, COLD = 100, 0.15  # sets of places to choose from; share of the moves without noise
 EQUAL = 1e-9
-# Belief propagation: beta at the end, an arrangement each; deviation of the logarithms of the first messages; what is
-# added to beliefs of zero.
-ENDS, UNLIKE, FAINT = (1.5, 2.0), 0.5, 1e-12
+# Belief propagation: its last beta, an arrangement each; standard deviation of the logarithms of the first messages;
+# what is added to beliefs of zero before their logarithm is taken.
+LAST_BETAS, START_NOISE, LEAST_BELIEF = (1.5, 2.0), 0.5, 1e-12
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What is minimised, each (N, N).
+    """Costs of pieces, each (N, N).
 
     Attributes:
-        right, below: piece j to the right of, or below, piece i; minus the logarithm of a probability.
+        right, below: piece j to the right of, or below, piece i. What is minimised is minus the logarithm of a
+            probability, as belief propagation needs it; a guide of clusters may be in any unit.
         at: piece j at place i, or None where pieces cost the same at every place.
     """
 
@@ -101,7 +103,7 @@ def solve(
     board = _Board(grid, costs)
     rng = np.random.default_rng(0)
     starts = [_Board(grid, guide).assembled(holes) for guide in (costs, *guides)]
-    starts += [board.believed(holes, rng, hot) for hot in ENDS]
+    starts += [board.propagated(holes, rng, last_beta) for last_beta in LAST_BETAS]
     best = min((order, *(board.exchanged(start, holes) for start in starts)), key=board.total)
     least = board.total(best)
     for number in range(restarts):
@@ -158,17 +160,17 @@ class _Board:
         _, taken = scipy.optimize.linear_sum_assignment(self.at[np.ix_(holes, holes)])
         return holes[taken]
 
-    def believed(self, holes: np.ndarray, rng: np.random.Generator, hot: float) -> np.ndarray:
+    def propagated(self, holes: np.ndarray, rng: np.random.Generator, last_beta: float) -> np.ndarray:
         """The arrangement of the highest product of beliefs (`attacks.mjp.belief_propagation`)."""
         count, order = len(holes), np.arange(self.size)
         order[holes] = self.size  # what lies there does not count yet
         number = np.full(self.size + 1, count)  # of each place among the holes
         number[holes] = np.arange(count)
         among = np.ix_(holes, holes)
-        start = np.exp(UNLIKE * rng.standard_normal((4, count, count)))
+        start = np.exp(START_NOISE * rng.standard_normal((4, count, count)))
         alone, beside = self.fits(order, holes, holes), number[self.around[holes]]
-        found = beliefs(self.right[among], self.below[among], alone, beside, start, hot)
-        _, taken = scipy.optimize.linear_sum_assignment(-np.log(found + FAINT))
+        found = beliefs(self.right[among], self.below[among], alone, beside, start, last_beta)
+        _, taken = scipy.optimize.linear_sum_assignment(-np.log(found + LEAST_BELIEF))
         order[holes] = holes[taken]
         return self._framed(order) if count == self.size else order
 

@@ -28,7 +28,7 @@ def row_of(count: int) -> np.ndarray:
 def test_beliefs_on_a_row_are_sums_over_all_arrangements(monkeypatch) -> None:
     """A row has no loops; without exclusion a piece may lie at several places, though not beside itself."""
     monkeypatch.setattr(belief_propagation, "EXCLUSION", 0.0)
-    monkeypatch.setattr(belief_propagation, "COOL", 1.0)
+    monkeypatch.setattr(belief_propagation, "FIRST_BETA", 1.0)
     rng, count = np.random.default_rng(0), 4
     right, below, alone = rng.exponential(2.0, (3, count, count))
     found = beliefs(right, below, alone, row_of(count), np.ones((4, count, count)), 1.0)
@@ -55,7 +55,7 @@ def test_every_piece_is_believed_at_one_place_in_all() -> None:
 @pytest.mark.parametrize("solver", ["border", "both"])
 def test_beliefs_find_what_annealing_misses(solver: str) -> None:
     """64 pieces in random order, as they are under borders, with noise of 20 dB under both: cheaper arrangements."""
-    least = {"annealed": 0.0, "believed": 0.0}
+    least = {"annealed": 0.0, "propagated": 0.0}
     grid, everywhere, holes = (8, 8), torch.ones(64, dtype=torch.bool), np.arange(64)
     for number, image in enumerate(photographs(64, 4)):
         generator = torch.Generator().manual_seed(number)
@@ -64,8 +64,8 @@ def test_beliefs_find_what_annealing_misses(solver: str) -> None:
         board = _Board(grid, Placement(solver=solver).costs(grid, pieces, everywhere))
         rng = np.random.default_rng(0)
         least["annealed"] += board.total(board.exchanged(board.anneal(rng.permutation(holes), holes, rng, 8000), holes))
-        least["believed"] += board.total(board.exchanged(board.believed(holes, rng, 1.5), holes))
-    assert least["believed"] < least["annealed"]
+        least["propagated"] += board.total(board.exchanged(board.propagated(holes, rng, 1.5), holes))
+    assert least["propagated"] < least["annealed"]
 
 
 def test_known_pieces_stay() -> None:
