@@ -46,18 +46,22 @@ class Recipe:
 
 
 def train_predictor(
-    images: Tensor, recipe: Recipe, report: Callable[[int, float], None] = lambda step, loss: None
+    images: Tensor,
+    recipe: Recipe,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+    start: PiecePredictor | None = None,
 ) -> PiecePredictor:
-    """Train a predictor from random weights, in float32.
+    """Train a predictor in float32.
 
     Args:
         images: (n, 3, H, W) uint8.
         report: called with the step, from 1, and the loss.
+        start: a predictor to continue from, of its own width and depth, which is changed; None for random weights.
     """
     generator = torch.Generator().manual_seed(recipe.seed)
     torch.manual_seed(recipe.seed)
     device = images.device
-    model = PiecePredictor(recipe.width, recipe.depth).to(device).train()
+    model = (start or PiecePredictor(recipe.width, recipe.depth)).to(device).train()
     optimiser = torch.optim.AdamW(model.parameters(), recipe.learning_rate, BETAS, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step / recipe.steps))
     for step in range(1, recipe.steps + 1):

@@ -76,7 +76,12 @@ def test_mistakes_are_named(tmp_path, capsys) -> None:
     ):
         assert run(tmp_path / "a", *options) == 2
         assert message in capsys.readouterr().err
-    for options, message in ((["--width", "20"], "a multiple of 16"), (["--out", "x.pt"], "must end in .safetensors")):
+    for options, message in (
+        (["--width", "20"], "a multiple of 16"),
+        (["--out", "x.pt"], "must end in .safetensors"),
+        (["--start", "x.safetensors", "--out", "x.safetensors"], "would be overwritten"),
+        (["--start", "x.safetensors"], "x.safetensors"),
+    ):
         assert piece_predictor.main(options) == 2
         assert message in capsys.readouterr().err
     assert border_mixture.main(["--components", "0"]) == 2

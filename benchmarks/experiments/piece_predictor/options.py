@@ -56,6 +56,8 @@ class Options(PublicPhotographs):
     """Blocks of the network."""
     learning_rate: float = 2e-3
     """Highest learning rate."""
+    start: Path | None = None
+    """A predictor to continue from, which sets the width and the depth (None: random weights)."""
     out: Path = Path("runs/piece_predictor.safetensors")
     """The file to write."""
 
@@ -63,6 +65,8 @@ class Options(PublicPhotographs):
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         super().validate()
         check_positive(self, "steps", "width", "depth")
+        if self.start is not None and self.start.resolve() == self.out.resolve():
+            raise UsageError(f"--start {self.start} would be overwritten: pass another file to --out")
         if self.width % 16:
             raise UsageError(f"--width must be a multiple of 16, not {self.width}")
         if not self.learning_rate > 0:

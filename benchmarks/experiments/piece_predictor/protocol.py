@@ -53,7 +53,9 @@ class Training:
 
 def run(options: Options, console: Console) -> None:
     """Train, measure and write."""
-    public = public_photographs(options, prepare_torch(options))
+    device = prepare_torch(options)
+    start = None if options.start is None else PiecePredictor.load(options.start)
+    public = public_photographs(options, device)
     recipe = Recipe(
         width=options.width,
         depth=options.depth,
@@ -69,13 +71,13 @@ def run(options: Options, console: Console) -> None:
             console.print(f"step {step}: loss {sum(losses[-REPORT:]) / REPORT:.3f}", highlight=False)
 
     started = time.process_time()
-    predictor = train_predictor(public.images, recipe, report)
+    predictor = train_predictor(public.images, recipe, report, start)
     last = losses[-REPORT:]
     training = Training(sum(last) / len(last), time.process_time() - started)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     predictor.save(options.out)
     accuracies = measure(PiecePredictor.load(options.out), public.held)
-    write_card(options, card_text(options, public, training, recipe, accuracies), console)
+    write_card(options, card_text(options, public, training, predictor, recipe, accuracies), console)
 
 
 def public_photographs(options: PublicPhotographs, device: torch.device) -> Public:
@@ -161,13 +163,15 @@ def card_text(
     options: Options,
     public: Public,
     training: Training,
+    predictor: PiecePredictor,
     recipe: Recipe,
     accuracies: dict[str, tuple[float, float, float]],
 ) -> str:
     """The card of a predictor."""
     seen = sum(recipe.pieces // side**2 for side in recipe.grids) / len(recipe.grids) * recipe.steps
     facts = {
-        "network": f"{options.width} channels, {options.depth} blocks, stored as float16",
+        "network": f"{len(predictor.unknown)} channels, {predictor.blocks.num_layers} blocks, stored as float16",
+        **earlier(options.start),
         "recipe": f"{recipe.steps} steps of {recipe.pieces} pieces (about {seen:,.0f} images), grids of "
         f"{', '.join(str(side) for side in recipe.grids)} pieces a side, AdamW, rate {recipe.learning_rate:g}",
         "loss at the end": f"{training.loss:.2f} (mean of the last {REPORT} steps)",
@@ -188,6 +192,19 @@ def card_text(
             *(f"| {level} | {a:.1%} | {b:.1%} | {c:.1%} |" for level, (a, b, c) in accuracies.items()),
         ],
     )
+
+
+def earlier(start: Path | None) -> dict[str, str]:
+    """What the card beside the predictor that a training continues from says of its own training."""
+    if start is None:
+        return {}
+    beside = start.with_suffix(".md")
+    if not beside.exists():
+        return {"continued from": f"{start.name}, which has no card"}
+    lines = (line.strip("| ").split(" | ") for line in beside.read_text(encoding="utf-8").splitlines())
+    rows = {line[0]: line[1] for line in lines if len(line) == 2}
+    parts = [rows[name] for name in ("continued from", "recipe", "time", "commit") if name in rows]
+    return {"continued from": f"a predictor of {', '.join(parts)}"}
 
 
 def card(
