@@ -9,7 +9,19 @@ import numpy as np
 import pandas as pd
 import pytest
 from experiments.pretraining.mst_options import DEFAULT, LINES, MSTOptions
-from experiments.pretraining.mst_render import LAMBDAS, MST, ROWS, STRATEGIES, WORDS, accuracies, lines_text
+from experiments.pretraining.mst_render import (
+    LAMBDAS,
+    LONGER,
+    MASKS,
+    MST,
+    ROWS,
+    STRATEGIES,
+    WORDS,
+    accuracies,
+    lines_text,
+    longer_text,
+    probes_text,
+)
 from experiments.rendering import read_rows
 from experiments.scaffold import PAPER
 from PIL import Image
@@ -41,7 +53,7 @@ def test_rows_tables_and_resumption(folder, tmp_path, capsys) -> None:
     given = options(folder, tmp_path / "out")
     assert mst.main(given) == 0
     rows = read_rows(tmp_path / "out", ROWS)
-    measures = {"knn_10", "knn_20", "knn_100", "knn_200", "linear"}
+    measures = {"knn_10", "knn_20", "knn_100", "knn_200", "linear", "linear_blocks"}
     assert {name: set(own["network"]) for name, own in rows.groupby("line")} == {
         "default": {"start", "student", "teacher"},
         "mlm": {"start", "student"},
@@ -70,14 +82,16 @@ def test_rows_tables_and_resumption(folder, tmp_path, capsys) -> None:
 
 
 def test_every_line_is_in_a_table_and_every_figure_of_the_paper_has_a_line() -> None:
-    assert set(STRATEGIES) | set(LAMBDAS) == set(LINES) == set(WORDS)
-    for table in ("mst_table4", "mst_lambda"):
+    assert {*STRATEGIES, *LAMBDAS, *MASKS, LONGER} == set(LINES) == set(WORDS)
+    for table in ("mst_table3", "mst_table4", "mst_lambda", "mst_masks"):
         assert set(pd.read_csv(PAPER / f"{table}.csv")["line"]) <= set(LINES)
     found = {name: read_objective(MSTOptions().config(name, 0).objective) for name in LINES}
     assert found["mlm"].lambda_1 == 0
     assert found["mlm_dino"].lambda_1 == 1
     assert found["random"].p == found[DEFAULT].p * found[DEFAULT].share
     assert [found[name].lambda_2 for name in LAMBDAS] == [0.2, 0.4, 0.6, 0.8]
+    assert {name for name in LINES if not found[name].decoder_norm} == {name for name in LINES if "no_norm" in name}
+    assert MSTOptions().config(LONGER, 0).recipe.epochs == 3 * MSTOptions().config(DEFAULT, 0).recipe.epochs
 
 
 def linear_probes(found: dict[str, list[float]]) -> pd.DataFrame:
@@ -102,6 +116,27 @@ def test_signs_are_judged_over_three_seeds_and_not_over_test_images() -> None:
     assert "| -6.0 ± 2.1 |" in text  # the paper has no such line
     assert own.loc[("lambda_0.2", "student", "linear"), "verdict"] == "cannot tell"  # two seeds
     assert own.loc[("mlm", "student", "linear"), "paper_difference"] == pytest.approx(-12.9)
+
+
+def test_probes_and_longer_training_are_compared_with_the_papers() -> None:
+    own = {"default": [36.0, 37.0, 38.0], "longer": [39.0, 40.2, 41.0]}
+    blocks = {"default": [35.1, 36.0, 37.2], "longer": [38.0, 40.0, 42.0]}
+    rows = pd.concat(
+        [
+            linear_probes(own),
+            linear_probes(blocks).assign(measure="linear_blocks"),
+            linear_probes(own).assign(measure="knn_10"),
+        ]
+    )
+    rows["images_seen"] = rows["line"].map({"default": 100, "longer": 300})
+    table = accuracies(rows).set_index(["line", "network", "measure"])
+    text = probes_text(table)
+    assert "| 36.1 [33.5, 38.7] |  |  | 75.0 | -0.9 [-1.1, -0.7] (paper +1.1: contradicts) |" in text
+    assert "| 73.9 |  |" in text
+    text = longer_text(table, rows)
+    assert "| 300 | linear probe of the last class token | 40.1 [37.6, 42.6] | 76.3 | +3.1 [+2.8, +3.4] (paper" in text
+    assert "(paper +2.4: agrees)" in text
+    assert "| 100 | 10-NN | 37.0 [34.5, 39.5] | 72.1 |  |" in text
 
 
 @pytest.mark.parametrize(

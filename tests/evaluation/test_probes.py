@@ -59,6 +59,18 @@ def test_features_are_what_the_classifier_reads() -> None:
     assert not torch.allclose(found, features(model, data.test, CPU, "mean"))
 
 
+def test_features_of_several_blocks_are_those_of_timm() -> None:
+    """DINO's linear probe reads the class tokens of the last blocks; timm has a function for its own models."""
+    model, data = build_model("vit_micro_32", num_classes=8, weights="random"), load_data("photos", size=32)
+    pixels = model.normalise(data.test.images(range(len(data.test))))
+    peer = model.module.get_intermediate_layers(pixels, n=2, return_prefix_tokens=True, norm=True)
+    found = features(model, data.test, CPU, blocks=2)
+    torch.testing.assert_close(found, torch.cat([prefix[:, 0] for _, prefix in peer], dim=1), atol=1e-5, rtol=1e-4)
+    averaged = features(model, data.test, CPU, "mean", blocks=2)
+    torch.testing.assert_close(averaged, torch.cat([own.mean(dim=1) for own, _ in peer], dim=1), atol=1e-5, rtol=1e-4)
+    assert features(model, data.test, CPU, blocks=4).shape == (len(data.test), 3 * 64)  # it has three blocks
+
+
 def test_a_trained_encoder_beats_chance_and_itself_untrained() -> None:
     data = load_data("photos", size=32, train_limit=400, test_limit=100)
     model = build_model("vit_mini_32", num_classes=10, weights="auto")

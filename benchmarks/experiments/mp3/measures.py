@@ -7,13 +7,13 @@ before the final norm; the paper does not say which.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 from experiments.trained_models.attention_maps import attention_distance
 from fedmjp.data import ImageSet
+from fedmjp.evaluation.features import recorded_blocks
 from fedmjp.evaluation.neighbours import neighbour_votes
 from fedmjp.models import BuiltModel
 from fedmjp.models.attention import every_attention
@@ -21,17 +21,6 @@ from fedmjp.models.attention import every_attention
 BATCH = 100
 NEIGHBOURS = 20
 CORRELATIONS = ("same_image", "two_images_same_place", "two_images_other_place")
-
-
-@contextmanager
-def recorded_blocks(model: BuiltModel) -> Iterator[list[Tensor]]:
-    """Context in which each forward pass adds the output (B, T, D) of every block, in order, to a list."""
-    kept: list[Tensor] = []
-    with ExitStack() as stack:
-        for block in model.module.blocks:
-            handle = block.register_forward_hook(lambda _, inputs, output: kept.append(output))
-            stack.callback(handle.remove)
-        yield kept
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from experiments.pretraining.epochs import run_epochs, trained_columns
-from experiments.pretraining.mst_options import DEFAULT, KS, MSTOptions
+from experiments.pretraining.mst_options import BLOCKS, DEFAULT, KS, MSTOptions
 from experiments.pretraining.mst_pictures import attended, draw_attention, taught
-from experiments.pretraining.mst_render import MST, ROWS
+from experiments.pretraining.mst_render import LINEAR, LINEAR_BLOCKS, MST, ROWS
 from experiments.pretraining.rows import asked, training_id
 from experiments.rendering import read_rows
 from fedmjp.evaluation.features import features
@@ -29,7 +29,7 @@ from fedmjp.training.trainer import Trainer
 
 START, STUDENT, TEACHER = "start", "student", "teacher"
 PICTURES = 5  # test images that are drawn
-MEASURES = (*(f"knn_{k}" for k in KS), "linear")
+MEASURES = (*(f"knn_{k}" for k in KS), LINEAR, LINEAR_BLOCKS)
 
 
 def run(options: MSTOptions, console: Console) -> None:
@@ -76,18 +76,20 @@ def _train(line: str, config: TrainConfig, options: MSTOptions, log: RowLog, con
 
 
 def _measured(network: str, model: BuiltModel, trainer: Trainer, options: MSTOptions) -> Iterator[dict[str, Any]]:
-    """Accuracies (per cent, with bootstrap intervals over the test images) on the class token's features."""
+    """Accuracies (per cent, with bootstrap intervals over the test images) on class tokens."""
     data, step = trainer.data, max(1, len(trainer.data.train) // options.references)
     some = data.train.subset(range(0, step * options.references, step)[: options.references])
-    train, test = (features(model, images, trainer.device) for images in (some, data.test))
+    several = [features(model, images, trainer.device, blocks=BLOCKS) for images in (some, data.test)]
+    last = [found[:, -model.module.embed_dim :] for found in several]
     classes = len(data.classes)
     for k in KS:
-        votes = neighbour_votes(train, some.labels, test, k, classes)
+        votes = neighbour_votes(last[0], some.labels, last[1], k, classes)
         yield {"network": network, "measure": f"knn_{k}", **_accuracy(votes, data.test.labels)}
-    mean, deviation = train.mean(dim=0), train.std(dim=0).clamp(min=1e-6)
-    weight, bias = fit_logistic((train - mean) / deviation, some.labels, classes)
-    answers = F.linear((test - mean) / deviation, weight, bias)
-    yield {"network": network, "measure": "linear", **_accuracy(answers, data.test.labels)}
+    for measure, (train, test) in ((LINEAR, last), (LINEAR_BLOCKS, several)):
+        mean, deviation = train.mean(dim=0), train.std(dim=0).clamp(min=1e-6)
+        weight, bias = fit_logistic((train - mean) / deviation, some.labels, classes)
+        answers = F.linear((test - mean) / deviation, weight, bias)
+        yield {"network": network, "measure": measure, **_accuracy(answers, data.test.labels)}
 
 
 def _accuracy(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:

@@ -40,6 +40,7 @@ ROWS = Schema(
     ),
     identity=("training", "network", "measure"),
 )
+LINEAR, LINEAR_BLOCKS = "linear", "linear_blocks"
 PAPERS_IMAGES = 100 * 1_281_167  # 100 epochs of ImageNet-1k; Table 1 saw three times as many
 WORDS = {
     DEFAULT: "least attended, [mask] token, whole image",
@@ -52,9 +53,22 @@ WORDS = {
     "lambda_0.2": "0.2",
     "lambda_0.4": "0.4",
     "lambda_0.8": "0.8",
+    "longer": "three times the epochs",
+    "random_0.25": "random, 25 %",
+    "random_0.5": "random, 50 %",
+    "no_norm": "least attended, decoder without batch norm",
+    "none_no_norm": "nothing, decoder without batch norm",
+    "random_0.01_no_norm": "random, 1 %, decoder without batch norm",
 }
 STRATEGIES = (DEFAULT, "none", "random", "attended", "mlm", "mlm_dino", "bert")
 LAMBDAS = ("lambda_0.2", "lambda_0.4", DEFAULT, "lambda_0.8")
+MASKS = (DEFAULT, "none", "random", "random_0.25", "random_0.5", "no_norm", "none_no_norm", "random_0.01_no_norm")
+LONGER = "longer"
+PROBES = {
+    LINEAR: "linear probe of the last class token",
+    LINEAR_BLOCKS: "linear probe of the last blocks' class tokens (DINO's)",
+    "knn_10": "10-NN",
+}
 COLUMNS = (
     *("line", "network", "measure", "accuracy_mean", "accuracy_low", "accuracy_high", "seeds", "one_seed_margin"),
     *("difference_mean", "difference_low", "difference_high", "difference_margin"),
@@ -63,7 +77,8 @@ COLUMNS = (
 
 
 def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line a pre-training, network and measure, of the student also the difference from the default line.
+    """One line a pre-training, network and measure, of the student also the difference from the default line, and of
+    the default line that of DINO's linear probe from the common one.
 
     Returns:
         columns line, network, measure, accuracy_mean, _low, _high (per cent, over seeds), seeds, one_seed_margin,
@@ -73,21 +88,26 @@ def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
     by_case = {
         case: group.set_index("seed") for case, group in rows.groupby(["line", "network", "measure"], sort=False)
     }
-    paper = _paper("mst_table4") | _paper("mst_lambda")
+    paper = _paper()
     lines = []
     for (name, network, measure), group in by_case.items():
         line = {"line": name, "network": network, "measure": measure} | mean_over_seeds("accuracy", group["accuracy"])
         line["one_seed_margin"] = _margin(group)
-        other = by_case.get((DEFAULT, network, measure))
-        if network == "student" and name != DEFAULT and other is not None:
-            printed = paper if measure == "linear" else {}
-            theirs = printed.get(name, math.nan) - printed.get(DEFAULT, math.nan)
-            line |= paired_difference(group["accuracy"], other["accuracy"], theirs)
-            line["difference_margin"] = math.hypot(_margin(group), _margin(other))
-        if network == "student" and measure == "linear":
-            line["paper_accuracy"] = paper.get(name, math.nan)
+        if network == "student":
+            against = _compared_with(name, measure)
+            other = by_case.get((against[0], network, against[1]))
+            figure, theirs = paper.get((name, measure), math.nan), paper.get(against, math.nan)
+            line["paper_accuracy"] = figure
+            if other is not None and against != (name, measure):
+                line |= paired_difference(group["accuracy"], other["accuracy"], figure - theirs)
+                line["difference_margin"] = math.hypot(_margin(group), _margin(other))
         lines.append(line)
     return with_verdicts(pd.DataFrame(lines)).reindex(columns=COLUMNS)
+
+
+def _compared_with(name: str, measure: str) -> tuple[str, str]:
+    """The line and measure that a difference is taken from; the same where there is none."""
+    return (DEFAULT, LINEAR if (name, measure) == (DEFAULT, LINEAR_BLOCKS) else measure)
 
 
 def _margin(group: pd.DataFrame) -> float:
@@ -103,7 +123,10 @@ def files(folder: Path) -> dict[str, str]:
     return {
         "table.csv": csv(table, 5),
         "table1.md": neighbours_text(own, rows) + "\n",
+        "table2.md": probes_text(own) + "\n",
+        "table3.md": longer_text(own, rows) + "\n",
         "table4.md": lines_text(own, STRATEGIES, "what is hidden and restored") + "\n",
+        "table_masks.md": lines_text(own, MASKS, "hidden patches") + "\n",
         "table_lambda.md": lines_text(own, LAMBDAS, "lambda_2", {DEFAULT: "0.6"}) + "\n",
         "table_pretext.md": pretext_text(rows) + "\n",
     }
@@ -118,6 +141,43 @@ def neighbours_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
         lines.append([str(k), *cells, f"{paper[f'knn_{k}']:.1f}"])
     heads = ["k", "student (%)", "teacher (%)", "before training (%)", "paper (%)"]
     return f"{markdown_table(heads, lines)}\n\n{limits(rows)}"
+
+
+def probes_text(own: pd.DataFrame) -> str:
+    """Table 2: both linear probes of the default line."""
+    lines = []
+    for measure in (LINEAR, LINEAR_BLOCKS):
+        if (DEFAULT, "student", measure) not in own.index:
+            continue
+        row = own.loc[(DEFAULT, "student", measure)]
+        cells = [_cell(own, (DEFAULT, network, measure)) for network in ("student", "teacher", "start")]
+        lines.append([PROBES[measure], *cells, f"{row['paper_accuracy']:.1f}", difference_cell(row)])
+    heads = [
+        "probe",
+        "student (%)",
+        "teacher (%)",
+        "before training (%)",
+        "paper (%)",
+        "student, from the common probe",
+    ]
+    return markdown_table(heads, lines)
+
+
+def longer_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
+    """Table 3: the default line and three times its epochs."""
+    lines = []
+    for name in (DEFAULT, LONGER):
+        seen = rows.loc[rows["line"] == name, "images_seen"].unique()
+        for measure in PROBES:
+            if (name, "student", measure) not in own.index:
+                continue
+            row = own.loc[(name, "student", measure)]
+            change = difference_cell(row) if name == LONGER else ""
+            figure = f"{row['paper_accuracy']:.1f}"
+            lines.append([f"{seen[0]:,}", PROBES[measure], mean_cell(row, "accuracy"), figure, change])
+    return markdown_table(
+        ["images seen", "measure", "student (%)", "paper, 100 and 300 epochs (%)", "from shorter"], lines
+    )
 
 
 def lines_text(own: pd.DataFrame, wanted: Sequence[str], title: str, words: Mapping[str, str] = WORDS) -> str:
@@ -170,8 +230,11 @@ def limits(rows: pd.DataFrame) -> str:
     )
 
 
-def _paper(name: str) -> Mapping[str, float]:
-    return pd.read_csv(PAPER / f"{name}.csv").set_index("line")["accuracy"].to_dict()
+def _paper() -> Mapping[tuple[str, str], float]:
+    """The paper's accuracies by line and measure; of Table 1 `neighbours_text` shows them, as of a longer training."""
+    tables = (pd.read_csv(PAPER / f"{name}.csv") for name in ("mst_table4", "mst_lambda", "mst_masks", "mst_table3"))
+    found = pd.concat([table if "measure" in table else table.assign(measure=LINEAR) for table in tables])
+    return found.set_index(["line", "measure"])["accuracy"].to_dict()
 
 
 def _cell(own: pd.DataFrame, key: tuple[str, str, str]) -> str:
@@ -191,6 +254,9 @@ MST = Rendering(
     files,
     {
         "mst_neighbours": _block("table1"),
+        "mst_probes": _block("table2"),
+        "mst_longer": _block("table3"),
+        "mst_masks": _block("table_masks"),
         "mst_strategies": _block("table4"),
         "mst_lambda": _block("table_lambda"),
         "mst_pretext": _block("table_pretext"),
