@@ -94,7 +94,7 @@ def prepared_by(name: str) -> list[Observation]:
 UNMIX = {
     "search": TokenSearch(rounds=1, steps=2),
     "sweep": SweepSearch(rounds=1, sweeps=1, starts=1, steps=1, start_steps=1),
-    "placement": Placement(restarts=1, most_moves=20),
+    "placement": Placement(restarts=1),
 }
 CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("patch_embedding", plain, {}),

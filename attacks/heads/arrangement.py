@@ -19,8 +19,8 @@ from torch import Tensor
 
 from attacks.mjp.jigsaw_solver import Costs, border_costs, solve
 
-# Weight of a standard deviation of the borders' costs, beside the logarithm of a probability; annealings, moves of one.
-BORDER, RESTARTS, MOST_MOVES = 10.0, 4, 5_000
+# Weight of a standard deviation of the borders' costs, beside the logarithm of a probability.
+BORDER = 10.0
 # Two tokens of a view are exchanged only where that costs less than this, as a logarithm of a probability.
 LARGEST_COST = 40.0
 # An exchange has to lower the difference by this share.
@@ -66,7 +66,7 @@ def arrange(grid: tuple[int, int], surprise: Tensor, pieces: Tensor, masked: Ten
     costs = (_spread(c, slots, board.numel()) for c in (weight * borders.right, weight * borders.below, at))
     free = torch.zeros(board.numel(), dtype=torch.bool, device=masked.device)
     free[slots] = True
-    order = solve((views * (rows + 1), columns), Costs(*costs), free, RESTARTS, MOST_MOVES)
+    order = solve((views * (rows + 1), columns), Costs(*costs), free)
     token_of = torch.empty(board.numel(), dtype=torch.int64, device=masked.device)
     token_of[slots] = torch.arange(count, device=masked.device)
     tokens = token_of[order[slots]]

@@ -5,14 +5,15 @@ message of a neighbour is what it believes without this place, summed over its p
 
     b_p(i) ~ exp(-beta A_pi) prod over sides s of m_s(i),      m_s(i) ~ sum_j exp(-beta R_ji) b_q\\p(j).
 
-A place keeps a probability for every piece, where annealing (`attacks.mjp.jigsaw_solver`) has to choose one: where
-pairs are uncertain, clusters of pieces that fit each other end in wrong places, and no exchange of single pieces moves
-them. After Cho, Avidan and Freeman ("A probabilistic image jigsaw puzzle", CVPR 2010). Departs from it:
+A place keeps a probability for every piece. A search that has to choose one piece for each place cannot undo clusters
+of pieces that fit each other in wrong places, where pairs are uncertain: no exchange of single pieces moves them. After
+Cho, Avidan and Freeman ("A probabilistic image jigsaw puzzle", CVPR 2010). Departs from it:
 
 - beta rises while messages are passed, from flat beliefs to decided ones;
 - that every piece lies somewhere once is not a factor but a weight of each piece, lowered while the beliefs in it sum
   to more than one place;
-- pieces in known places are constants, and no anchors are drawn where there are none;
+- pieces in known places are constants; where there are none, the solver (`attacks.mjp.jigsaw_solver`) fixes one piece
+  after the other as the only anchor, where the paper draws several pieces in their true places;
 - the beliefs are rounded by the assignment with the highest product.
 """
 
@@ -44,7 +45,7 @@ def beliefs(
         (M, M): row p sums to 1.
     """
     count = len(alone)
-    pairs = [table.astype(np.float32) for table in (right, right.T, below, below.T)]
+    pairs = [table.astype(np.float32) for table in (right, below)]
     alone = (alone - alone.min(axis=1, keepdims=True)).astype(np.float32)
     messages = _scaled(start.astype(np.float32))
     # Where there is no neighbour on a side, the message says nothing.
@@ -53,9 +54,11 @@ def beliefs(
     weight = np.ones(count, dtype=np.float32)
     for beta in np.linspace(FIRST_BETA, last_beta, STEPS, dtype=np.float32):
         own = np.exp(-beta * alone) * weight
-        potentials = [np.exp(-beta * table) for table in pairs]
-        for potential in potentials:
-            np.fill_diagonal(potential, 0)  # no piece lies beside itself
+        potentials = []  # of the messages from the left, from the right, from above and from below
+        for table in pairs:
+            onward = np.exp(-beta * table)
+            np.fill_diagonal(onward, 0)  # no piece lies beside itself
+            potentials += [onward, onward.T]
         # The message to a neighbour leaves out the one that came from it (the cavity distribution).
         cavities = [_scaled(own * _product(messages, without)) for without in (1, 0, 3, 2)]
         incoming = [_scaled(cavity @ potential) for cavity, potential in zip(cavities, potentials, strict=True)]

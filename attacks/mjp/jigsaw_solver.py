@@ -6,23 +6,25 @@ Pomeranz, Shemesh and Ben-Shahar 2011): for the border's inner columns a2, a1 | 
     cost = sum over rows and channels  |2 a1 - a2 - b1|^Q + |2 b1 - b2 - a1|^Q,      Q = 0.3.
 
 `attacks.mjp.placement` turns these costs, and what else it knows, into minus logarithms of probabilities. Their sum
-over all borders, and over all pieces of what each costs at its place, is minimised over the permutations of the pieces.
-Among places of which no two are neighbours, the best permutation of the pieces that lie there is a linear assignment
-problem, whatever lies elsewhere. Each move solves one, for a random such set of
-places, with noise on its costs that is lowered as moves go on (annealing); at the end, pairs of pieces are exchanged as
-long as that helps, neighbours included. Where pieces cost differently at different places, the first start is the best
-assignment by these costs alone (Hungarian algorithm). Where every place is empty, all cyclic shifts of the picture are
-tried at the end, because borders do not hold it in its frame.
+over all borders, and over all pieces of what each costs at its place, is minimised over the permutations of the pieces:
+belief propagation (`attacks.mjp.belief_propagation`) proposes arrangements, in each of them two pieces are exchanged as
+long as that lowers the cost, and the cheapest one is returned. Proposals differ in
 
-Annealing decides early and rarely moves what fits within itself. So other arrangements are tried beside its own, and
-the cheapest one is returned: two by belief propagation (`attacks.mjp.belief_propagation`), whose costs must be minus
-logarithms of probabilities, and those that are grown from the surest pairs (`attacks.mjp.piece_clusters`).
+- beta at the end of the propagation (`LAST_BETAS`);
+- a perturbation of the costs, once every beta was tried;
+- where every place is empty, half of them have an *anchor*. Without known pieces, parts of the picture form in several
+  regions of the grid at once, shifted against each other, and meet in seams that nothing moves. So one piece whose
+  neighbours are sure is fixed and everything else grows from it, on a torus (the last column lies beside the first one)
+  and without the costs of places, so that nothing but the anchor tells places apart. Then all cyclic shifts are tried
+  with all costs. Each such proposal has another anchor.
+
+It ends early when `AGREEMENT` proposals have led to the cheapest arrangement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import scipy.optimize
@@ -30,18 +32,15 @@ import torch
 from torch import Tensor
 
 from attacks.mjp.belief_propagation import beliefs
-from attacks.mjp.piece_clusters import best_cluster
 
 EXPONENT = 0.3
-# Noise at the start, in standard deviations of a border's cost; moves of a restart, by empty places squared, least and
-# most.
-HEAT, MOVES_A_PAIR, LEAST_MOVES, MOST_MOVES = 1.0, 5, 2_000, 20_000
-RESTARTS = 4
-SETS, COLD = 100, 0.15  # sets of places to choose from; share of the moves without noise
+RESTARTS = 16
+LAST_BETAS, AGREEMENT = (1.5, 2.0, 1.0, 3.0), 3
+PERTURBATION = 0.3  # standard deviation, of minus the logarithm of a probability
+ANCHORS = 16  # anchors are taken at steps of a sixteenth of the pieces, the surest first
+START_NOISE = 0.5  # standard deviation of the logarithms of the first messages
+LEAST_BELIEF = 1e-12  # added to beliefs before their logarithm is taken
 EQUAL = 1e-9
-# Belief propagation: its last beta, an arrangement each; standard deviation of the logarithms of the first messages;
-# what is added to beliefs of zero before their logarithm is taken.
-LAST_BETAS, START_NOISE, LEAST_BELIEF = (1.5, 2.0), 0.5, 1e-12
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Costs:
     """Costs of pieces, each (N, N).
 
     Attributes:
-        right, below: piece j to the right of, or below, piece i. What is minimised is minus the logarithm of a
-            probability, as belief propagation needs it; a guide of clusters may be in any unit.
+        right, below: minus the logarithm of the probability of piece j to the right of, or below, piece i; of
+            `border_costs`, in a unit of their own.
         at: piece j at place i, or None where pieces cost the same at every place.
     """
 
@@ -75,45 +74,52 @@ def _facing(pieces: Tensor) -> Tensor:
     return torch.stack(rows)  # (N, N)
 
 
-def solve(
-    grid: tuple[int, int],
-    costs: Costs,
-    masked: Tensor,
-    restarts: int = RESTARTS,
-    most_moves: int = MOST_MOVES,
-    guides: Sequence[Costs] = (),
-) -> Tensor:
+def solve(grid: tuple[int, int], costs: Costs, masked: Tensor, restarts: int = RESTARTS) -> Tensor:
     """Order the pieces at masked places so that they cost least.
 
     Args:
         grid: (rows, columns), N places.
         costs: of the N pieces, piece i at place i if it is not masked.
         masked: (N,) bool.
-        restarts: of the annealing; the best arrangement is returned.
-        most_moves: of a restart.
-        guides: costs that clusters are grown by, beside `costs` itself.
+        restarts: most arrangements that are proposed; the best one is returned.
 
     Returns:
         (N,) int64: place i takes piece order[i]; the identity where nothing is masked.
     """
     holes = masked.nonzero()[:, 0].cpu().numpy()
-    order = np.arange(len(masked))
+    best = np.arange(len(masked))
     if len(holes) < 2:
-        return torch.as_tensor(order, device=masked.device)
+        return torch.as_tensor(best, device=masked.device)
     board = _Board(grid, costs)
-    rng = np.random.default_rng(0)
-    starts = [_Board(grid, guide).assembled(holes) for guide in (costs, *guides)]
-    starts += [board.propagated(holes, rng, last_beta) for last_beta in LAST_BETAS]
-    best = min((order, *(board.exchanged(start, holes) for start in starts)), key=board.total)
-    least = board.total(best)
-    for number in range(restarts):
-        trial = order.copy()
-        trial[holes] = rng.permutation(holes) if number or costs.at is None else board.assigned(holes)
-        trial = board.exchanged(board.anneal(trial, holes, rng, most_moves), holes)
-        cost = board.total(trial)
+    least, agreeing = board.total(best), 0
+    for proposal in _proposals(board, holes, restarts):
+        found = board.exchanged(proposal, holes)
+        cost = board.total(found)
+        same = abs(cost - least) <= EQUAL * abs(least)
+        agreeing = agreeing + 1 if same else 1 if cost < least else agreeing
         if cost < least:
-            best, least = trial, cost
+            best, least = found, cost
+        if agreeing == AGREEMENT:
+            break
     return torch.as_tensor(best, device=masked.device)
+
+
+def _proposals(board: _Board, holes: np.ndarray, restarts: int) -> Iterator[np.ndarray]:
+    """Arrangements by belief propagation; see the module."""
+    rng, scrambled = np.random.default_rng(0), len(holes) == board.size
+    torus = board.without_places() if scrambled else None
+    for number in range(restarts):
+        turn, anchored = (number // 2, number % 2 == 0) if scrambled else (number, False)
+        last_beta = LAST_BETAS[turn % len(LAST_BETAS)]
+        if anchored:
+            order = torus.grown(torus.anchor(turn), last_beta)
+        else:
+            source = board if turn < len(LAST_BETAS) else board.perturbed(rng)
+            known = np.arange(board.size)
+            known[holes] = board.size
+            start = np.exp(START_NOISE * rng.standard_normal((4, len(holes), len(holes))))
+            order = source.propagated(known, start, last_beta)
+        yield board.framed(order) if scrambled else order
 
 
 class _Board:
@@ -122,20 +128,34 @@ class _Board:
     Args:
         grid: (rows, columns).
         costs: of the pieces.
+        torus: whether the first and the last of more than two rows or columns lie side by side.
     """
 
-    def __init__(self, grid: tuple[int, int], costs: Costs) -> None:
-        self.grid, self.size = grid, grid[0] * grid[1]
-        right, below = (c.cpu().numpy() for c in (costs.right, costs.below))
-        self.right, self.below = (np.pad(c, ((0, 1), (0, 1))) for c in (right, below))
+    def __init__(self, grid: tuple[int, int], costs: Costs, torus: bool = False) -> None:
+        self.grid, self.size, self.costs = grid, grid[0] * grid[1], costs
+        self.right, self.below = (np.pad(c.cpu().numpy(), ((0, 1), (0, 1))) for c in (costs.right, costs.below))
         # Rows that lie together in memory: left[j, i] is what piece i costs to the left of piece j.
         self.left, self.above = self.right.T.copy(), self.below.T.copy()
-        at = np.zeros_like(right) if costs.at is None else costs.at.cpu().numpy()
+        at = np.zeros_like(costs.right.cpu()) if costs.at is None else costs.at.cpu().numpy()
         self.at = np.pad(at, ((0, 0), (0, 1)))
-        self.deviation = float(np.concatenate([right, below]).std())
-        places = np.pad(np.arange(self.size).reshape(grid), 1, constant_values=self.size)
+        places = np.arange(self.size).reshape(grid)
+        for axis in (0, 1):
+            beyond = {"mode": "wrap"} if torus and grid[axis] > 2 else {"constant_values": self.size}
+            places = np.pad(places, [(int(axis == other),) * 2 for other in (0, 1)], **beyond)
         around = places[1:-1, :-2], places[1:-1, 2:], places[:-2, 1:-1], places[2:, 1:-1]
         self.around = np.stack(around, axis=-1).reshape(self.size, 4)  # left, right, above, below
+
+    def without_places(self) -> _Board:
+        """The same pieces on a torus, at no cost of their places."""
+        return _Board(self.grid, replace(self.costs, at=None), torus=True)
+
+    def perturbed(self, rng: np.random.Generator) -> _Board:
+        """The same with noise on the costs of neighbours."""
+        right, below = (
+            cost + PERTURBATION * torch.as_tensor(rng.standard_normal(cost.shape)).to(cost)
+            for cost in (self.costs.right, self.costs.below)
+        )
+        return _Board(self.grid, replace(self.costs, right=right, below=below))
 
     def total(self, order: np.ndarray) -> float:
         """Cost of all borders, and of all pieces at their places."""
@@ -155,66 +175,39 @@ class _Board:
         costs += self.above.take(under, axis=0)
         return costs.take(pieces, axis=1)
 
-    def assigned(self, holes: np.ndarray) -> np.ndarray:
-        """The pieces of the holes, at the holes in their order, that cost least by their places alone."""
-        _, taken = scipy.optimize.linear_sum_assignment(self.at[np.ix_(holes, holes)])
-        return holes[taken]
+    def anchor(self, turn: int) -> int:
+        """A piece whose best neighbours cost little, another one every turn."""
+        pairs = [table[:-1, :-1] + np.diag(np.full(self.size, np.inf)) for table in (self.right, self.below)]
+        best = sum(table.min(axis=axis) for table in pairs for axis in (0, 1))
+        return int(np.argsort(best)[turn * max(self.size // ANCHORS, 1) % self.size])
 
-    def propagated(self, holes: np.ndarray, rng: np.random.Generator, last_beta: float) -> np.ndarray:
-        """The arrangement of the highest product of beliefs (`attacks.mjp.belief_propagation`)."""
-        count, order = len(holes), np.arange(self.size)
-        order[holes] = self.size  # what lies there does not count yet
-        number = np.full(self.size + 1, count)  # of each place among the holes
-        number[holes] = np.arange(count)
-        among = np.ix_(holes, holes)
-        start = np.exp(START_NOISE * rng.standard_normal((4, count, count)))
-        alone, beside = self.fits(order, holes, holes), number[self.around[holes]]
+    def grown(self, anchor: int, last_beta: float) -> np.ndarray:
+        """The arrangement that is propagated from one piece in the middle."""
+        order = np.full(self.size, self.size)
+        order[self.size // 2] = anchor
+        return self.propagated(order, np.ones((4, self.size - 1, self.size - 1)), last_beta)
+
+    def propagated(self, order: np.ndarray, start: np.ndarray, last_beta: float) -> np.ndarray:
+        """The arrangement of the highest product of beliefs (`attacks.mjp.belief_propagation`).
+
+        Args:
+            order: (N,) the piece at each place, N where none is known.
+            start: (4, M, M), the first messages of the M empty places.
+            last_beta: see `beliefs`.
+        """
+        places = (order == self.size).nonzero()[0]
+        pieces, count = np.setdiff1d(np.arange(self.size), order), len(places)
+        number = np.full(self.size + 1, count)  # of each place among the empty ones
+        number[places] = np.arange(count)
+        among = np.ix_(pieces, pieces)
+        alone, beside = self.fits(order, places, pieces), number[self.around[places]]
         found = beliefs(self.right[among], self.below[among], alone, beside, start, last_beta)
         _, taken = scipy.optimize.linear_sum_assignment(-np.log(found + LEAST_BELIEF))
-        order[holes] = holes[taken]
-        return self._framed(order) if count == self.size else order
-
-    def assembled(self, holes: np.ndarray) -> np.ndarray:
-        """A cluster of sure pairs (`attacks.mjp.piece_clusters`), and the other pieces where they then cost least.
-
-        Where no piece is in its place, the cluster lies where the whole costs least.
-        """
-        rows, columns = self.grid
-        known = {divmod(int(i), columns): int(i) for i in np.setdiff1d(np.arange(self.size), holes)}
-        cells = best_cluster(self.right[:-1, :-1], self.below[:-1, :-1], self.grid, known)
-        tall, wide = (1 + max(cell[k] for cell in cells) for k in range(2))
-        free = (1, 1) if known else (rows - tall + 1, columns - wide + 1)
-        found = []
-        for down, across in np.ndindex(free):
-            order = np.full(self.size, self.size)
-            for (row, column), piece in cells.items():
-                order[(row + down) * columns + column + across] = piece
-            found.append(self._filled(order))
-        return min(found, key=self.total)
-
-    def _filled(self, order: np.ndarray) -> np.ndarray:
-        """An arrangement with empty places (the piece of number N), filled with the pieces that are not in it."""
-        places = (order == self.size).nonzero()[0]
-        pieces = np.setdiff1d(np.arange(self.size), order)
-        _, taken = scipy.optimize.linear_sum_assignment(self.fits(order, places, pieces))
+        order = order.copy()
         order[places] = pieces[taken]
         return order
 
-    def anneal(self, order: np.ndarray, holes: np.ndarray, rng: np.random.Generator, most_moves: int) -> np.ndarray:
-        """Reassign the pieces at random sets of places without neighbours, with falling noise."""
-        moves = min(max(MOVES_A_PAIR * len(holes) ** 2, LEAST_MOVES), most_moves)
-        sets = [self._apart(rng.permutation(holes)) for _ in range(SETS)]
-        for move in range(moves):
-            heat = HEAT * self.deviation * max(1 - move / (moves * (1 - COLD)), 0.0)
-            order = self._reassigned(order, sets[rng.integers(SETS)], heat, rng)
-        if len(holes) < self.size:
-            return order
-        order = self._framed(order)
-        for places in sets:
-            order = self._reassigned(order, places, 0.0, rng)
-        return order
-
-    def _framed(self, order: np.ndarray) -> np.ndarray:
+    def framed(self, order: np.ndarray) -> np.ndarray:
         """The cyclic shift of an arrangement that costs least."""
         table, (rows, columns) = order.reshape(self.grid), self.grid
         shifts = [np.roll(table, (i, j), (0, 1)).reshape(-1) for i in range(rows) for j in range(columns)]
@@ -243,20 +236,3 @@ class _Board:
                         break
                     order[both] = order[turned]
         return order
-
-    def _reassigned(self, order: np.ndarray, places: np.ndarray, heat: float, rng: np.random.Generator) -> np.ndarray:
-        pieces = order[places]
-        costs = self.fits(order, places, pieces)
-        if heat:
-            costs = costs + heat * rng.standard_normal(costs.shape)
-        _, taken = scipy.optimize.linear_sum_assignment(costs)
-        order = order.copy()
-        order[places] = pieces[taken]
-        return order
-
-    def _apart(self, places: np.ndarray) -> np.ndarray:
-        """As many of the places, taken in their order, as have no neighbour among those taken."""
-        taken = np.zeros(self.size + 1, dtype=bool)
-        for at in places:
-            taken[at] = not taken[self.around[at]].any()
-        return taken[:-1].nonzero()[0]

@@ -16,8 +16,7 @@ the cost in units of its deviation, v the variance of the pieces' noise:
 `learned` leaves out the last; `border` has it alone, with the weight `ALONE` at every v, which it cannot tell. The
 weights were chosen after fits of the likelihood of true neighbours on photographs that no table of the project scores,
 at 15, 20, 25 and 40 dB and without noise (docs, "Placing the pieces"). That of the places is half of what is likeliest
-for a single piece, because the predictor errs about all pieces of a photograph together. Clusters of sure pieces are
-grown by the borders' own costs, too.
+for a single piece, because the predictor errs about all pieces of a photograph together.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from attacks.base import Attack
 from attacks.mjp.border_mixture import read_mixture
-from attacks.mjp.jigsaw_solver import MOST_MOVES, RESTARTS, Costs, border_costs, solve
+from attacks.mjp.jigsaw_solver import RESTARTS, Costs, border_costs, solve
 from attacks.mjp.piece_predictor import CHANNELS, UNKNOWN, read_predictor
 from attacks.observation import Capability, ThreatModel
 from attacks.registry import UsageError
@@ -54,8 +53,7 @@ class Placement:
         solver: border, learned, both, or auto: both where the threat model grants auxiliary data, else border.
         predictor: file of a `PiecePredictor`; "" for the one that ships.
         mixture: file of a `BorderMixture`; "" for the one that ships.
-        restarts: arrangements that are annealed, beside those grown from sure pairs.
-        most_moves: of the annealing of one.
+        restarts: most arrangements that belief propagation proposes.
         border: weight of the borders of pieces without noise.
         places: weight of the places beside the neighbours.
     """
@@ -64,7 +62,6 @@ class Placement:
     predictor: str = ""
     mixture: str = ""
     restarts: int = RESTARTS
-    most_moves: int = MOST_MOVES
     border: float = 2.5
     places: float = 0.5
 
@@ -98,8 +95,7 @@ class Placement:
         Raises:
             UsageError: the file of predictor or mixture cannot be read, or the pieces have other than three channels.
         """
-        guides = () if self.solver == "learned" else (border_costs(pieces),)
-        return solve(grid, self.costs(grid, pieces, masked), masked, self.restarts, self.most_moves, guides)
+        return solve(grid, self.costs(grid, pieces, masked), masked, self.restarts)
 
     @torch.no_grad()
     def costs(self, grid: tuple[int, int], pieces: Tensor, masked: Tensor) -> Costs:

@@ -43,7 +43,7 @@ KEYS = {
     "training_gamma": "masking ratio of the training, where that at inference is gamma",
     "positions": "position embeddings of jigsawed patches: own or unknown",
     "solver": "what places pieces: border, learned or both",
-    "restarts": "arrangements that a search anneals",
+    "restarts": "arrangements that a search tries at most",
     "level": "PSNR of pieces with every one in its place (dB); 120 for exact",
     "image_size": "pixels of a side",
     "pieces": "that an image is cut into",

@@ -40,7 +40,7 @@ QUICK = {
     "position_head": {"steps": 40},
     "pixel_head": {"steps": 1},
     "token_inverse": {"search": BRIEF},
-    "patch_set": {"search": BRIEF, "sweep": SweepSearch(rounds=1), "placement": Placement(restarts=1, most_moves=100)},
+    "patch_set": {"search": BRIEF, "sweep": SweepSearch(rounds=1), "placement": Placement(restarts=1)},
     "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=4)},
 }
 # What the client was sent decides before anything else does (active/).

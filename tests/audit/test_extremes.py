@@ -61,7 +61,7 @@ def test_a_negligible_gradient_is_read_as_the_same_gradient_of_another_size(mini
 def test_a_watcher_says_that_patches_in_no_order_reproduce_the_update(tmp_path) -> None:
     built = build_model("vit_mini_32_nope", num_classes=10, weights="auto")
     view = observe(built, photographs(32, 1))
-    attack = PatchSet(placement=Placement(restarts=1, most_moves=1))
+    attack = PatchSet(placement=Placement(restarts=1))
     options = {"mean": view.mean, "std": view.std, "sends": "gradient", "batch_size": 1, "local_steps": 1}
     watcher = Watcher(built.module, image_shape=(3, 32, 32), out=tmp_path / "leaks", attacks=(attack,), **options)
     sent = {"arrays": ArrayRecord(built.module.state_dict())}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from attacks.mjp.jigsaw_solver import RESTARTS
 from attacks.registry import UsageError
 from experiments.scaffold import RowOptions, check_positive
 
@@ -46,10 +47,8 @@ class Options(RowOptions):
     """File of a predictor (none given: the one that ships)."""
     mixture: str = ""
     """File of a mixture of borders (none given: the one that ships)."""
-    restarts: int = 1
-    """Arrangements that a solver anneals, beside the one that it grows (attacks: 4)."""
-    most_moves: int = 8_000
-    """Moves of the annealing of one (attacks: 20,000); a tenth in all, for the time that the table takes."""
+    restarts: int = RESTARTS
+    """Most arrangements that a solver tries; it stops when three of them are the cheapest one."""
     seed: int = 0
     """Fixes the scrambling and the noise."""
     out: Path = Path("runs/placement")
@@ -57,7 +56,7 @@ class Options(RowOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        check_positive(self, "num_images", "image_size", "patch_size", "restarts", "most_moves")
+        check_positive(self, "num_images", "image_size", "patch_size", "restarts")
         if self.image_size % self.patch_size:
             raise UsageError(f"--image-size {self.image_size} is no multiple of --patch-size {self.patch_size}")
         if not (self.gammas and self.levels and self.solvers):

@@ -62,7 +62,6 @@ def place_one(options: Options, session: Session, rows: RowLog, dataset: str, na
                 predictor=options.predictor,
                 mixture=options.mixture,
                 restarts=options.restarts,
-                most_moves=options.most_moves,
             )
             started = time.process_time()
             found = order[placement.place((side, side), degraded[order], masked[0])]  # (N,) piece at each place
