@@ -50,8 +50,8 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 AGREEMENT = 1e-4
 # The same where the row spaces are equal already: other shifts and orders of the patches have about 1.
 SAME_SPACE = 0.5
-# Colours have changed where that lowers the misfit to less than this share.
-SAME_COLOURS = 0.1
+# Colours have changed where that lowers the misfit to less than this share, from more than float64 rounds it to.
+SAME_COLOURS, ROUNDED = 0.1, 1e-12
 # Least share of what the target shows, by squared size, that must be compared for an agreement to count.
 LEAST_COMPARED = 0.1
 # Patches by which the image may be shifted in each direction.
@@ -259,7 +259,8 @@ class Target:
         are not seen in their row space.
         """
         still, changed = (self._aligned(update, mirrored, same_colours=same) for same in (True, False))
-        if changed.misfit < AGREEMENT and changed.whole < SAME_COLOURS * still.whole:
+        recoloured = changed.whole < SAME_COLOURS * still.whole and still.whole > ROUNDED
+        if changed.misfit < AGREEMENT and recoloured:
             return changed.view
         return still.view if still.misfit < SAME_SPACE or still.misfit == torch.inf else None
 

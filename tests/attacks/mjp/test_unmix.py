@@ -123,7 +123,7 @@ def test_dual_vectors_single_out_their_token(block, truth) -> None:
 
 
 def test_random_starts_lead_to_the_tokens(block, truth) -> None:
-    tokens = TokenSearch(rounds=4)(block, truth[:0])
+    tokens = TokenSearch(rounds=8)(block, truth[:0])
     apart = torch.cdist(truth, tokens.y).min(dim=1).values / truth.shape[1] ** 0.5
     assert int((apart < 1e-3).sum()) >= 0.85 * len(truth)
     assert len(TokenSearch(rounds=0)(block, truth[:0])) == 0
@@ -232,7 +232,7 @@ def test_more_patches_are_masked_than_one_has_values(gamma: float) -> None:
     solved = solve_masked(read_position_rows(view))
     assert solved.boundless
     assert solved.reasons
-    found = ATTACKS.get("unmix")(placement=Placement(restarts=1, most_moves=1))([view])
+    found = ATTACKS.get("unmix")(placement=Placement(restarts=1))([view])
     assert found.diagnosis == ""
     assert float(any_place(found.images.to(image), image, 4)[0]) > 0.95
     vouched = torch.nn.functional.avg_pool2d(found.known.float(), 4).flatten()
@@ -245,7 +245,7 @@ def test_more_patches_are_masked_than_one_has_values(gamma: float) -> None:
 
 def found_in(view: Observation, image: torch.Tensor, mask: torch.Tensor):
     """The answer of an attack that the suite would choose, with every patch in some place and the mask known."""
-    attack = ATTACKS.get("unmix")(placement=Placement(restarts=1, most_moves=1))
+    attack = ATTACKS.get("unmix")(placement=Placement(restarts=1))
     assert attack.obstacle([view]) == ""
     assert attack.estimated_seconds([view]) > 1
     found = attack([view])
