@@ -21,6 +21,7 @@ from experiments.pretraining.mst_render import (
     lines_text,
     longer_text,
     probes_text,
+    trained_alike,
 )
 from experiments.rendering import read_rows
 from experiments.scaffold import PAPER
@@ -97,7 +98,7 @@ def test_every_line_is_in_a_table_and_every_figure_of_the_paper_has_a_line() -> 
 def linear_probes(found: dict[str, list[float]]) -> pd.DataFrame:
     """Rows of students' linear probes, one an accuracy and seed, uncertain by 1.5 points over test images."""
     lines = ((name, seed, value) for name, values in found.items() for seed, value in enumerate(values))
-    shared = dict.fromkeys(ROWS.keys) | {"network": "student", "measure": "linear"}
+    shared = dict.fromkeys(ROWS.keys) | {"network": "student", "measure": "linear", "precision": "float32"}
     return pd.DataFrame(
         shared
         | {"line": name, "seed": seed, "accuracy": value, "accuracy_low": value - 1.5, "accuracy_high": value + 1.5}
@@ -108,7 +109,7 @@ def linear_probes(found: dict[str, list[float]]) -> pd.DataFrame:
 def test_signs_are_judged_over_three_seeds_and_not_over_test_images() -> None:
     found = {"default": [36.0, 37.0, 38.0], "mlm": [31.0, 33.0, 34.0], "bert": [38.5, 39.0, 40.0], "none": [30.0]}
     table = accuracies(linear_probes(found | {"lambda_0.2": [20.0, 21.0]}))
-    own = table.set_index(["line", "network", "measure"])
+    own = trained_alike(table, LINES)
     text = lines_text(own, ("default", "mlm", "bert", "none", "lambda_0.2"), "what")
     assert "-4.3 [-5.8, -2.9] (paper -12.9: agrees)" in text
     assert "+2.2 [+1.4, +2.9] (paper -0.4: contradicts)" in text
@@ -129,7 +130,7 @@ def test_probes_and_longer_training_are_compared_with_the_papers() -> None:
         ]
     )
     rows["images_seen"] = rows["line"].map({"default": 100, "longer": 300})
-    table = accuracies(rows).set_index(["line", "network", "measure"])
+    table = trained_alike(accuracies(rows), LINES)
     text = probes_text(table)
     assert "| 36.1 [33.5, 38.7] |  |  | 75.0 | -0.9 [-1.1, -0.7] (paper +1.1: contradicts) |" in text
     assert "| 73.9 |  |" in text
@@ -137,6 +138,19 @@ def test_probes_and_longer_training_are_compared_with_the_papers() -> None:
     assert "| 300 | linear probe of the last class token | 40.1 [37.6, 42.6] | 76.3 | +3.1 [+2.8, +3.4] (paper" in text
     assert "(paper +2.4: agrees)" in text
     assert "| 100 | 10-NN | 37.0 [34.5, 39.5] | 72.1 |  |" in text
+
+
+def test_differences_do_not_mix_types_of_activations() -> None:
+    """Both types have a default line; masks were trained in one of them, strategies in the other."""
+    half = linear_probes({"default": [30.0], "mlm": [28.0], "bert": [31.0]}).assign(precision="bfloat16")
+    full = linear_probes({"default": [40.0], "no_norm": [43.0]})
+    table = accuracies(pd.concat([half, full]))
+    strategies = lines_text(trained_alike(table, STRATEGIES), STRATEGIES, "what")
+    assert "-2.0 ± 2.1" in strategies
+    assert "Trained in bfloat16." in strategies
+    masks = lines_text(trained_alike(table, ("no_norm",)), MASKS, "what")
+    assert "+3.0 ± 2.1" in masks
+    assert "Trained in float32." in masks
 
 
 @pytest.mark.parametrize(

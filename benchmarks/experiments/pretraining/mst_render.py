@@ -69,8 +69,9 @@ PROBES = {
     LINEAR_BLOCKS: "linear probe of the last blocks' class tokens (DINO's)",
     "knn_10": "10-NN",
 }
+CASE = ("line", "network", "measure")
 COLUMNS = (
-    *("line", "network", "measure", "accuracy_mean", "accuracy_low", "accuracy_high", "seeds", "one_seed_margin"),
+    *("precision", *CASE, "accuracy_mean", "accuracy_low", "accuracy_high", "seeds", "one_seed_margin"),
     *("difference_mean", "difference_low", "difference_high", "difference_margin"),
     *("paper_accuracy", "paper_difference", "difference_p", "verdict"),
 )
@@ -81,21 +82,20 @@ def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
     the default line that of DINO's linear probe from the common one.
 
     Returns:
-        columns line, network, measure, accuracy_mean, _low, _high (per cent, over seeds), seeds, one_seed_margin,
-        difference_mean, _low, _high (paired by seed), difference_margin, paper_accuracy, paper_difference,
-        difference_p, verdict.
+        columns precision, line, network, measure, accuracy_mean, _low, _high (per cent, over seeds), seeds,
+        one_seed_margin, difference_mean, _low, _high (paired by seed, of trainings in the same type of activations),
+        difference_margin, paper_accuracy, paper_difference, difference_p, verdict.
     """
-    by_case = {
-        case: group.set_index("seed") for case, group in rows.groupby(["line", "network", "measure"], sort=False)
-    }
+    by_case = {case: group.set_index("seed") for case, group in rows.groupby(["precision", *CASE], sort=False)}
     paper = _paper()
     lines = []
-    for (name, network, measure), group in by_case.items():
-        line = {"line": name, "network": network, "measure": measure} | mean_over_seeds("accuracy", group["accuracy"])
+    for (precision, name, network, measure), group in by_case.items():
+        line = {"precision": precision, "line": name, "network": network, "measure": measure}
+        line |= mean_over_seeds("accuracy", group["accuracy"])
         line["one_seed_margin"] = _margin(group)
         if network == "student":
             against = _compared_with(name, measure)
-            other = by_case.get((against[0], network, against[1]))
+            other = by_case.get((precision, against[0], network, against[1]))
             figure, theirs = paper.get((name, measure), math.nan), paper.get(against, math.nan)
             line["paper_accuracy"] = figure
             if other is not None and against != (name, measure):
@@ -119,17 +119,29 @@ def files(folder: Path) -> dict[str, str]:
     """table.csv, and a table in Markdown for each block."""
     rows = read_rows(folder, ROWS)
     table = accuracies(rows)
-    own = table.set_index(["line", "network", "measure"])
     return {
         "table.csv": csv(table, 5),
-        "table1.md": neighbours_text(own, rows) + "\n",
-        "table2.md": probes_text(own) + "\n",
-        "table3.md": longer_text(own, rows) + "\n",
-        "table4.md": lines_text(own, STRATEGIES, "what is hidden and restored") + "\n",
-        "table_masks.md": lines_text(own, MASKS, "hidden patches") + "\n",
-        "table_lambda.md": lines_text(own, LAMBDAS, "lambda_2", {DEFAULT: "0.6"}) + "\n",
+        "table1.md": neighbours_text(trained_alike(table, [DEFAULT], "knn_10"), rows) + "\n",
+        "table2.md": probes_text(trained_alike(table, [DEFAULT], LINEAR_BLOCKS)) + "\n",
+        "table3.md": longer_text(trained_alike(table, [LONGER]), rows) + "\n",
+        "table4.md": lines_text(trained_alike(table, STRATEGIES), STRATEGIES, "what is hidden and restored") + "\n",
+        "table_masks.md": lines_text(trained_alike(table, MASKS), MASKS, "hidden patches") + "\n",
+        "table_lambda.md": lines_text(trained_alike(table, LAMBDAS), LAMBDAS, "lambda_2", {DEFAULT: "0.6"}) + "\n",
         "table_pretext.md": pretext_text(rows) + "\n",
     }
+
+
+def trained_alike(table: pd.DataFrame, wanted: Sequence[str], measure: str = LINEAR) -> pd.DataFrame:
+    """The lines of `accuracies` of one type of activations, by line, network and measure: of the type in which most of
+    the wanted ones were trained, so that no difference mixes two of them.
+    """
+    counted = table["line"].isin(wanted) & (table["network"] == "student") & (table["measure"] == measure)
+    found = table.loc[counted if counted.any() else slice(None), "precision"].mode(dropna=False)
+    return table[table["precision"] == found.iloc[0]].set_index(list(CASE))
+
+
+def _type_in_words(own: pd.DataFrame) -> str:
+    return f"Trained in {own['precision'].iloc[0]}."
 
 
 def neighbours_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
@@ -140,7 +152,7 @@ def neighbours_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
         cells = [_cell(own, (DEFAULT, network, f"knn_{k}")) for network in ("student", "teacher", "start")]
         lines.append([str(k), *cells, f"{paper[f'knn_{k}']:.1f}"])
     heads = ["k", "student (%)", "teacher (%)", "before training (%)", "paper (%)"]
-    return f"{markdown_table(heads, lines)}\n\n{limits(rows)}"
+    return f"{markdown_table(heads, lines)}\n\n{_type_in_words(own)} {limits(rows)}"
 
 
 def probes_text(own: pd.DataFrame) -> str:
@@ -167,7 +179,8 @@ def longer_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
     """Table 3: the default line and three times its epochs."""
     lines = []
     for name in (DEFAULT, LONGER):
-        seen = rows.loc[rows["line"] == name, "images_seen"].unique()
+        alike = (rows["line"] == name) & (rows["precision"] == own["precision"].iloc[0])
+        seen = rows.loc[alike, "images_seen"].unique()
         for measure in PROBES:
             if (name, "student", measure) not in own.index:
                 continue
@@ -198,14 +211,15 @@ def lines_text(own: pd.DataFrame, wanted: Sequence[str], title: str, words: Mapp
         lines.append([f"`{name}`", {**WORDS, **words}[name], *cells, figure, difference_cell(row)])
     heads = ["line", title, "linear probe (%)", "20-NN (%)", "paper, linear (%)", "linear, from default"]
     missing = [f"`{name}`" for name in wanted if name not in ran]
-    text = "\n\n".join(part for part in (markdown_table(heads, lines), signs_in_words(own)) if part)
+    words = " ".join(part for part in (_type_in_words(own), signs_in_words(own)) if part)
+    text = f"{markdown_table(heads, lines)}\n\n{words}"
     return f"{text}\n\nNot run: {', '.join(missing)}." if missing else text
 
 
 def pretext_text(rows: pd.DataFrame) -> str:
     """Whether each line learned its pretext task."""
     lines = []
-    for name, group in rows.drop_duplicates("training").groupby("line", sort=False):
+    for (name, precision), group in rows.drop_duplicates("training").groupby(["line", "precision"], sort=False):
         mean = group[[*PRETEXT, "outputs"]].astype(float).mean()
         top = math.log(mean["outputs"])
         cells = [_number(mean[key]) for key in PRETEXT[:3]]
@@ -213,8 +227,8 @@ def pretext_text(rows: pd.DataFrame) -> str:
             " / ".join(_number(mean[key]) for key in pair) if mean[list(pair)].notna().all() else ""
             for pair in zip(PRETEXT[3:5], PRETEXT[5:], strict=True)
         ]
-        lines.append([f"`{name}`", *cells, f"{top:.2f}" if cells[0] else "", *pairs])
-    heads = ["line", "cross-entropy", "of a student that ignores the image", "teacher's entropy", "uniform"]
+        lines.append([f"`{name}`", precision, *cells, f"{top:.2f}" if cells[0] else "", *pairs])
+    heads = ["line", "type", "cross-entropy", "of a student that ignores the image", "teacher's entropy", "uniform"]
     return markdown_table([*heads, "L1 restored / mean colour", "the same, hidden patches"], lines)
 
 
