@@ -161,7 +161,9 @@ def test_audit_gradient_scores_as_on_the_cpu(device, tmp_path) -> None:
     model, images = model.to(device), images.to(device)
     there = audit_gradient(model, images, own_step(model, images), attacks=attacks)
     assert there.diagnoses == here.diagnoses
-    assert there.table["psnr"].tolist() == pytest.approx(here.table["psnr"].tolist(), abs=0.5)
+    # Above 100 dB the error is the rounding of float32, which differs with the kernels that a processor runs.
+    scores, expected = (found.table["psnr"].clip(upper=100).tolist() for found in (there, here))
+    assert scores == pytest.approx(expected, abs=0.5)
     assert set(there.rows["device"]) == {provenance.device_name(device)}
     there.save(tmp_path / "audit")
 

@@ -12,9 +12,11 @@ import placement
 import pytest
 import torch
 from experiments.piece_predictor.protocol import shown_in
+from experiments.placement.options import Options
 from experiments.placement.protocol import cut, degrade, joined
 from experiments.placement.render import SCHEMA, placement_block
 
+from attacks.mjp.placement import Placement
 from fedmjp.records.rows import load_rows
 from tests.conftest import photographs
 
@@ -59,6 +61,10 @@ def test_one_photograph_and_resumption(tmp_path) -> None:
     assert run(out, *options, "--resume") == 0
     assert len(load_rows(out / "rows.jsonl.gz", SCHEMA)) == 6
     assert "| 64 of 8 pixels | 30% | exact |" in placement_block(out)
+
+
+def test_the_table_proposes_as_many_arrangements_as_the_attacks() -> None:
+    assert Options().restarts == Placement().restarts
 
 
 def test_images_that_were_rescaled_and_brightened_are_recognised() -> None:

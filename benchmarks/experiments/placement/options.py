@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from attacks.mjp.jigsaw_solver import RESTARTS
 from attacks.registry import UsageError
 from experiments.scaffold import RowOptions, check_positive
 
@@ -47,8 +46,8 @@ class Options(RowOptions):
     """File of a predictor (none given: the one that ships)."""
     mixture: str = ""
     """File of a mixture of borders (none given: the one that ships)."""
-    restarts: int = RESTARTS
-    """Most arrangements that a solver tries; it stops when three of them are the cheapest one."""
+    restarts: int = 16
+    """Most arrangements that a solver tries, as in the attacks; it stops when three of them are the cheapest one."""
     seed: int = 0
     """Fixes the scrambling and the noise."""
     out: Path = Path("runs/placement")
