@@ -172,7 +172,7 @@ def probes_text(own: pd.DataFrame) -> str:
         "paper (%)",
         "student, from the common probe",
     ]
-    return markdown_table(heads, lines)
+    return f"{markdown_table(heads, lines)}\n\n{_type_in_words(own)}"
 
 
 def longer_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
@@ -188,9 +188,8 @@ def longer_text(own: pd.DataFrame, rows: pd.DataFrame) -> str:
             change = difference_cell(row) if name == LONGER else ""
             figure = f"{row['paper_accuracy']:.1f}"
             lines.append([f"{seen[0]:,}", PROBES[measure], mean_cell(row, "accuracy"), figure, change])
-    return markdown_table(
-        ["images seen", "measure", "student (%)", "paper, 100 and 300 epochs (%)", "from shorter"], lines
-    )
+    heads = ["images seen", "measure", "student (%)", "paper, 100 and 300 epochs (%)", "from shorter"]
+    return f"{markdown_table(heads, lines)}\n\n{_type_in_words(own)}"
 
 
 def lines_text(own: pd.DataFrame, wanted: Sequence[str], title: str, words: Mapping[str, str] = WORDS) -> str:
