@@ -275,11 +275,22 @@ def _pack(lines: bytes, path: Path) -> Path:
 
 
 def unpack_rows(path: Path) -> None:
-    """Undo `pack_rows` if there is a compressed file and no uncompressed one; `path` is that of the latter."""
+    """Undo `pack_rows` if there is a compressed file and no uncompressed one; `path` is that of the latter.
+
+    Where an interrupted run left both, the uncompressed one goes on from the compressed one, and is kept.
+
+    Raises:
+        UsageError: the compressed file is damaged, or holds rows that the other lacks: packing would lose them.
+    """
     packed = path.with_name(path.name + ".gz")
-    if packed.exists() and not path.exists():
-        write_whole(path, _decompressed(packed))
+    if not packed.exists():
+        return
+    rows = _decompressed(packed)
+    if not path.exists():
+        write_whole(path, rows)
         sums_path(path).unlink(missing_ok=True)
+    elif not path.read_bytes().startswith(rows):
+        raise UsageError(f"{path} does not go on from {packed.name}, whose rows would be lost; move one of them away")
 
 
 def load_rows(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attacks.registry import UsageError
-from fedmjp.records.rows import CASE, ROW_KEYS, RowLog, Schema, join_rows, load_rows
+from fedmjp.records.rows import CASE, ROW_KEYS, RowLog, Schema, join_rows, load_rows, pack_rows, unpack_rows
 from tests.records.sample_rows import make_row
 
 
@@ -166,3 +166,23 @@ def test_rows_are_joined_whole_and_checked(tmp_path):
         join_rows(parts, tmp_path / "rows.jsonl")
     assert load_rows(joined)["image_id"].tolist() == ["image 0", "image 1"]
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "rows.jsonl.gz"}
+
+
+def test_rows_that_only_the_compressed_file_holds_are_not_packed_over(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append(make_row(image_id="first"))
+    packed = pack_rows(path)
+    unpack_rows(path)
+    with RowLog(path) as log:
+        log.append(make_row(image_id="second"))
+    unpack_rows(path)  # an interrupted run leaves both files
+    assert list(load_rows(path)["image_id"]) == ["first", "second"]
+    path.unlink()
+    (tmp_path / "rows.jsonl.sums").unlink()
+    with RowLog(path) as log:
+        log.append(make_row(image_id="third"))
+    with pytest.raises(UsageError, match=r"does not go on from rows\.jsonl\.gz, whose rows would be lost"):
+        unpack_rows(path)
+    assert list(load_rows(packed)["image_id"]) == ["first"]
+    assert list(load_rows(path)["image_id"]) == ["third"]

@@ -54,7 +54,7 @@ def test_every_piece_is_believed_at_one_place_in_all() -> None:
 
 
 def test_what_grows_from_an_anchor_on_a_torus_is_the_picture_shifted() -> None:
-    """Textured pieces in random order: plain propagation ends in shifted parts, growth in a cyclic shift of it all."""
+    """Textured pieces in random order, three anchors."""
     image = torch.nn.functional.avg_pool2d(torch.rand(1, 3, 58, 58, generator=torch.Generator().manual_seed(1)), 3, 1)
     generator, grid, everywhere = torch.Generator().manual_seed(0), (7, 7), np.arange(49)
     order = torch.randperm(49, generator=generator)
