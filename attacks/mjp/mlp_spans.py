@@ -62,12 +62,32 @@ class GradientSpan:
 
 
 @dataclass(frozen=True)
-class FirstBlock:
-    """The first block in float64, as the client ran it, and the spans of its gradients.
+class MLPBlock:
+    """A block in float64, as the client ran it, and the spans of its MLP's gradients.
 
     Attributes:
         module: a timm pre-norm block.
         spans: of fc1 and fc2.
+    """
+
+    module: nn.Module
+    spans: tuple[GradientSpan, GradientSpan]
+
+    @property
+    def count(self) -> int:
+        """N', number of tokens."""
+        return len(self.spans[0].directions)
+
+    def activate(self, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The MLP's activation and its slope."""
+        return jvp(self.module.mlp.act, (before,), (torch.ones_like(before),))
+
+
+@dataclass(frozen=True)
+class FirstBlock(MLPBlock):
+    """The first block, with what its tokens are made of.
+
+    Attributes:
         attention: span of the inputs of the attention's output projection.
         prefix: class and register tokens with their positions, (prefix, D).
         constant: what patch i's token is but for E x_i: bias and own position embedding, (N, D).
@@ -75,18 +95,11 @@ class FirstBlock:
         projection: E, (D, P).
     """
 
-    module: nn.Module
-    spans: tuple[GradientSpan, GradientSpan]
     attention: GradientSpan
     prefix: Tensor
     constant: Tensor
     unknown: Tensor | None
     projection: Tensor
-
-    @property
-    def count(self) -> int:
-        """N', number of tokens."""
-        return len(self.prefix) + len(self.constant)
 
     def tokens(self, patches: Tensor, masked: Tensor) -> Tensor:
         """Tokens (N', D) of patches (N, P), of which `masked` (N,) hide their position."""
@@ -118,10 +131,6 @@ class FirstBlock:
         bias = self.module.attn.proj.bias
         return self.constant.new_zeros(self.constant.shape[1]) if bias is None else _optional(self.module, "ls1")(bias)
 
-    def activate(self, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The MLP's activation and its slope."""
-        return jvp(self.module.mlp.act, (before,), (torch.ones_like(before),))
-
 
 def _optional(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
     """The submodule called `name`; the identity where the version of timm has none."""
@@ -138,23 +147,13 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer, images: int
         UsageError: the model is built otherwise, the update lacks a gradient, or the layers are too narrow for a span
             to be a condition.
     """
-    blocks = getattr(observation.model, "blocks", None)
-    names = dict(blocks[0].named_modules()) if blocks is not None else {}
-    lacking = [name for name in NEEDED if name not in names]
-    if lacking:
-        raise UsageError(
-            f"the first block of {type(observation.model).__name__} is not timm's pre-norm block (no {lacking[0]})"
-        )
+    module = pre_norm_block(observation.model, 0)
     parameters = {n: p.detach().to(torch.float64) for n, p in observation.model.named_parameters()}
     width, position = tokenizer.width, tokenizer.sent_positions(observation.model)
     extra = [parameters[n].reshape(-1, width) for n in tokenizer.prefix_tokens]
     prefix = torch.cat(extra) if extra else parameters[tokenizer.weight].new_zeros(0, width)
     count = images * (tokenizer.num_patches + len(prefix))
-    if count >= width:
-        raise UsageError(
-            f"{count} tokens in {width} channels: the gradients of the first block do not single out a span "
-            "(needs tokens < channels)"
-        )
+    check_spans(count, width)
     bias = parameters[tokenizer.bias] if tokenizer.bias else prefix.new_zeros(width)
     position = prefix.new_zeros(tokenizer.num_patches, width) if position is None else position.detach().to(prefix)
     shared, before = (
@@ -162,14 +161,44 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer, images: int
         tokenizer.prefix if len(position) > tokenizer.num_patches else 0,
     )
     return FirstBlock(
-        module=copy.deepcopy(blocks[0]).to(torch.float64).eval().requires_grad_(False),
-        spans=tuple(layer_span(observation, f"blocks.0.{layer}", count) for layer in LAYERS[1:]),
+        module=module,
+        spans=mlp_spans(observation, 0, count),
         attention=layer_span(observation, f"blocks.0.{LAYERS[0]}", count),
         prefix=(prefix + position[:before] if before else prefix).repeat(images, 1),  # as many rows, or none
         constant=(position[before:] + bias).repeat(images, 1),
         unknown=None if shared is None else shared + bias,
         projection=parameters[tokenizer.weight].flatten(1),
     )
+
+
+def pre_norm_block(model: nn.Module, number: int) -> nn.Module:
+    """A copy of a block in float64.
+
+    Raises:
+        UsageError: it is not built as timm's.
+    """
+    blocks = getattr(model, "blocks", None)
+    names = dict(blocks[number].named_modules()) if blocks is not None else {}
+    lacking = [name for name in NEEDED if name not in names]
+    if lacking:
+        place = "first block" if number == 0 else f"block {number + 1}"
+        raise UsageError(f"the {place} of {type(model).__name__} is not timm's pre-norm block (no {lacking[0]})")
+    return copy.deepcopy(blocks[number]).to(torch.float64).eval().requires_grad_(False)
+
+
+def check_spans(tokens: int, width: int) -> None:
+    """Raise `UsageError` where the layers of `width` channels are too narrow for a span to be a condition."""
+    if tokens >= width:
+        raise UsageError(
+            f"{tokens} tokens in {width} channels: the gradients of a block do not single out a span "
+            "(needs tokens < channels)"
+        )
+
+
+def mlp_spans(observation: Observation, number: int, tokens: int) -> tuple[GradientSpan, GradientSpan]:
+    """Row and column spaces of the gradients of fc1 and fc2 of a block."""
+    first, second = (layer_span(observation, f"blocks.{number}.{layer}", tokens) for layer in LAYERS[1:])
+    return first, second
 
 
 def layer_span(observation: Observation, layer: str, tokens: int) -> GradientSpan:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.mjp.mlp_spans import FirstBlock
+from attacks.mjp.mlp_spans import MLPBlock
 
 # A start has found a token where its squared residual is at most FOUND times what the noise of the message explains
 # there, and OWN of its inputs' squared length (round-off of a token whose gradient dominates the sums). Ratios at true
@@ -59,7 +59,7 @@ class TokenFamily:
         directions: Y, (m, D).
     """
 
-    block: FirstBlock
+    block: MLPBlock
     directions: Tensor
 
     def __post_init__(self) -> None:
@@ -284,7 +284,7 @@ class TokenSearch(StartedSearch):
     starts: int = 2
     steps: int = 40
 
-    def __call__(self, block: FirstBlock, guess: Tensor) -> Optima:
+    def __call__(self, block: MLPBlock, guess: Tensor) -> Optima:
         """The tokens that are found: at most N', or a few more where the noise splits one.
 
         Args:
@@ -310,7 +310,7 @@ class TokenSearch(StartedSearch):
         return tokens
 
 
-def cone(block: FirstBlock) -> Tensor:
+def cone(block: MLPBlock) -> Tensor:
     """Y (N', D): what the second norm receives of each row of V, up to a factor and a constant."""
     norm, span = block.module.norm2, block.spans[0]
     inputs = span.directions[:, :-1] - span.directions[:, -1:] * norm.bias
@@ -323,7 +323,7 @@ def normalised(y: Tensor) -> Tensor:
     return centred * (y.shape[1] ** 0.5 / centred.norm(dim=1, keepdim=True))
 
 
-def without(block: FirstBlock, y: Tensor, tokens: Tensor, duals: Tensor) -> Tensor:
+def without(block: MLPBlock, y: Tensor, tokens: Tensor, duals: Tensor) -> Tensor:
     """Candidates y (S, D) without their parts along tokens (n, D) whose dual vectors are given, (n, N')."""
     if not len(tokens):
         return y
@@ -333,13 +333,13 @@ def without(block: FirstBlock, y: Tensor, tokens: Tensor, duals: Tensor) -> Tens
     return normalised((y - parts @ tokens) * left.sign())
 
 
-def coordinates(block: FirstBlock, y: Tensor) -> Tensor:
+def coordinates(block: MLPBlock, y: Tensor) -> Tensor:
     """[a, 1] along the rows of V, (S, N'), of y (S, D)."""
     span = block.spans[0]
     return block.module.norm2(y) @ span.directions[:, :-1].T + span.directions[:, -1]
 
 
-def dual_vectors(block: FirstBlock, y: Tensor) -> Tensor:
+def dual_vectors(block: MLPBlock, y: Tensor) -> Tensor:
     """w_i along the rows of V, (S, N'), of tokens y (S, D), up to a factor."""
     mlp, (outer, inner) = block.module.mlp, block.spans
     slope = block.activate(mlp.fc1(block.module.norm2(y)))[1]  # (S, H)

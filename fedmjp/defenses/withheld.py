@@ -9,6 +9,7 @@ weights that it sent, so what is withheld has to be enough that the rest does no
   `token_inverse` with the first MLP as well where that leaves too few equations.
 - Nor are positions and the first attention's queries, keys and values: `unmix` takes the tokens from the first MLP.
 - Without the first block, `patch_embedding` solves with positions and projection.
+- Nor are positions and the first blocks: `later_block` takes the tokens from the MLP of the first block that is sent.
 - Biases and norms hold sums over the tokens alone: dL/db = sum_t g_t, and of a norm's weight sum_t g_t * n_t, entry by
   entry, D numbers each. The head's gradient is (p - y) f^T with f the pooled feature, which is known exactly for a
   batch of one: f = dL/dW_c / dL/db_c. Attacks that match gradients match what is sent.
@@ -43,6 +44,11 @@ SOLVES_WITH = {
     "inverting_gradients": ("head.bias",),
     "dlg": (),
 }
+# Any one of these MLPs is what `later_block` solves with; what is sent of later ones alone may not tell the image.
+EARLY_MLPS = tuple(
+    tuple(f"blocks.{block}.mlp.{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias"))
+    for block in range(4)
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,9 @@ class Withheld(Defense):
     @property
     def known_by(self) -> tuple[str, ...]:
         """The attacks that solve with what is still sent."""
-        return tuple(name for name, needed in SOLVES_WITH.items() if not any(map(self.freezes, needed)))
+        found = tuple(name for name, needed in SOLVES_WITH.items() if not any(map(self.freezes, needed)))
+        sent = (not any(map(self.freezes, mlp)) for mlp in EARLY_MLPS)
+        return (*found, *(("later_block",) if any(sent) else ()))
 
     @property
     def adapts(self) -> bool:

@@ -50,6 +50,7 @@ ATTACKS = {
     "patch_set": ("#4D4D4D", "p"),
     "unmix": (ORANGE, "P"),
     "token_inverse": ("#9C5A00", "P"),
+    "later_block": ("#9C5A00", "d"),
     "unmix_rounds": (BLACK, "X"),
     "noisy_rounds": ("#00593F", "h"),
     "sparse_rounds": ("#00593F", "d"),

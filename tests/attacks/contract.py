@@ -124,6 +124,13 @@ def projection_withheld() -> Observation:
     return dataclasses.replace(view, gradients=left)
 
 
+def first_block_withheld() -> Observation:
+    """Neither the position embedding's nor the first block's gradients are part of the update."""
+    view = observe(build_model("vit_micro8_32", num_classes=8, weights="random"), photographs(32, 1))
+    gone = ("pos_embed", "blocks.0.")
+    return dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if not n.startswith(gone)})
+
+
 def vanished() -> Observation:
     """Every gradient zero."""
     view = changed()

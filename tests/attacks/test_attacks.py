@@ -40,6 +40,7 @@ QUICK = {
     "position_head": {"steps": 40},
     "pixel_head": {"steps": 1},
     "token_inverse": {"search": BRIEF},
+    "later_block": {"search": TokenSearch(rounds=2, steps=24), "steps": 10},
     "patch_set": {"search": BRIEF, "sweep": SweepSearch(rounds=1), "placement": Placement(restarts=1)},
     "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=4)},
 }
@@ -64,6 +65,7 @@ TRAITS = {
     "batch_tokens": Traits(single_image=False, needs_positions=False, needs_table=False, reads_masks=True, images=2),
     "token_span": Traits(exact_on=(("standard", torch.float64, 110.0), SPAN), needs_positions=False),
     "token_inverse": Traits(needs_positions=False, reads_masks=True, vouches=False, own=contract.projection_withheld),
+    "later_block": Traits(needs_positions=False, reads_masks=True, own=contract.first_block_withheld),
     # Of a rank above the number of tokens one update is enough; rounds have tests of their own.
     "lora_span": Traits(
         needs_positions=False,

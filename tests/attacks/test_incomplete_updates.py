@@ -22,7 +22,7 @@ CLOSED_FORMS = [name for name in BUILT_IN if not ATTACKS.get(name).reads_every_p
 ACTIVE = tuple(name for name in ATTACKS if issubclass(ATTACKS.get(name), ActiveAttack))
 OF_OTHER_UPDATES = ("batch_tokens", "position_head", "pixel_head", "lora_span", *ACTIVE)
 # Those that solve with the patch projection's gradient.
-NO_PROJECTION = ("april", "token_span", "token_inverse", "patch_set", *OF_OTHER_UPDATES)
+NO_PROJECTION = ("april", "token_span", "token_inverse", "later_block", "patch_set", *OF_OTHER_UPDATES)
 OF_PROJECTION = [name for name in CLOSED_FORMS if name not in NO_PROJECTION]
 FIRST_LAYERS = (
     "cls_token",
@@ -107,7 +107,7 @@ def test_every_position_hidden(name: str) -> None:
     assert found.known is None or not found.known.any()
     if name == "token_span":
         assert "65 tokens in 64 channels" in found.diagnosis
-    elif name == "token_inverse":
+    elif name in ("token_inverse", "later_block"):
         assert "may be masked" in found.diagnosis
     elif name == "patch_set":
         assert "has a position embedding" in found.diagnosis

@@ -94,6 +94,8 @@ def test_bitfit_sends_the_gradients_of_biases_and_head_and_no_others(federation:
         ("withheld:withhold=positions,first_attention", "unmix"),
         ("withheld:withhold=first_block", "patch_embedding"),
         ("withheld:withhold=blocks.*", "patch_embedding"),
+        ("withheld:withhold=positions,first_block", "later_block"),
+        ("withheld:withhold=cls_token,positions,patch_projection,blocks.[01].*", "later_block"),
     ],
 )
 def test_the_attack_that_knows_it_recovers_a_photograph(defense: str, attack: str) -> None:
@@ -106,7 +108,7 @@ def test_the_attack_that_knows_it_recovers_a_photograph(defense: str, attack: st
 
 def test_closed_forms_say_what_they_lack() -> None:
     task, view = observed("withheld:withhold=positions,first_block")
-    assert task.defense.known_by == ("inverting_gradients", "dlg")
+    assert task.defense.known_by == ("inverting_gradients", "dlg", "later_block")
     for attack in ("patch_embedding", "token_span"):
         assert "no gradient of" in ATTACKS.get(attack)()([view]).diagnosis
 
