@@ -16,7 +16,8 @@ class Options(SuiteOptions):
     No other defence: each client sends the gradient of one image, without one group of parameters. The attacks are
     chosen from what is left, and the strongest is found by the rule of the verdict. Groups: nothing, the position
     embedding, the patch projection, both, query, key and value of the first block, they and the position embedding, the
-    whole first block, and everything but the classifier, alone or with all biases (BitFit) or all norms.
+    whole first block, all layers before the third and the fifth block, and everything but the classifier, alone or with
+    all biases (BitFit) or all norms.
 
     Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds models,
     groups and images to a finished one.
