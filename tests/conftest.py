@@ -12,6 +12,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from fedmjp.models import BuiltModel, build_model
 from fedmjp.objectives import Draws, Learner, client_loss, read_objective
 
 THREADS = torch.get_num_threads()
+RENDER = Figure.savefig
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
@@ -80,10 +82,34 @@ def observe(
 def leave_undrawn(patched: pytest.MonkeyPatch) -> None:
     """Figures become blank pictures, for runs whose rows and words count: drawing takes a third of a small run."""
 
-    def savefig(figure, path, **options) -> None:
-        Image.new("RGB", (1, 1)).save(path, dpi=(72, 72))
+    patched.setattr(Figure, "savefig", lambda figure, path, **options: save_blank(path))
 
-    patched.setattr("matplotlib.figure.Figure.savefig", savefig)
+
+def save_blank(path: Path) -> None:
+    """A picture of one pixel, PNG or PDF."""
+    Image.new("RGB", (1, 1)).save(path, dpi=(72, 72))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def laid_out() -> Iterator[None]:
+    """Figures are laid out and become blank pictures, but under `drawn`: fonts in PDF take most of the time of a run."""
+
+    def savefig(figure: Figure, path: Path, **options) -> None:
+        if Path(path).suffix == ".png":
+            figure.draw_without_rendering()
+        save_blank(path)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "savefig", savefig)
+        yield
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Iterator[None]:
+    """Figures are drawn, for tests that look at them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "savefig", RENDER)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +122,7 @@ def threads_of_the_process() -> Iterator[None]:
 
 @pytest.fixture
 def undrawn(monkeypatch) -> None:
-    """See `leave_undrawn`; fixtures of wider scopes draw theirs."""
+    """See `leave_undrawn`; fixtures of wider scopes lay theirs out."""
     leave_undrawn(monkeypatch)
 
 
