@@ -105,7 +105,7 @@ def ranked(gains: pd.DataFrame) -> list[str]:
         better = _better(values[one] - values[other], means[one] - means[other])
         if better:
             wins[one if better > 0 else other] += 1
-    key = {name: (wins[name], int(np.isfinite(values[name]).sum()), means[name]) for name in counted}
+    key = {name: (wins[name], int(counted[name].count()), means[name]) for name in counted}
     return sorted(counted, key=key.__getitem__, reverse=True)
 
 
