@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,8 +13,10 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
+from tyro._docstrings import _ClassTokenization
 
 from attacks import Observation, ThreatModel
 from fedmjp.audit.observe import model_as_sent, observe_step, observe_update
@@ -25,6 +28,7 @@ from fedmjp.models import BuiltModel, build_model
 from fedmjp.objectives import Draws, Learner, client_loss, read_objective
 
 THREADS = torch.get_num_threads()
+RENDER = Figure.savefig
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
@@ -80,10 +84,42 @@ def observe(
 def leave_undrawn(patched: pytest.MonkeyPatch) -> None:
     """Figures become blank pictures, for runs whose rows and words count: drawing takes a third of a small run."""
 
-    def savefig(figure, path, **options) -> None:
-        Image.new("RGB", (1, 1)).save(path, dpi=(72, 72))
+    patched.setattr(Figure, "savefig", lambda figure, path, **options: save_blank(path))
 
-    patched.setattr("matplotlib.figure.Figure.savefig", savefig)
+
+def save_blank(path: Path) -> None:
+    """A picture of one pixel, PNG or PDF."""
+    Image.new("RGB", (1, 1)).save(path, dpi=(72, 72))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def laid_out() -> Iterator[None]:
+    """Figures are laid out and become blank pictures, but under `drawn`: fonts in PDF take a third of a small run."""
+
+    def savefig(figure: Figure, path: Path, **options) -> None:
+        if Path(path).suffix == ".png":
+            figure.draw_without_rendering()
+        save_blank(path)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "savefig", savefig)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def options_read_once() -> Iterator[None]:
+    """The source of a class of options is split into tokens once, not for every command line: half of its time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_ClassTokenization, "make", staticmethod(cache(_ClassTokenization.make)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Iterator[None]:
+    """Figures are drawn, for tests that look at them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "savefig", RENDER)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +132,7 @@ def threads_of_the_process() -> Iterator[None]:
 
 @pytest.fixture
 def undrawn(monkeypatch) -> None:
-    """See `leave_undrawn`; fixtures of wider scopes draw theirs."""
+    """See `leave_undrawn`; fixtures of wider scopes lay theirs out."""
     leave_undrawn(monkeypatch)
 
 

@@ -231,8 +231,9 @@ class Counter:
 
     def _flushed(self, descriptor: int) -> None:
         if self._below(descriptor):
-            self.step("fsync")
-        self._fsync(descriptor)
+            self.step("fsync")  # without waiting for the disk: a killed process leaves what it has written anyway
+        else:
+            self._fsync(descriptor)
 
     def step(self, what: str) -> None:
         self.count += 1

@@ -78,4 +78,5 @@ def _product(messages: np.ndarray, without: int) -> np.ndarray:
 
 def _scaled(rows: np.ndarray) -> np.ndarray:
     """Rows with the mean 1."""
-    return rows / (rows.mean(axis=-1, keepdims=True) + TINY)
+    # What `rows.mean` computes, without its checks, which take longer than the sum.
+    return rows / (np.add.reduce(rows, axis=-1, keepdims=True) / np.float32(rows.shape[-1]) + TINY)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from attacks.observation import ORDER_GUESSED
-from fedmjp.audit.strongest import gains_over_guesses
+from fedmjp.audit.strongest import ByImage
 from fedmjp.metrics import Interval, bootstrap_mean
 from fedmjp.records.rows import ANY_PLACE, BASELINES
 
@@ -26,23 +26,23 @@ def order_guessed(rows: pd.DataFrame) -> pd.Series:
     return pd.Series([ORDER_GUESSED in flags for flags in rows["flags"]], index=rows.index, dtype=bool)
 
 
-def patch_gains(rows: pd.DataFrame) -> tuple[pd.DataFrame, Mapping[str, str]]:
+def patch_gains(by_image: ByImage) -> tuple[pd.DataFrame, Mapping[str, str]]:
     """The share of patches that attacks bring above the bar, over that of the best guess, image by image.
 
     Args:
-        rows: as `load_rows` gives them, attacks and guesses.
+        by_image: rows of attacks and guesses.
 
     Returns:
         images x attacks as `gains_over_guesses` gives them, and attack -> the column that its gains are of: `IN_PLACE`,
         or `ANY_PLACE` where an answer's order was a guess and more is gained so. Rows of guesses that were not scored
         in any place leave every attack in place.
     """
-    gains = gains_over_guesses(rows, IN_PLACE)
+    rows, gains = by_image.rows, by_image.gains(IN_PLACE)
     columns = dict.fromkeys(gains, IN_PLACE)
     guessed = order_guessed(rows)
     if not guessed.any() or rows.loc[rows["attack"].isin(BASELINES), ANY_PLACE].isna().any():
         return gains, columns
-    anywhere = gains_over_guesses(rows, ANY_PLACE)
+    anywhere = by_image.gains(ANY_PLACE)
     for name in rows["attack"][guessed].unique():
         if name in anywhere and anywhere[name].mean() > gains[name].mean():
             gains[name], columns[name] = anywhere[name], ANY_PLACE

@@ -7,6 +7,7 @@ updates one half does both, and the verdict says so).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -32,14 +33,59 @@ def gains_over_guesses(rows: pd.DataFrame, metric: str = "psnr", index: list[str
         images x attacks that returned an image at least once, in the metric's unit (dB for psnr); 0 where one returned
         none, NaN where it was not run. Where no guess was scored, the values themselves.
     """
-    values, ran = _by_image(rows, metric, index)
-    values = values.dropna(axis=1, how="all")
-    guesses = [name for name in BASELINES if name in values]
-    attacks = [name for name in values if name not in BASELINES]
-    floor = values[guesses].max(axis=1) if guesses else pd.Series(0.0, index=values.index)
-    gains = values[attacks].sub(floor.fillna(floor.mean()), axis=0)
-    gains = gains.mask(gains.isna() & ran[attacks], 0.0)
-    return gains[gains.notna().any(axis=1)]
+    return ByImage.of(rows, index).gains(metric)
+
+
+@dataclass(frozen=True)
+class ByImage:
+    """Rows by image and attack.
+
+    Attributes:
+        rows: as `load_rows` gives them, attacks and guesses.
+        places: (rows,) the number of each row's image, from 0.
+        images: what tells each image apart.
+        attacks: (rows,) the number of each row's attack, from 0.
+        names: of attacks and guesses.
+    """
+
+    rows: pd.DataFrame
+    places: np.ndarray
+    images: pd.MultiIndex
+    attacks: np.ndarray
+    names: list[str]
+
+    @classmethod
+    def of(cls, rows: pd.DataFrame, index: list[str] = IMAGE) -> ByImage:
+        """Of `rows`, where the columns `index` tell images apart."""
+        places = image_numbers(rows, index)
+        attacks, names = pd.factorize(rows["attack"].to_numpy(object))
+        first = np.unique(places, return_index=True)[1]
+        return cls(rows, places, pd.MultiIndex.from_frame(rows[index].iloc[first]), attacks, list(names))
+
+    def values(self, metric: str) -> pd.DataFrame:
+        """images x attacks and guesses: the metric, of several rows the largest; NaN where there is no image."""
+        return pd.DataFrame(self._table(metric), index=self.images, columns=self.names)
+
+    def gains(self, metric: str) -> pd.DataFrame:
+        """See `gains_over_guesses`."""
+        values = self._table(metric)
+        returned = ~np.isnan(values).all(axis=0)
+        guesses = [self.names.index(name) for name in BASELINES if name in self.names]
+        guesses = [number for number in guesses if returned[number]]
+        chosen = [number for number, name in enumerate(self.names) if returned[number] and name not in BASELINES]
+        floor = np.fmax.reduce(values[:, guesses], axis=1) if guesses else np.zeros(len(values))
+        floor = np.where(np.isnan(floor), pd.Series(floor).mean(), floor)
+        ran = np.zeros(values.shape, dtype=bool)
+        ran[self.places, self.attacks] = True
+        gains = values[:, chosen] - floor[:, None]
+        gains[np.isnan(gains) & ran[:, chosen]] = 0.0
+        some = ~np.isnan(gains).all(axis=1)
+        return pd.DataFrame(gains[some], index=self.images[some], columns=[self.names[number] for number in chosen])
+
+    def _table(self, metric: str) -> np.ndarray:
+        values = np.full((len(self.images), len(self.names)), np.nan)
+        np.fmax.at(values, (self.places, self.attacks), self.rows[metric].to_numpy(float))
+        return values
 
 
 def ranked(gains: pd.DataFrame) -> list[str]:
@@ -53,12 +99,13 @@ def ranked(gains: pd.DataFrame) -> list[str]:
         gains: images x attacks, as `gains_over_guesses` gives them.
     """
     counted = gains.dropna(axis=1, how="all").clip(upper=EXACT_GAIN)
-    wins = dict.fromkeys(counted, 0)
+    wins, values = dict.fromkeys(counted, 0), {name: counted[name].to_numpy() for name in counted}
+    means = {name: float(counted[name].mean()) for name in counted}
     for one, other in combinations(counted, 2):
-        better = _better(counted[one], counted[other])
+        better = _better(values[one] - values[other], means[one] - means[other])
         if better:
             wins[one if better > 0 else other] += 1
-    key = {name: (wins[name], int(counted[name].count()), float(counted[name].mean())) for name in counted}
+    key = {name: (wins[name], int(counted[name].count()), means[name]) for name in counted}
     return sorted(counted, key=key.__getitem__, reverse=True)
 
 
@@ -122,34 +169,25 @@ def _update_of(images: pd.MultiIndex) -> np.ndarray:
     return frame.assign(alone=alone).groupby(keys, sort=False, dropna=False).ngroup().to_numpy()
 
 
-def _better(one: pd.Series, other: pd.Series) -> int:
-    """1 if `one` is better, -1 if `other` is, 0 if neither can be said."""
-    both = (one - other).dropna()
-    if both.empty:
-        return int(np.sign(np.nan_to_num(one.mean() - other.mean())))
-    interval = bootstrap_mean(both.to_numpy())
+def _better(differences: np.ndarray, of_means: float) -> int:
+    """1 if one attack is better than another, -1 if the other is, 0 if neither can be said.
+
+    Args:
+        differences: of their gains, image by image; NaN where one was not run.
+        of_means: difference of their mean gains, which decides where no image is shared.
+    """
+    both = differences[~np.isnan(differences)]
+    if not len(both):
+        return int(np.sign(np.nan_to_num(of_means)))
+    interval = bootstrap_mean(both)
     low, high = (interval.low, interval.high) if interval.count > 1 else (interval.mean, interval.mean)
     return int(low > 0) - int(high < 0)
 
 
-def by_image(rows: pd.DataFrame, metric: str, index: list[str] = IMAGE) -> pd.DataFrame:
-    """images x attacks and guesses: the metric, NaN where there is no image."""
-    return _by_image(rows, metric, index)[0]
-
-
-def _by_image(rows: pd.DataFrame, metric: str, index: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(images x attacks and guesses: the metric, of several rows the largest; whether there is a row at all)."""
-    places = image_numbers(rows, index)
-    attacks, names = pd.factorize(rows["attack"].astype(object))
-    first = np.unique(places, return_index=True)[1]
-    values = np.full((len(first), len(names)), np.nan)
-    np.fmax.at(values, (places, attacks), rows[metric].to_numpy(float))
-    ran = np.zeros(values.shape, dtype=bool)
-    ran[places, attacks] = True
-    images = pd.MultiIndex.from_frame(rows[index].iloc[first])
-    return tuple(pd.DataFrame(table, index=images, columns=list(names)) for table in (values, ran))
-
-
 def image_numbers(rows: pd.DataFrame, index: list[str] = IMAGE) -> np.ndarray:
     """The number of each row's image, from 0 in order of first appearance; `index` tells images apart."""
-    return rows.groupby(index, sort=False, dropna=False, observed=True).ngroup().to_numpy()
+    numbers = np.zeros(len(rows), dtype=np.int64)
+    for name in index:
+        codes = pd.factorize(rows[name], use_na_sentinel=False)[0]
+        numbers = pd.factorize(numbers * (codes.max(initial=0) + 1) + codes)[0]
+    return numbers

@@ -40,7 +40,7 @@ import pandas as pd
 
 from attacks.certificate import TOLERANCE
 from fedmjp.audit.patches import IN_PLACE, most_patches, order_guessed, patch_gains
-from fedmjp.audit.strongest import IMAGE, above_guesses, by_image, gains_over_guesses, image_numbers, strongest
+from fedmjp.audit.strongest import IMAGE, ByImage, above_guesses, strongest
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import chain_name, defense_of_row
 from fedmjp.metrics import Interval, bootstrap_mean
@@ -221,11 +221,11 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     """
     attacked, names = ~rows["attack"].isin(BASELINES), rows["attack"].astype(object)
     ran, held = list(dict.fromkeys(names[attacked])), attacked & _held(rows)
-    images, certified = image_numbers(rows), attacked & rows["certified"].eq(True)
+    by_image, certified = ByImage.of(rows), attacked & rows["certified"].eq(True)
 
     def counted(chosen: pd.Series) -> int:
         """Images of the rows that are chosen."""
-        return len(np.unique(images[chosen.to_numpy()]))
+        return len(np.unique(by_image.places[chosen.to_numpy()]))
 
     held_on = {name: counted(held & (names == name)) for name in ran}
     held_on = {name: count for name, count in held_on.items() if count}
@@ -249,18 +249,18 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         return _without_originals(
             names[certified if shared["certified"] else vouched], counted(vouched), shared, nothing
         )
-    gains, psnr = gains_over_guesses(rows), by_image(rows, "psnr")
+    gains, psnr = by_image.gains("psnr"), by_image.values("psnr")
     if gains.empty:
         return Verdict(nothing, **shared)
     above = (psnr.loc[gains.index, gains.columns] > RECOGNISABLE) & (gains > 0)
     counts = above.sum().sort_values(ascending=False, kind="stable")
     shared |= {"recovered": int(above.any(axis=1).sum()), "by_attack": counts[counts > 0].to_dict()}
-    answer, figures = _decided(rows, gains, counts, nothing if not shared["certified"] else Answer.PARTLY)
+    answer, figures = _decided(by_image, gains, counts, nothing if not shared["certified"] else Answer.PARTLY)
     return Verdict(answer, **shared, **figures)
 
 
 def _decided(
-    rows: pd.DataFrame, gains: pd.DataFrame, counts: pd.Series, otherwise: Answer
+    by_image: ByImage, gains: pd.DataFrame, counts: pd.Series, otherwise: Answer
 ) -> tuple[Answer, dict[str, Any]]:
     """The answer where guesses and attacks were scored, and the figures of the attack that decides.
 
@@ -269,12 +269,12 @@ def _decided(
         counts: attack -> images above the bar.
         otherwise: the answer where no attack gains anything.
     """
-    in_patches, columns = patch_gains(rows)
+    in_patches, columns = patch_gains(by_image)
 
     def figures_of(name: str, reported: pd.MultiIndex | None = None, split: bool = False) -> dict[str, Any]:
         """Figures of an attack on the reported images; by default on all that it was run on."""
         reported = gains.index[gains[name].notna()] if reported is None else reported
-        return _figures_of(rows, gains, name, reported, columns.get(name, IN_PLACE)) | {"split": split}
+        return _figures_of(by_image.rows, gains, name, reported, columns.get(name, IN_PLACE)) | {"split": split}
 
     leaks = counts.max() > 0
     best = strongest(gains)

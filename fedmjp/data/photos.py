@@ -18,7 +18,7 @@ from PIL import Image
 
 from attacks.registry import UsageError
 from fedmjp.data.catalog import DataBundle, Request
-from fedmjp.data.imageset import ImageSet, choose
+from fedmjp.data.imageset import ImageSet, choose, to_square_rgb
 
 TRAIN_CROPS = 12
 TEST_CROPS = 5
@@ -77,9 +77,11 @@ class CropImages:
 
     Attributes:
         crops: the crops.
+        size: side in pixels of what is returned; 0 for native resolution.
     """
 
     crops: list[Crop]
+    size: int = 0
 
     def __call__(self, index: int) -> Image.Image:
         """The image of crop number `index`.
@@ -88,7 +90,7 @@ class CropImages:
             UsageError: scikit-image is installed without the photograph.
         """
         crop = self.crops[index]
-        return photograph(crop.photo).crop(crop.box)
+        return _resized(crop.photo, crop.box, self.size) if self.size else photograph(crop.photo).crop(crop.box)
 
 
 def load_photos(request: Request) -> DataBundle:
@@ -148,6 +150,12 @@ def photograph(name: str) -> Image.Image:
     return Image.fromarray(pixels[0] if name == "stereo_motorcycle" else pixels)
 
 
+@functools.lru_cache(maxsize=len(PHOTOS) * (TRAIN_CROPS + TEST_CROPS))
+def _resized(name: str, box: tuple[int, int, int, int], size: int) -> Image.Image:
+    """A crop at one size, kept: a run reads the same few again and again."""
+    return to_square_rgb(photograph(name).crop(box), size)
+
+
 def _bundle(name: str, request: Request, kept: Callable[[int, int | None], Sequence[int]]) -> DataBundle:
     if request.path is not None:
         raise UsageError(f"data set {name!r} is part of scikit-image; drop --data-path, or use folder:PATH instead")
@@ -162,7 +170,7 @@ def _image_set(split: str, kept: Callable[[int, int | None], Sequence[int]], lim
     crops = [every[i] for i in kept(len(every), limit)]
     names = [photo.name for photo in PHOTOS]
     labels = [names.index(crop.photo) for crop in crops]
-    return ImageSet(CropImages(crops), labels, [crop_id(crop, split) for crop in crops], names, size)
+    return ImageSet(CropImages(crops, size), labels, [crop_id(crop, split) for crop in crops], names, size)
 
 
 def crop_id(crop: Crop, split: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -123,12 +124,23 @@ def _resampled(
     values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], resamples: int, seed: int
 ) -> np.ndarray:
     """(resamples,) `statistic` of values drawn with replacement; no more than about `DRAWN` are held at a time."""
-    generator, at_once = np.random.default_rng(seed), max(1, DRAWN // len(values))
-    found = []
+    if resamples * len(values) <= DRAWN:
+        return statistic(values[_drawn_once(len(values), resamples, seed)])
+    return np.concatenate([statistic(values[draws]) for draws in _draws(len(values), resamples, seed)])
+
+
+def _draws(count: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
+    """Indices of `count` values, (resamples, count) in all, in parts of about `DRAWN`."""
+    generator, at_once = np.random.default_rng(seed), max(1, DRAWN // count)
     for start in range(0, resamples, at_once):
-        draws = generator.integers(0, len(values), size=(min(at_once, resamples - start), len(values)))
-        found.append(statistic(values[draws]))
-    return np.concatenate(found)
+        yield generator.integers(0, count, size=(min(at_once, resamples - start), count))
+
+
+@lru_cache(maxsize=4)
+def _drawn_once(count: int, resamples: int, seed: int) -> np.ndarray:
+    """All of `_draws`, kept for the next values: one table has many means over as many images."""
+    (draws,) = _draws(count, resamples, seed)
+    return draws
 
 
 def bootstrap_statistic(

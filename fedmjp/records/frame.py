@@ -58,6 +58,10 @@ class _Column:
         elif kinds == {str} and self._categories:
             codes = self._codes
             self._extend("i", [codes.setdefault(value, len(codes)) for value in values])
+        elif kinds == {str} and len(self._known) < MOST_SHARED:
+            self._extend("", [self._known.setdefault(value, value) for value in values])
+        elif kinds == {str}:
+            self._extend("", [self._known.get(value, value) for value in values])
         else:
             self._extend("", [_shared(value, self._known) for value in values])
 
@@ -78,7 +82,9 @@ class _Column:
         if absent and kinds & {"q", "d"} and "i" not in kinds:
             return np.concatenate([np.array(part, dtype=float) for part in self._parts])
         words = list(self._codes)
-        values = [words[v] if _kind(part) == "i" else v for part in self._parts for v in part]
+        values = []
+        for part in self._parts:
+            values += [words[code] for code in part] if _kind(part) == "i" else part
         self._parts.clear()
         return pd.Series(values)  # at once, so that no column is there as a list and as an array while others are read
 
@@ -91,7 +97,7 @@ def _shared(value: Any, known: dict[str, Any]) -> Any:
     """An equal value of the column that was read before, so that a million rows hold one copy of their parameters.
 
     Args:
-        known: the column's values so far, of which no more than `MOST_SHARED` are kept: a column of values that are all
+        known: the column's values so far, of which about `MOST_SHARED` are kept: a column of values that are all
             different gains nothing.
     """
     if not isinstance(value, (str, dict, list)):

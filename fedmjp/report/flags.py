@@ -91,18 +91,18 @@ def _seen_once(rows: pd.DataFrame) -> np.ndarray:
 
 def _below_a_guess(rows: pd.DataFrame) -> np.ndarray:
     """Whether each row is of an attack that is on average worse than the best guess without a gradient."""
-    guess, below = rows["attack"].isin(BASELINES), np.zeros(len(rows), dtype=bool)
-    own = (~guess & rows["psnr"].notna()).to_numpy()
-    alike = _alike(rows, [*_SETTING, "attack", "attack_parameters"])
-    slim = rows[["attack", "image_id", "psnr"]]
+    guess, below = rows["attack"].isin(BASELINES).to_numpy(), np.zeros(len(rows), dtype=bool)
+    own = ~guess & rows["psnr"].notna().to_numpy()
+    alike, guessed = _alike(rows, [*_SETTING, "attack", "attack_parameters"]), _alike(rows, _GUESSED)
+    images = _codes(rows["image_id"])
+    slim = pd.DataFrame({"attack": rows["attack"].astype("category"), "image_id": images, "psnr": rows["psnr"]})
     for number in np.unique(alike[own]):
         chosen = own & (alike == number)
         first = np.flatnonzero(chosen)[0]
-        of_one = np.logical_and.reduce([rows[name] == rows[name].iloc[first] for name in _GUESSED])
-        compared = slim[chosen | (guess & of_one)]
-        shared = compared[compared["image_id"].isin(slim["image_id"][chosen])]
-        shared = shared[shared["image_id"].isin(slim["image_id"][guess & of_one])]
-        groups = shared.groupby(["image_id", "attack"], as_index=False, observed=True)
+        guesses = guess & (guessed == guessed[first])
+        shared = np.intersect1d(images[chosen], images[guesses])
+        compared = slim[(chosen | guesses) & np.isin(images, shared)]
+        groups = compared.groupby(["image_id", "attack"], as_index=False, observed=True)
         means, name = groups["psnr"].mean(), rows["attack"].iloc[first]
         if len(means) and gains_over_guesses(means, index=["image_id"])[name].mean() < 0:
             below |= chosen

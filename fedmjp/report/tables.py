@@ -166,8 +166,6 @@ def _summary(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def _interval(values: pd.Series) -> tuple[float, float, float]:
-    if values.isna().all():
-        return (np.nan, np.nan, np.nan)
     interval = bootstrap_mean(values.to_numpy())
     return interval.mean, interval.low, interval.high
 

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from fedmjp.models import build_model
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 GRID = (4, 4)
 
 

@@ -12,6 +12,8 @@ from experiments.batches import protocol
 
 from fedmjp.records.rows import load_rows
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 SMALL = ["--model", "vit_mini_64", "--num-images", "5", "--batch-sizes", "2"]
 
 

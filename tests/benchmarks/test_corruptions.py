@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from fedmjp.data import load_data
 from fedmjp.models import build_model
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 # OpenCV, on which the package stands, needs a system library (libGL) that bare containers lack.
 pytest.importorskip("cv2", reason="OpenCV cannot be loaded here", exc_type=ImportError)
 imagecorruptions = pytest.importorskip("imagecorruptions")

@@ -14,6 +14,8 @@ from attacks import UsageError
 from fedmjp.models.weights import SHIPPED
 from fedmjp.records.rows import load_rows
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 SMALL = ["--batch-sizes", "4", "--clients", "1", "--threads", "1"]
 LABELS = [0, 0, 0, 0, 1, 1, 1, 2, 2, 3]
 

@@ -29,6 +29,8 @@ from PIL import Image
 
 from fedmjp.objectives import read_objective
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

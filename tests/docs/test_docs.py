@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -134,10 +135,19 @@ SCRIPTS = sorted({target for _, module, target, options in commands() if not mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_options_of_scripts_exist(script: str) -> None:
+def test_options_of_scripts_exist(script: str, monkeypatch, capsys) -> None:
+    """Each script as `python SCRIPT --help` runs it, in this process."""
     shown = {option for _, _, target, options in commands() if target == script for option in options}
-    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert shown <= options_of(done.stdout)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(script, run_name="__main__")
+    assert not stop.value.code
+    assert shown <= options_of(capsys.readouterr().out)
+
+
+def test_a_script_runs_in_a_process_of_its_own() -> None:
+    subprocess.run([sys.executable, SCRIPTS[0], "--help"], cwd=ROOT, check=True, capture_output=True)
 
 
 def table_names(page: str) -> dict[str, str]:

@@ -11,6 +11,8 @@ from test_report_figures import make_panel
 from fedmjp.report import render
 from tests.records.sample_rows import make_row, make_rows, write_run
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OPTIONS = (
     "--headless",

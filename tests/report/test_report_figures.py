@@ -27,6 +27,8 @@ from fedmjp.report.figures import MOST_MARKED, draw_by_round
 from fedmjp.report.styles import DEFENCES, SMALL, attack_order, attack_style, label_colour
 from tests.records.sample_rows import make_row
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 
 def make_panel(title: str = "mjp, round 1, client 0") -> Panel:
     image = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(0))

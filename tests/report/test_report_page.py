@@ -13,6 +13,8 @@ from attacks.registry import UsageError
 from fedmjp.report import render
 from tests.records.sample_rows import REFUSAL, make_row, make_rows, write_run
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 VOID = {"meta", "img", "br", "link", "hr", "input"}
 ATTACK = "<script>alert('x')</script>"
 

@@ -19,7 +19,7 @@ import pandas as pd
 from attacks.observation import SUPERVISED
 from experiments.rendering import MEAN, interval, markdown_table
 from fedmjp.audit.patches import IN_PLACE, most_patches, patch_gains
-from fedmjp.audit.strongest import gains_over_guesses, strongest
+from fedmjp.audit.strongest import ByImage, strongest
 from fedmjp.defenses import DEFENSES
 from fedmjp.defenses.chain import split_chain
 from fedmjp.metrics import bootstrap_mean
@@ -110,13 +110,16 @@ def tradeoff_table(
     lines, names = [], dict.fromkeys([*rows["attack"], *reasons])
     for place, own in rows.groupby(list(PLACE), sort=False):
         measured = summarise(own, ("attack",)).to_dict("records")
-        gains = gains_over_guesses(own)
+        by_image, of_attack = ByImage.of(own), dict(iter(own.groupby("attack", sort=False)))
+        gains = by_image.gains("psnr")
         best = strongest(gains)[0]
-        final = final_accuracy(_own(rounds, place)) | _patches(own, gains)
+        final = final_accuracy(_own(rounds, place)) | _patches(by_image, gains)
+        ranked_here = None if ranks is None else _own(ranks, place)
         for line in measured:
-            attacked = own[own["attack"] == line["attack"]]
+            attacked = of_attack[line["attack"]]
             line |= {"strongest": line["attack"] == best, "steps": _steps(attacked), "note": _note(line, attacked)}
-            line |= {} if ranks is None else reidentified(attacked, _own(ranks, place, attack=line["attack"]))
+            if ranked_here is not None:
+                line |= reidentified(attacked, ranked_here[ranked_here["attack"] == line["attack"]])
             lines.append(_placed(place, line | _gain(gains.get(line["attack"], pd.Series(dtype=float))) | final))
         known = {line["attack"] for line in measured}
         for name in (name for name in names if name not in known):
@@ -142,10 +145,9 @@ def reidentified(rows: pd.DataFrame, ranks: pd.DataFrame) -> dict[str, float]:
     return {f"reidentified{part}": value for part, value in share.items()} | {"candidates": ranks["candidates"].max()}
 
 
-def _own(table: pd.DataFrame, place: Sequence[str], **values: str) -> pd.DataFrame:
-    """The lines of one partition and point, and of these values in other columns."""
-    names = [*PLACE, *values]
-    return table[(table[names] == [*place, *values.values()]).all(axis=1)]
+def _own(table: pd.DataFrame, place: Sequence[str]) -> pd.DataFrame:
+    """The lines of one partition and point."""
+    return table[(table[list(PLACE)] == [*place]).all(axis=1)]
 
 
 def final_accuracy(rounds: pd.DataFrame) -> dict[str, float]:
@@ -306,14 +308,14 @@ def _note(line: Mapping[str, Any], rows: pd.DataFrame) -> str:
     return f"{kind} on {diagnosed} of {line['count']} updates, mostly: {line['diagnosis']}"
 
 
-def _patches(rows: pd.DataFrame, psnr: pd.DataFrame) -> dict[str, Any]:
+def _patches(by_image: ByImage, psnr: pd.DataFrame) -> dict[str, Any]:
     """The attack that brings most patches of one federation above 25 dB, and their share; no name where none does.
 
     Args:
         psnr: gains in PSNR, as `gains_over_guesses` gives them.
     """
-    gains, columns = patch_gains(rows)
-    best = most_patches(gains, psnr)
+    gains, columns = patch_gains(by_image)
+    best, rows = most_patches(gains, psnr), by_image.rows
     shares = rows.loc[rows["attack"] == best, columns.get(best, IN_PLACE)]
     share = bootstrap_mean(shares.fillna(0.0).to_numpy(dtype=float))
     found = {"most_patches": best, "any_place": columns.get(best) == ANY_PLACE}

@@ -21,7 +21,7 @@ from tests.conftest import photographs
 CASES = [
     ("dlg", {"steps": 250, "seed": 1}, 40.0),
     ("idlg", {"steps": 200}, 30.0),
-    ("inverting_gradients", {"steps": 300, "tv": 0.01}, 23.0),
+    ("inverting_gradients", {"steps": 150, "tv": 0.01}, 23.0),
     ("see_through_gradients", {"steps": 300}, 19.0),
     ("april_optimisation", {"steps": 300}, 17.0),
     ("gradvit", {"steps": 300}, 28.0),
