@@ -16,7 +16,6 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
-from tyro._docstrings import _ClassTokenization
 
 from attacks import Observation, ThreatModel
 from fedmjp.audit.observe import model_as_sent, observe_step, observe_update
@@ -109,8 +108,13 @@ def laid_out() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def options_read_once() -> Iterator[None]:
     """The source of a class of options is split into tokens once, not for every command line: half of its time."""
+    try:
+        from tyro._docstrings import _ClassTokenization as Tokens
+    except ImportError:  # another version of tyro: command lines take longer
+        yield
+        return
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_ClassTokenization, "make", staticmethod(cache(_ClassTokenization.make)))
+        patched.setattr(Tokens, "make", staticmethod(cache(Tokens.make)))
         yield
 
 
