@@ -40,6 +40,7 @@ class BlockEncoder:
         kept: list[Tensor] = []
 
         def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            """Keep the norm's input; what comes after it is not computed."""
             kept.append(inputs[0])
             raise _Reached
 

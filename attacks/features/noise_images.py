@@ -26,6 +26,7 @@ from attacks.tokenizer import Tokenizer
 
 # Tokens that the statistics are taken from, on at least so many images; images in a forward pass.
 TOKENS, LEAST_IMAGES, TOGETHER = 25_600, 64, 16
+SEED = 0  # of the noise: one update, one answer
 # Colour channels of the noise: what they share, and two directions in which they differ.
 COLOURS = ((0.9, 0.0, 0.0), (0.85, 0.25, 0.0), (0.8, 0.2, 0.2))
 # Standard deviation of an image's values, and their mean: uniform within these bounds.
@@ -84,7 +85,7 @@ class PlaceLikelihood:
 
 
 def place_likelihood(
-    encoder: BlockEncoder, observation: Observation, origin: Tensor | None, basis: Tensor | None, seed: int = 0
+    encoder: BlockEncoder, observation: Observation, origin: Tensor | None, basis: Tensor | None
 ) -> PlaceLikelihood:
     """Learn from noise how tokens depend on patches and places.
 
@@ -92,10 +93,9 @@ def place_likelihood(
         encoder: in float32.
         observation: its image shape and normalisation.
         origin, basis: r (P,) and B (k, P), float64, where it is known that patches are r + c B; None for all patches.
-        seed: of the noise.
     """
     tokenizer = encoder.tokenizer
-    count, generator = max(TOKENS // tokenizer.num_patches, LEAST_IMAGES), torch.Generator().manual_seed(seed)
+    count, generator = max(TOKENS // tokenizer.num_patches, LEAST_IMAGES), torch.Generator().manual_seed(SEED)
     patches, tokens = [], []
     device = next(t.device for t in encoder.tensors.values())
     for _ in range(0, count, TOGETHER):

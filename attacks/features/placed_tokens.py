@@ -3,11 +3,11 @@
     minimise over patches x_i = r + c_i V and places:    mean over i of |y_i(x) - y_token(i)|^2 / D,
 
 y(x) the tokens that the model makes of the image at the block's second norm, each of length D^1/2. Tokens are placed by
-what noise images say of places (`attacks.features.noise_images`), which is right for 80 to 100 % of them on the models
-tried. L-BFGS in float64 then finds patches to a token's last digits within seconds, because a unit of each coefficient
-moves a token about alike. Where a place has another place's token, a residual remains that is 50 times and more those
-of right places: tokens of such places are exchanged two by two, the likeliest exchange first, as long as that lowers
-the residual.
+what noise images say of places (`attacks.features.noise_images`): where the patches' span is known, 95 % of the true
+tokens of ten photographs rightly, at the second block of trained `vit_mini_64`. L-BFGS in float64 then finds patches to
+a token's last digits, because a unit of each coefficient moves a token about alike. Where a place has another place's
+token, a residual remains (6e-5 to 3e-4 there on five photographs, where that of right places was 3e-6 and less); tokens
+of such places are exchanged two by two, the likeliest exchange first, as long as that lowers the residual.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attacks.features.block_encoder import BlockEncoder
 from attacks.features.noise_images import PlaceLikelihood
+from attacks.lbfgs import descend
 
 # Residual (mean square of a token's entries, whose size is 1) at which a search ends, and below which a place is right.
 REACHED, RIGHT = 1e-10, 1e-7
@@ -29,7 +30,8 @@ SUSPECT = 30.0
 ALL, TRIED, KEPT = 60, 25, 30
 # The search of patches goes on as long as it lowers the residuals to this share; so does the trial of an exchange.
 LOWER = 0.7
-HISTORY, LINE_SEARCH = 60, 1.25
+# Pairs of differences that L-BFGS keeps.
+HISTORY = 60
 # What a patch without a token adds to the residual where it is one standard deviation from the expected one.
 PREFERENCE = 1e-6
 # Without a token: index of its place.
@@ -159,29 +161,14 @@ class PlacedTokens:
 
     def _descend(self, start: Tensor, places: Tensor, free: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """L-BFGS from `start` (N, k) over the coefficients of the places `free` (n,): coefficients and residuals."""
-        moving = start[free].clone().requires_grad_(True)
-        optimiser = torch.optim.LBFGS(
-            [moving],
-            max_iter=steps,
-            max_eval=int(LINE_SEARCH * steps),
-            history_size=HISTORY,
-            line_search_fn="strong_wolfe",
-            tolerance_grad=0.0,
-            tolerance_change=0.0,
-        )
+        moving = start[free].clone()
 
-        def evaluate() -> Tensor:
-            """The mean residual with its gradient; 0 without one at the search's end, where L-BFGS stops."""
-            optimiser.zero_grad()
+        def loss() -> Tensor | None:
             coefficients = start.index_put((free,), moving)
-            loss = self._residuals(coefficients, places).mean() + self._unlikely(coefficients[places == NONE])
+            value = self._residuals(coefficients, places).mean() + self._unlikely(coefficients[places == NONE])
             self.evaluations += 1
-            if float(loss.detach()) < REACHED:
-                return torch.zeros_like(loss)
-            loss.backward()
-            return loss
+            return None if float(value.detach()) < REACHED else value
 
-        with torch.enable_grad():
-            optimiser.step(evaluate)
-        found = start.index_put((free,), moving.detach())
+        descend([moving], loss, steps, HISTORY)
+        found = start.index_put((free,), moving)
         return found, self._residuals(found, places)

@@ -5,8 +5,7 @@
 with dL/d[W, b] = sum_i d_i [h_i(x), 1]^T computed in a forward pass: what the loss is at the head's outputs is known,
 so no gradient of the network is asked for, as it is in gradient matching. The patches are x_i = x_0 + c_i B within the
 affine span that the gradient of the patch projection gives (`attacks.mjp.token_patches.known_span`), leaving (N - 1) N
-unknowns of N P; the head's gradient has K (D + 1) entries. L-BFGS with line search (unlike the one of
-`attacks.gradient_matching.optimisers`, which has none), in float64.
+unknowns of N P; the head's gradient has K (D + 1) entries. L-BFGS (`attacks.lbfgs`) in float64.
 
 Near the image the difference is multiplied from the left by pinv(d^T), d as it is there: what is matched are features.
 
@@ -27,14 +26,15 @@ from torch.nn import functional
 from attacks.heads.context import Context
 from attacks.heads.dense_head import DenseHead
 from attacks.heads.encoder import Encoder
+from attacks.lbfgs import descend
 from attacks.mjp.token_patches import KnownPatches
 
 # d (N, K) of the head's outputs (N, K).
 OutputGradient = Callable[[Tensor], Tensor]
 # Relative squared residual at which the search ends: on photographs 60 to 90 dB.
 REACHED = 1e-8
-# Pairs of differences that L-BFGS keeps; share of evaluations that its line search may take beyond one a step.
-HISTORY, LINE_SEARCH = 50, 1.25
+# Pairs of differences that L-BFGS keeps.
+HISTORY = 50
 # Evaluations between two looks at the context, at least.
 LEAST_BETWEEN = 40
 # Relative squared residual below which differences count as those of features; directions of d that are round-off.
@@ -144,33 +144,11 @@ class HeadSearch:
     def _descend(self, variables: list[Tensor], key_bias: Callable[[], Tensor | None], steps: int) -> None:
         size, weights = self.sent.square().sum(), self._weights(key_bias())
         whole = (weights @ self.sent).square().sum()
-        optimiser = torch.optim.LBFGS(
-            variables,
-            max_iter=steps,
-            max_eval=int(LINE_SEARCH * steps),
-            history_size=HISTORY,
-            line_search_fn="strong_wolfe",
-            tolerance_grad=0.0,
-            tolerance_change=0.0,
-        )
 
-        def evaluate() -> Tensor:
-            """The weighted residual and its gradient; 0 without a gradient at the search's end, where L-BFGS stops."""
-            optimiser.zero_grad()
+        def loss() -> Tensor | None:
             left, _ = self.difference(key_bias())
-            loss = (weights @ left).square().sum() / whole
             self.evaluations, self.residual = self.evaluations + 1, float(left.detach().square().sum() / size)
-            if self.residual < REACHED:
-                return torch.zeros_like(loss)
-            loss.backward()
-            return loss
+            return None if self.residual < REACHED else (weights @ left).square().sum() / whole
 
-        for variable in variables:
-            variable.requires_grad_(True)
-        try:
-            with torch.enable_grad():
-                optimiser.step(evaluate)
-                self.residual = float(self.difference(key_bias())[0].detach().square().sum() / size)
-        finally:
-            for variable in variables:
-                variable.requires_grad_(False)
+        descend(variables, loss, steps, HISTORY)
+        self.residual = float(self.difference(key_bias())[0].detach().square().sum() / size)

@@ -214,6 +214,16 @@ def unmet_assumptions(num_examples: int, local_steps: int) -> list[str]:
     return reasons
 
 
+def places_unknown(tokenizer: Tokenizer) -> list[str]:
+    """Why tokens that were found one by one do not tell their places by the embeddings that they bear, in words."""
+    reasons = []
+    if tokenizer.positions is None and tokenizer.fixed_positions is None:
+        reasons.append("the model has no learnable position embedding, nor a fixed one: nothing tells a patch's place")
+    if tokenizer.hides_positions:
+        reasons.append("positions of this model may be masked, and a masked token's place is not looked for here")
+    return reasons
+
+
 def unbalanced(imbalance: float, rounding: float) -> list[str]:
     """What it means, in words, that the rows and the bias of the projection disagree; empty where they agree.
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from attacks.base import Attack
 from attacks.closed_form.token_equations import prefix_tokens
 from attacks.linear.completion import render
-from attacks.linear.position_rows import unmet_assumptions
+from attacks.linear.position_rows import places_unknown, unmet_assumptions
 from attacks.mjp.mlp_spans import FirstBlock, layer_span, read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.unmix import NO_TOKEN, QUERIES, layers_of, pixel_scales, seconds_of_search
@@ -163,12 +163,8 @@ def _obstacles(observation: Observation) -> list[str]:
         UsageError: the model has no patch projection.
     """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    reasons = unmet_assumptions(observation.num_examples, observation.local_steps)
+    reasons = [*unmet_assumptions(observation.num_examples, observation.local_steps), *places_unknown(tokenizer)]
     tokens, width, values = tokenizer.num_patches + prefix_tokens(tokenizer), tokenizer.width, tokenizer.patch_dim
-    if tokenizer.positions is None and tokenizer.fixed_positions is None:
-        reasons.append("the model has no learnable position embedding, nor a fixed one: nothing tells a patch's place")
-    if tokenizer.hides_positions:
-        reasons.append("positions of this model may be masked, and a masked token's place is not looked for here")
     if tokenizer.weight in observation.gradients:
         reasons.append("the update holds the patch projection's gradient: patch_embedding, token_span or unmix use it")
     elif width - tokens - 1 >= values:
