@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import federated_tradeoff
 import numpy as np
 import pandas as pd
 import pytest
+from experiments.client_recipes import RECIPES, recipe_of, with_recipe
 from experiments.tradeoff import figure
 from experiments.tradeoff.options import Options
 from experiments.tradeoff.table import final_accuracy, point_of, reidentified, tradeoff_table
 
-from attacks import ATTACKS
+from attacks import ATTACKS, UsageError
 from attacks.active.base import ActiveAttack
 from fedmjp.client import ClientTask
+from fedmjp.config import RunConfig
 from fedmjp.defenses import DEFENSES
 from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
@@ -195,8 +198,8 @@ MISTAKES = [
     (["--defenses", "mjp", "--gammas"], "--defenses mjp needs --gammas"),
     (["--defenses", "quantise:quantise_format=decimal"], "quantise_format"),
     (["--defenses", "mjp+mjp"], "mjp"),
-    (["--batch-size", "0"], "--batch-size must be at least 1"),
-    (["--augment", "rotate"], "rotate"),
+    (["--recipes", "batch of 3"], "choose from: one image, flip"),
+    (["--recipes", "flip", "flip"], "--recipes takes one or more different entries"),
     (["--seeds", "1", "1"], "--seeds takes one or more different entries"),
     (["--grants", "omniscience"], "unknown capability"),
     (["--data", "cifar10", "--data-path", "nowhere"], "nowhere"),
@@ -226,24 +229,24 @@ def test_any_registered_defence_has_its_federation(tmp_path) -> None:
     assert len(list((out / "federations").iterdir())) == 2
 
 
-def test_entries_with_settings_and_chains_run_as_written_on_augmented_batches(tmp_path) -> None:
-    """Clients feed two augmented images; each original is looked for among the test images."""
+def test_entries_with_settings_and_chains_run_as_written_under_a_recipe(tmp_path) -> None:
+    """Clients feed two images; each original is looked for among the test images."""
     out = tmp_path / "out"
     entries = [
         "mjp:gamma=0.5,mask_choice=fixed",
         "quantise:quantise_format=int4,quantise_per=row",
         "mjp:gamma=0.5+noise",
     ]
-    options = ["--defenses", "none", *entries, "--batch-size", "2", "--augment", "flip", "--attacks", "patch_embedding"]
+    options = ["--defenses", "none", *entries, "--recipes", "batch of 2", "--attacks", "patch_embedding"]
     assert run(out, *options, "--rounds", "1", "--audit-points", "1", "--at-most", "2") == 0
     points = ["none", "mjp, gamma = 0.5, mask_choice = fixed", "mjp:gamma=0.5+noise"]
     points.append("quantise, quantise_format = int4, quantise_per = row")
+    points = [f"{point}, batch of 2" for point in points]
     table = pd.read_csv(out / "table.csv").set_index(["point", "attack"])
     assert list(dict.fromkeys(table.index.get_level_values(0))) == points
     rows = rows_of(out)
     assert set(rows["batch_size"]) == {2}
-    config = json.loads(next((out / "federations").glob("*/run.json")).read_text())["config"]
-    assert config["local"]["augment"] == "flip"
+    assert set(json.loads((out / "run.json").read_text())["recipes"].values()) == {"batch of 2"}
     ranks = pd.read_csv(out / "ranks.csv")
     assert set(ranks["attack"]) == {"patch_embedding"}
     assert set(ranks["candidates"]) == {9}
@@ -251,8 +254,34 @@ def test_entries_with_settings_and_chains_run_as_written_on_augmented_batches(tm
         own = ranks[ranks["point"] == point]
         assert len(own) == len(rows[(rows["attack"] == "patch_embedding")]) / 4
         assert table.loc[(point, "patch_embedding"), "reidentified_mean"] == (own["rank"] == 1).mean()
-    assert np.isnan(table.loc[("none", "mean_image"), "reidentified_mean"])
+    assert np.isnan(table.loc[("none, batch of 2", "mean_image"), "reidentified_mean"])
     assert "original nearest of 9" in (out / "table.md").read_text()
+
+
+def test_recipes_stand_beside_each_other_and_change_the_clients_alone(tmp_path) -> None:
+    """Another recipe joins the folder on resumption; the weights that clients send are those of the recipe."""
+    out = tmp_path / "out"
+    options = ["--defenses", "none", "--rounds", "1", "--audit-points", "1", "--attacks", "patch_embedding"]
+    assert run(out, *options, "--recipes", "one image", "flip") == 0
+    assert run(out, *options, "--recipes", "2 local steps", "AdamW", "--resume") == 0
+    table = pd.read_csv(out / "table.csv")
+    points = ["none", "none, 2 local steps", "none, AdamW", "none, flip"]
+    assert list(dict.fromkeys(table["point"])) == points
+    rows = rows_of(out)
+    assert rows.groupby("update").run_id.nunique().to_dict() == {"gradient": 2, "weights": 2}
+    assert set(pd.read_csv(out / "rounds.csv")["point"]) == set(points)
+    configs = [json.loads(file.read_text())["config"] for file in (out / "federations").glob("*/run.json")]
+    assert sorted(config["local"]["augment"] for config in configs) == ["flip", "none", "none", "none"]
+    assert sorted(config["federation"]["local_steps"] for config in configs) == [1, 1, 1, 2]
+    assert run(out, *options, "--learning-rate", "0.5", "--resume") == 2
+
+
+def test_every_recipe_is_read_back_from_its_options() -> None:
+    config = RunConfig()
+    for name in RECIPES:
+        assert recipe_of(with_recipe(config, name)) == name
+    with pytest.raises(UsageError, match="no recipe has the settings"):
+        recipe_of(replace(config, local=replace(config.local, dropout=0.7)))
 
 
 def test_a_point_is_named_alike_from_options_and_from_rows() -> None:

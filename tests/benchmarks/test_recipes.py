@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import recipes
-from experiments.recipes.options import RECIPES, Options
+from experiments.client_recipes import RECIPES
+from experiments.recipes.options import Options
 
 SMALL = ["--model", "vit_mini_32", "--data", "photos", "--images", "8", "--clients", "2", "--rounds", "1"]
 

@@ -1,37 +1,14 @@
-"""Options of the table of clients' recipes, and the recipes."""
+"""Options of the table of clients' recipes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from attacks import UsageError
+from experiments.client_recipes import RECIPES, check_recipes, with_recipe
 from experiments.scaffold import AttackOptions, check_positive
 from fedmjp.budgets import read_seconds
 from fedmjp.config import RunConfig, from_flat
-
-ADAMW = {"optimizer": "adamw", "weight_decay": 0.05, "learning_rate": 1e-3}
-WEIGHTS = {"update": "weights"}
-# Name -> options of `fedmjp.simulate` that differ from one image a step, its gradient sent as it is.
-RECIPES: dict[str, dict[str, Any]] = {
-    "one image": {},
-    "flip": {"augment": "flip"},
-    "crop+flip": {"augment": "crop+flip"},
-    "colour": {"augment": "colour"},
-    "drop path 0.1": {"drop_path": 0.1},
-    "dropout 0.1": {"dropout": 0.1},
-    "batch of 2": {"batch_size": 2},
-    "batch of 8": {"batch_size": 8},
-    "batch of 32": {"batch_size": 32},
-    "weights after one step": WEIGHTS,
-    "momentum 0.9": WEIGHTS | {"momentum": 0.9},
-    "weight decay 0.05": WEIGHTS | {"weight_decay": 0.05},
-    "AdamW": WEIGHTS | ADAMW,
-    "2 local steps": WEIGHTS | {"local_steps": 2},
-    "2 local epochs": WEIGHTS | {"local_epochs": 2},
-    "common": WEIGHTS | ADAMW | {"batch_size": 32, "augment": "crop+flip", "local_epochs": 2},
-}
 
 
 @dataclass(frozen=True)
@@ -78,9 +55,7 @@ class Options(AttackOptions):
         Raises:
             UsageError: no such recipe.
         """
-        for name in self.recipes:
-            if name not in RECIPES:
-                raise UsageError(f"--recipes {name!r} is unknown; choose from: {', '.join(RECIPES)}")
+        check_recipes(self.recipes)
         return self.recipes or tuple(RECIPES)
 
     def federation(self, recipe: str) -> RunConfig:
@@ -91,7 +66,7 @@ class Options(AttackOptions):
         flat |= {"audit_clients": ",".join(map(str, range(self.clients))), "evaluate_every": self.rounds}
         flat |= {"lpips_net": self.lpips_net, "out": str(self.out / "federations" / recipe.replace(" ", "_"))}
         flat |= {"data_path": str(self.data_path or ""), "lpips_weights": str(self.lpips_weights or "")}
-        return replace(from_flat(flat | {"resume": True} | RECIPES[recipe]), defense=self.defenses)
+        return replace(with_recipe(from_flat(flat | {"resume": True}), recipe), defense=self.defenses)
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""

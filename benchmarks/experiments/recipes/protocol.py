@@ -7,8 +7,9 @@ import json
 import pandas as pd
 from rich.console import Console
 
+from experiments.client_recipes import RECIPES
 from experiments.federations import gather_rows, reasons_not_run, run_federation
-from experiments.recipes.options import RECIPES, Options
+from experiments.recipes.options import Options
 from experiments.recipes.render import RECIPE_TABLE
 from experiments.rendering import read_rows
 from experiments.scaffold import Failure

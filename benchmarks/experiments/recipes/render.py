@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.recipes.options import RECIPES
+from experiments.client_recipes import RECIPES
 from experiments.rendering import Rendering, csv, markdown_table, read_rows, read_run, verdict_cell, verdict_columns
 from fedmjp.report.words import defence_words
 

@@ -10,12 +10,12 @@ import tyro
 
 from attacks import ATTACKS, ThreatModel, UsageError
 from attacks.observation import SUPERVISED
+from experiments.client_recipes import PLAIN, RECIPES, check_recipes
 from experiments.scaffold import DEFENSE_NAMES, AttackOptions, check_names, check_positive, sweep
 from fedmjp.budgets import ALL, AUTO, read_seconds
 from fedmjp.config import ATTACKS_HELP, AuditConfig, DefenseOptions
 from fedmjp.defenses import DEFENSES
 from fedmjp.defenses.chain import read_defense, split_chain
-from fedmjp.federation_options import AUGMENT_HELP, NO_AUGMENTATION
 from fedmjp.objectives import read_objective
 from fedmjp.settings import split_entry
 
@@ -47,6 +47,7 @@ class Options(AttackOptions):
         python benchmarks/federated_tradeoff.py --data cifar10 --data-path DIR --defenses noise spp --resume
         python benchmarks/federated_tradeoff.py --data photos --clients 4 --rounds 2 --audit-points 2 --attacks april
         python benchmarks/federated_tradeoff.py --weights auto --defenses none quantise:quantise_format=sign --out DIR
+        python benchmarks/federated_tradeoff.py --weights auto --defenses none --recipes flip "batch of 8" --out DIR
         python benchmarks/federated_tradeoff.py --objectives supervised mp3 mst:local_crops=0 --defenses none --out DIR
 
     Every federation has a folder of its own in OUT/federations and is taken up where it stopped (--resume). Table and
@@ -66,10 +67,14 @@ class Options(AttackOptions):
     test_images: int = 1000
     """Most test images behind an accuracy."""
     clients: int = 32
-    """Clients; each sends the gradient of one batch a round."""
-    batch_size: int = 1
-    """Images in a client's batch."""
-    augment: Annotated[str, tyro.conf.arg(help=AUGMENT_HELP)] = NO_AUGMENTATION
+    """Clients; each sends one update a round, the gradient of one image unless a recipe says otherwise."""
+    recipes: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            help=f"How the clients train, each under every defence: {', '.join(RECIPES)}. Attacks "
+            "are scored against the images that the client fed, augmented."
+        ),
+    ] = (PLAIN,)
     rounds: int = 60
     """Rounds of training."""
     audit_points: Annotated[int, tyro.conf.arg(aliases=("--looks",))] = 4
@@ -127,12 +132,13 @@ class Options(AttackOptions):
         check_positive(self, "audit_points", "audit_clients", "test_images")
         if self.audit_points > self.rounds:
             raise UsageError(f"--audit-points {self.audit_points} needs as many --rounds")
-        for option in ("partitions", "defenses", "seeds", "attacks"):
+        for option in ("partitions", "defenses", "recipes", "seeds", "attacks"):
             given = getattr(self, option)
             if not given or len(set(given)) < len(given):
                 raise UsageError(f"--{option} takes one or more different entries")
         for name in self.defenses:
             self.strengths(name)
+        check_recipes(self.recipes)
         names = [split_entry(entry, "--objectives")[0] for entry in self.entries()]
         if not names or len(set(names)) < len(names):
             raise UsageError("--objectives takes one or more, each once; pass another --out for other options of one")

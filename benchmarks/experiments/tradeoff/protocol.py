@@ -18,6 +18,7 @@ from rich.console import Console
 
 from attacks import UsageError
 from attacks.observation import SUPERVISED
+from experiments.client_recipes import PLAIN, recipe_of, with_recipe
 from experiments.federations import gather_rows, reasons_not_run, run_federation
 from experiments.rendering import read_rows
 from experiments.scaffold import Failure
@@ -25,10 +26,10 @@ from experiments.tradeoff.encoders import measure_encoder, read_encoder
 from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.reidentified import measure_ranks, read_ranks
 from experiments.tradeoff.render import OBJECTIVES, RANKS, TRADEOFF
-from experiments.tradeoff.table import STRENGTHS, placed, point_of, under_objective
+from experiments.tradeoff.table import STRENGTHS, placed, point_of, under_objective, under_recipe
 from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
-from fedmjp.config import AuditConfig, DataConfig, FederationConfig, LocalConfig, ModelConfig, RunConfig
+from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.federation import ClientFailure
 from fedmjp.models import split_name
@@ -69,7 +70,12 @@ class Federation:
         """Its defence with its strength, in words."""
         (name,) = self.config.defense
         own = point_of(name, vars(self.config.defence(name)), self.config.model.model)
-        return under_objective(own, split_entry(self.config.objective, "--objective")[0])
+        return under_recipe(under_objective(own, split_entry(self.config.objective, "--objective")[0]), self.recipe)
+
+    @property
+    def recipe(self) -> str:
+        """How its clients train."""
+        return recipe_of(self.config)
 
     @property
     def title(self) -> str:
@@ -87,16 +93,16 @@ class Federation:
 
 def federations(options: Options) -> Iterator[Federation]:
     """Every federation that is asked for, in the order in which they run: all defences on one partition first."""
-    for seed, partition, objective, name in product(
-        options.seeds, options.partitions, options.entries(), options.defenses
+    for seed, partition, recipe, objective, name in product(
+        options.seeds, options.partitions, options.recipes, options.entries(), options.defenses
     ):
         if name != NOPE or objective == SUPERVISED:
+            config = replace(with_recipe(_base(options, partition, seed), recipe), objective=objective)
             for defense in options.strengths(name):
-                yield _federation(options, partition, seed, objective, name, defense)
+                yield _federation(options, config, name, defense)
 
 
-def _federation(options: Options, partition: str, seed: int, objective: str, name: str, defense: Defense) -> Federation:
-    config = replace(_base(options, partition, seed), objective=objective)
+def _federation(options: Options, config: RunConfig, name: str, defense: Defense) -> Federation:
     if name == NOPE:
         config = replace(config, model=replace(config.model, model=f"{options.model}_nope"))
     else:
@@ -133,12 +139,10 @@ def _base(o: Options, partition: str, seed: int) -> RunConfig:
         federation=FederationConfig(
             clients=o.clients,
             rounds=o.rounds,
-            batch_size=o.batch_size,
             partition=partition,
             learning_rate=o.learning_rate,
             evaluate_every=max(1, o.rounds // o.audit_points),
         ),
-        local=LocalConfig(augment=o.augment),
         model=ModelConfig(model=o.model, weights=weights),
         data=DataConfig(data=o.data, data_path=o.data_path, test_limit=o.test_images),
         audit=AuditConfig(
@@ -164,11 +168,12 @@ def check(options: Options) -> None:
 
     What differs between federations can be wrong in each; the data are loaded once.
     """
-    if any(_training(one.config) != _training(_base(options, "iid", 0)) for one in finished(options.out)):
+    done, base = finished(options.out), _base(options, "iid", 0)
+    if any(_training(one.config) != _training(with_recipe(base, one.recipe)) for one in done):
         raise UsageError(
             f"{options.out} holds federations with another model, data, clients or rounds; pass another --out"
         )
-    if any((read_encoder(one.config.out) is None) == options.probes for one in finished(options.out)):
+    if any((read_encoder(one.config.out) is None) == options.probes for one in done):
         raise UsageError(
             f"{options.out} holds federations whose accuracy is {'not ' * options.probes}that of a linear probe; pass "
             "another --out"
@@ -222,7 +227,8 @@ def collect(done: Sequence[Federation], options: Options) -> None:
     program = "python benchmarks/federated_tradeoff.py"
     rows = read_rows(out)
     reasons = reasons_not_run([one.config.out for one in done], set(rows["attack"]))
-    note_rows(out, program, rows, federations=titles, not_run=reasons | options.not_run())
+    recipes = {run_id: one.recipe for one in done if one.recipe != PLAIN for run_id in _rows(one)["run_id"].unique()}
+    note_rows(out, program, rows, federations=titles, recipes=recipes, not_run=reasons | options.not_run())
     (OBJECTIVES if options.probes else TRADEOFF).write(out)
 
 
@@ -238,11 +244,15 @@ def _rounds(done: Sequence[Federation]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def _rows(one: Federation) -> pd.DataFrame:
+    return load_rows(one.config.out / "rows.jsonl")
+
+
 def _placed(one: Federation, own: pd.DataFrame) -> pd.DataFrame:
     """A federation's table with the columns that tell it from others.
 
     Its point is that of its rows: a defence may set its options by the number of rounds (`dp_sgd` for an epsilon).
     """
-    (point,) = placed(load_rows(one.config.out / "rows.jsonl"))["point"].unique()
+    (point,) = placed(_rows(one), one.recipe)["point"].unique()
     place = pd.DataFrame({"partition": one.partition, "point": point, "seed": one.config.seed}, index=own.index)
     return place.join(own)

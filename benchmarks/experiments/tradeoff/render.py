@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from attacks.observation import SUPERVISED
+from experiments.client_recipes import PLAIN
 from experiments.rendering import Rendering, csv, read_rows, read_run
 from experiments.tradeoff.figure import tradeoff_figure
 from experiments.tradeoff.table import (
@@ -25,9 +26,10 @@ RANKS = "ranks.csv"
 
 def _tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """(table, rows, accuracy by round)."""
-    rows, rounds = placed(read_rows(folder)), pd.read_csv(folder / "rounds.csv")
+    run, rows, rounds = read_run(folder), read_rows(folder), pd.read_csv(folder / "rounds.csv")
+    rows = placed(rows, rows["run_id"].map(run.get("recipes", {})).fillna(PLAIN))
     ranks = pd.read_csv(folder / RANKS) if (folder / RANKS).exists() else None
-    return tradeoff_table(rows, rounds, read_run(folder).get("not_run", {}), ranks), rows, rounds
+    return tradeoff_table(rows, rounds, run.get("not_run", {}), ranks), rows, rounds
 
 
 def _by_objective(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:

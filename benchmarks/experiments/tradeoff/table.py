@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from attacks.observation import SUPERVISED
+from experiments.client_recipes import PLAIN
 from experiments.rendering import MEAN, interval, markdown_table
 from fedmjp.audit.patches import IN_PLACE, most_patches, patch_gains
 from fedmjp.audit.strongest import ByImage, strongest
@@ -160,11 +161,17 @@ def final_accuracy(rounds: pd.DataFrame) -> dict[str, float]:
     return bounds | {"test_images": total, "rounds": int(rounds["round"].max()), "seeds": len(last)}
 
 
-def placed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of federations, as `load_rows` gives them, with the columns partition and point."""
+def placed(rows: pd.DataFrame, recipe: str | pd.Series = PLAIN) -> pd.DataFrame:
+    """Rows of federations, as `load_rows` gives them, with the columns partition and point.
+
+    Args:
+        recipe: how the clients trained, of all rows or of each.
+    """
     names = rows[["defense", "defense_parameters", "model"]].itertuples(index=False, name=None)
     partitions = [setting.split(", ")[1] for setting in rows["setting"]]
     points = [under_objective(point_of(*name), own) for name, own in zip(names, rows["objective"], strict=True)]
+    recipes = rows.assign(recipe=recipe)["recipe"]
+    points = [under_recipe(point, own) for point, own in zip(points, recipes, strict=True)]
     return rows.assign(partition=partitions, point=points)
 
 
@@ -197,6 +204,11 @@ def under_objective(point: str, objective: str) -> str:
     if objective == SUPERVISED:
         return point
     return objective if point in ("none", "nope") else f"{objective}, {point}"
+
+
+def under_recipe(point: str, recipe: str) -> str:
+    """A point in words with the recipe of its clients, unless they feed one image and send its gradient."""
+    return point if recipe == PLAIN else f"{point}, {recipe}"
 
 
 def markdown(table: pd.DataFrame, kind: str = "defence") -> str:
