@@ -7,7 +7,8 @@ dL/db_1] and [dL/dW_2, dL/db_2] span its two layers' inputs, and of the points o
 that the activation takes into the second; nothing in this is particular to the first block). On trained `vit_mini_32`
 the second block shows all 65 tokens, the fifth of six 47 to 56 (three photographs). They come without an order and up
 to the factor and the constant that a norm takes away. Then the image is searched whose tokens they are
-(`attacks.features.placed_tokens`), each place known by its embedding, which the server sent, too.
+(`attacks.features.placed_tokens`), each place known by its embedding, which the server sent, too. Patches whose token
+was not found are completed from their neighbours.
 
 Of the patches nothing else is needed. Where the gradient of the patch projection was sent, they lie in the affine span
 of its rows (`attacks.mjp.token_patches.known_span`), which tells places apart better. Where a patch has more values
@@ -34,7 +35,8 @@ from attacks.closed_form.token_equations import prefix_tokens
 from attacks.features.block_encoder import BlockEncoder
 from attacks.features.noise_images import TOKENS, place_likelihood
 from attacks.features.placed_tokens import NONE, PlacedTokens
-from attacks.linear.completion import VOUCHED_DEVIATION, render
+from attacks.linear.completion import VOUCHED_DEVIATION, filled, render
+from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.position_rows import places_unknown, position_gradient, unmet_assumptions
 from attacks.mjp.mlp_spans import LAYERS, MLPBlock, check_spans, mlp_spans, pre_norm_block
 from attacks.mjp.mlp_tokens import TokenSearch
@@ -58,10 +60,12 @@ class LaterBlock(Attack):
     Attributes:
         search: for the tokens.
         steps: evaluations of the model in the search for the image, at most.
+        prior: of patches whose token is not found.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
     steps: int = 2000
+    prior: VectorialVariation = field(default_factory=VectorialVariation)
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
 
@@ -117,6 +121,10 @@ class LaterBlock(Attack):
         likelihood = place_likelihood(next(encoders), observation, origin, basis)
         placed = PlacedTokens(next(encoders), likelihood, found.y)
         placed.run(self.steps)
+        if (placed.places == NONE).any():
+            directions = torch.eye(tokenizer.patch_dim).to(found.y) if basis is None else basis
+            guess = filled(self.prior, placed.patches(), placed.places != NONE, directions, tokenizer, observation.std)
+            placed.complete(guess)
         details = {
             "block": number + 1,
             "tokens": len(found),

@@ -8,6 +8,9 @@ tokens of ten photographs rightly, at the second block of trained `vit_mini_64`.
 a token's last digits, because a unit of each coefficient moves a token about alike. Where a place has another place's
 token, a residual remains (6e-5 to 3e-4 there on five photographs, where that of right places was 3e-6 and less); tokens
 of such places are exchanged two by two, the likeliest exchange first, as long as that lowers the residual.
+
+A place whose token was not found has a patch all the same: the other tokens depend on it a little. It is drawn to the
+likeliest patch, and then to what its neighbours say of it.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ ALL, TRIED, KEPT = 60, 25, 30
 LOWER = 0.7
 # Pairs of differences that L-BFGS keeps.
 HISTORY = 60
-# What a patch without a token adds to the residual where it is one standard deviation from the expected one.
-PREFERENCE = 1e-6
+# What a patch without a token adds to the residual where it is one standard deviation (of patches) from the likeliest
+# one, and from what its neighbours say of it.
+PREFERENCE, COMPLETED = 1e-6, 1e-5
 # Without a token: index of its place.
 NONE = -1
 
@@ -49,9 +53,11 @@ class PlacedTokens:
 
     Attributes:
         places: (N,) int64, the token at each patch's place; NONE where there is none.
+        base: (N, P) float64, r at each place, or what a patch without a token is drawn to.
         coefficients: (N, k) float64.
         residuals: (N,), 0 where there is no token.
         evaluations: of the model, forward and backward, so far.
+        preference: weight of what patches without a token are drawn to.
         exchanged: exchanges that were kept.
     """
 
@@ -59,8 +65,10 @@ class PlacedTokens:
     likelihood: PlaceLikelihood
     tokens: Tensor
     places: Tensor = field(init=False)
+    base: Tensor = field(init=False)
     coefficients: Tensor = field(init=False)
     residuals: Tensor = field(init=False)
+    preference: float = PREFERENCE
     evaluations: int = 0
     exchanged: int = 0
 
@@ -72,6 +80,7 @@ class PlacedTokens:
         places[torch.as_tensor(rows, device=costs.device)] = torch.as_tensor(taken, device=costs.device)
         self.prefix = len(costs) - count
         self.costs, self.places = costs[self.prefix :], places[self.prefix :]
+        self.base = self.likelihood.origin.expand(count, -1)
         self.coefficients = self.tokens.new_zeros(count, len(self.likelihood.directions))
         everywhere = torch.arange(count, device=costs.device)
         self.coefficients = self._expected(everywhere, self.places)
@@ -79,7 +88,18 @@ class PlacedTokens:
 
     def patches(self) -> Tensor:
         """(N, P) normalised, at present."""
-        return self.likelihood.origin + self.coefficients @ self.likelihood.directions
+        return self.base + self.coefficients @ self.likelihood.directions
+
+    def complete(self, patches: Tensor) -> None:
+        """Draw patches without a token to these (N, P), and search once more; kept unless tokens are missed more."""
+        empty, before = (self.places == NONE)[:, None], (self.base, self.preference)
+        self.base, self.preference = torch.where(empty, patches, self.base), COMPLETED
+        everywhere = torch.arange(len(empty), device=empty.device)
+        found, left = self._descend(torch.where(empty, 0.0, self.coefficients), self.places, everywhere, ALL)
+        if LOWER * left.sum() < self.residuals.sum():
+            self._take(found, left, self.places)
+        else:
+            self.base, self.preference = before
 
     def run(self, steps: int) -> None:
         """Search with about `steps` evaluations at most."""
@@ -147,14 +167,14 @@ class PlacedTokens:
 
     def _residuals(self, coefficients: Tensor, places: Tensor) -> Tensor:
         """(N,) mean squares of the differences of tokens from those found."""
-        patches = self.likelihood.origin + coefficients @ self.likelihood.directions
+        patches = self.base + coefficients @ self.likelihood.directions
         left = self.encoder(patches[None])[0, self.prefix :] - self.tokens[places.clamp(min=0)]
         return torch.where(places == NONE, 0.0, left.square().mean(dim=1))
 
     def _unlikely(self, coefficients: Tensor) -> Tensor:
         """A weak preference for expected patches where no token says anything, (n, k) to a number."""
         size = self.places.numel() * self.likelihood.spread.numel()
-        return PREFERENCE * (coefficients / self.likelihood.spread).square().sum() / size
+        return self.preference * (coefficients / self.likelihood.spread).square().sum() / size
 
     def _take(self, coefficients: Tensor, residuals: Tensor, places: Tensor) -> None:
         self.coefficients, self.residuals, self.places = coefficients, residuals, places

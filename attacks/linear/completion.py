@@ -10,12 +10,14 @@ from torch import Tensor
 
 from attacks.linear.confidence import RIGHT_DB, probabilities, surest
 from attacks.linear.image_prior import VectorialVariation
-from attacks.linear.normal_equations import Estimate
+from attacks.linear.normal_equations import DEFAULT_NOISE, Estimate
 from attacks.observation import Observation, Reconstruction
 from attacks.tokenizer import Tokenizer
 
 # Rms error, in [0, 1], of a patch at `RIGHT_DB`.
 VOUCHED_DEVIATION = 10 ** (-RIGHT_DB / 20)
+# Precision of a patch that the prior must not change, in normalised pixels.
+FIXED = 1e8
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,30 @@ def complete(
     """
     settled = prior.settle(estimate, tokenizer, std)
     return Completed(settled.patches, probabilities(settled, shown, tokenizer, several=updates > 1))
+
+
+def filled(
+    prior: VectorialVariation,
+    patches: Tensor,
+    found: Tensor,
+    basis: Tensor,
+    tokenizer: Tokenizer,
+    std: tuple[float, ...],
+) -> Tensor:
+    """Patches, those that were not found as the prior completes them between the others.
+
+    Args:
+        patches: (N, P) normalised; of one that was not found only what is orthogonal to `basis` is used.
+        found: (N,) bool.
+        basis: (k, P) orthonormal, the directions in which a patch may differ.
+        std: per-channel normalisation of the inputs.
+    """
+    if found.all():
+        return patches
+    along = patches @ basis.T
+    precision = torch.where(found[:, None], FIXED, 0.0).expand(-1, len(basis))
+    estimate = Estimate(patches - along @ basis, basis, along, precision, DEFAULT_NOISE, 0.0)
+    return torch.where(found[:, None], patches, prior.settle(estimate, tokenizer, std).patches)
 
 
 def render(

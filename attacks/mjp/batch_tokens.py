@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from attacks.base import Attack
 from attacks.closed_form.batch_step import Step, read_step
-from attacks.linear.completion import VOUCHED_DEVIATION
+from attacks.linear.completion import VOUCHED_DEVIATION, filled
 from attacks.linear.image_prior import VectorialVariation
-from attacks.linear.normal_equations import DEFAULT_NOISE, Estimate
 from attacks.mjp.jigsaw_solver import border_costs
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import FOUND, TokenFamily, TokenSearch, cone, normalised
@@ -41,8 +40,6 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 IMAGES = 2
 # Passes over all places of the exchange by attention, at most.
 SWEEPS = 6
-# Precision, in normalised pixels, of patches whose token was found.
-FIXED = 1e8
 # Share of the patches below which too few tokens were found.
 LEAST_FOUND = 0.5
 
@@ -154,9 +151,7 @@ class _Pairs:
         """With patches that were not found as their affine space and the prior of their image give them."""
         images = []
         for patches, found in zip(self.ordered(exchanged), self.found_in(exchanged), strict=True):
-            precision = torch.where(found[:, None], FIXED, 0.0).expand(-1, len(step.basis))
-            estimate = Estimate(step.rows, step.basis, patches @ step.basis.T, precision, DEFAULT_NOISE, 0.0)
-            images.append(torch.where(found[:, None], patches, prior.settle(estimate, tokenizer, std).patches))
+            images.append(filled(prior, patches, found, step.basis, tokenizer, std))
         whole = replace(self, patches=torch.stack(images))
         return replace(self, patches=whole.ordered(exchanged))
 

@@ -13,7 +13,8 @@ from attacks.features.block_encoder import BlockEncoder
 from attacks.features.later_block import first_sent_block, known_patches, read_mlp_block
 from attacks.features.noise_images import PlaceLikelihood, noise_images, place_likelihood
 from attacks.features.placed_tokens import NONE, PlacedTokens
-from attacks.mjp.mlp_tokens import TokenSearch, normalised
+from attacks.mjp.mlp_spans import MLPBlock
+from attacks.mjp.mlp_tokens import Optima, TokenSearch, normalised
 from fedmjp.defenses.parameter_groups import belongs
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -75,7 +76,7 @@ def test_recovers_a_photograph(image: Tensor, groups: tuple[str, ...], block: in
     found = ATTACKS.get("later_block")()([without(observe(sixteen(), image), *groups)])
     assert found.diagnosis == ""
     assert found.details["block"] == block
-    assert found.known.all()
+    assert found.known.float().mean() >= 15 / 16  # a right patch may be a suspect, by the processor's roundings
     assert psnr(found.images, image)[0] > 60
 
 
@@ -142,6 +143,52 @@ def test_tokens_in_wrong_places_are_exchanged(view: Observation, truth: tuple[Te
     assert placed.places[:15].tolist() == [i + prefix for i in range(15)]
     assert placed.suspects.nonzero().flatten().tolist() == [15]
     assert (placed.patches() - truth[0][0])[:15].abs().max() < 0.05
+
+
+def test_a_patch_without_token_is_told_by_the_others_and_not_vouched_for(
+    view: Observation, image: Tensor, truth: tuple[Tensor, Tensor]
+) -> None:
+    place, prefix = 6, len(truth[1]) - 16
+
+    class Blind(TokenSearch):
+        """Does not see one token."""
+
+        def __call__(self, block: MLPBlock, guess: Tensor) -> Optima:
+            found = super().__call__(block, guess)
+            return found[torch.cdist(found.y, truth[1][[prefix + place]]).flatten() > 0.1]
+
+    found = dataclasses.replace(ATTACKS.get("later_block")(), search=Blind())([view])
+    tokenizer = find_tokenizer(view.model, view.image_shape)
+    patches, originals = tokenizer.patchify(found.images)[0], tokenizer.patchify(image)[0]
+    assert len(truth[1]) - 3 <= found.details["tokens"] < len(truth[1])
+    assert (
+        (patches - originals)[place].square().mean().sqrt()
+        < 0.1
+        < 0.5 * (originals[place] - 0.5).square().mean().sqrt()
+    )
+    known = tokenizer.patchify(found.known.float().expand(1, 3, -1, -1))[0].mean(dim=1)
+    assert known[place] == 0
+    assert known.mean() >= 13 / 16
+
+
+def test_a_completed_patch_is_kept_unless_tokens_are_missed_more(
+    view: Observation, truth: tuple[Tensor, Tensor]
+) -> None:
+    """The true patch replaces a wild one, and is not replaced by a wild one."""
+    tokenizer = find_tokenizer(view.model, view.image_shape)
+    with torch.no_grad():
+        placed = PlacedTokens(BlockEncoder(view.model, tokenizer, 1), likelihood_of(view), truth[1][:-1])
+        placed.places = torch.cat([torch.arange(15) + len(truth[1]) - 16, torch.tensor([NONE])])
+        placed.coefficients = placed._expected(torch.arange(16), placed.places)
+        placed.coefficients[15] = 3 * placed.likelihood.spread
+        placed.residuals = placed._residuals(placed.coefficients, placed.places)
+        wild = placed.patches()
+        placed.complete(truth[0][0])
+        kept = placed.patches()
+        placed.complete(wild)
+    assert (wild - truth[0][0])[15].square().mean() > 0.5
+    assert (kept - truth[0][0])[15].square().mean() < 1e-3
+    torch.testing.assert_close(placed.patches(), kept)
 
 
 @pytest.mark.parametrize(
