@@ -1,6 +1,7 @@
 # Two commands that work on a fresh machine with Python 3.11+ and make:
 #   make simulate   create the environment, run the main job on the embedded photographs, print the path of the report
-#   make test       create the environment, run the tests (make test-fast: without the slow ones)
+#   make test       create the environment, run the tests (make test-fast: without the slow ones; make test-all: with the
+#                   long ones, which repeat whole tables, pages and commands)
 # make notebook runs examples/audit.ipynb from top to bottom, make docs builds the documentation into site/,
 # make lint checks style and format, make fuzz sends 100,000 malformed and lying replies, make crash resumes commands
 # from what a SIGKILL leaves at each of their file operations, make deployment-test runs a deployment on loopback.
@@ -16,7 +17,7 @@ CONSTRAINTS := constraints.txt
 # PyTorch anew, which doubles the time of a start, and of the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: simulate test test-fast fuzz crash deployment-test constraints notebook tables lint docs clean
+.PHONY: simulate test test-fast test-all fuzz crash deployment-test constraints notebook tables lint docs clean
 
 simulate: $(STAMP)
 	$(RUN) -m fedmjp.simulate --clients 8 --defense none mjp:gamma=0.1 mjp:gamma=0.9 --budget 3s $(ARGS)
@@ -25,10 +26,13 @@ simulate: $(STAMP)
 TEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
-	$(TEST) $(ARGS)
+	$(TEST) -m "not long" $(ARGS)
 
 test-fast: $(STAMP)
-	$(TEST) -m "not slow" $(ARGS)
+	$(TEST) -m "not slow and not long" $(ARGS)
+
+test-all: $(STAMP)
+	$(TEST) $(ARGS)
 
 # Malformed and lying replies to the server, to a Watcher and to an audited federation: many more than the tests send.
 fuzz: $(STAMP)

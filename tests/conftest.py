@@ -10,6 +10,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+# Compiling UMAP's loops takes longer than running them on the few points of a test.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: the last file that a process takes keeps the others waiting."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in slow)
 
 

@@ -15,8 +15,18 @@ from tests import crash
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
+COMMANDS = ("simulate", "train", "april_attack")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["simulate", "train", "april_attack"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_resumes_from_states_of_its_folder(name: str, tmp_path) -> None:
+    """Twelve of them, spread evenly."""
+    assert crash.check(name, tmp_path, points=12) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_resumes_from_every_state_of_its_folder(name: str, tmp_path) -> None:
     assert crash.check(name, tmp_path) == []
 

@@ -63,14 +63,16 @@ class TokenInverse(Attack):
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
-        target = observations[-1]
         try:
-            reasons = _obstacles(target)
+            return "; ".join(self._reasons(observations[-1]))
         except UsageError as error:
             return str(error)
+
+    def _reasons(self, target: Observation) -> list[str]:
+        """Why the attack cannot work on this update, before anything is searched."""
         needed = self.linear_layers(target.model, 0)
         missing = [f"the update holds no gradient of {name}" for name in needed if name not in target.gradients]
-        return "; ".join([*reasons, *missing[:1]])
+        return [*_obstacles(target), *missing[:1]]
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: one search of all tokens."""
@@ -83,7 +85,7 @@ class TokenInverse(Attack):
         `details` holds the tokens that were found, and the median share of them that the equations leave (residual).
         """
         observation = observations[-1]
-        reasons = _obstacles(observation)
+        reasons = self._reasons(observation)
         if reasons:
             raise UsageError("; ".join(reasons))
         tokenizer = find_tokenizer(observation.model, observation.image_shape)

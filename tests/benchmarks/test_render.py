@@ -16,9 +16,13 @@ ROOT = RESULTS.parent
 README = "before\n<!-- batches -->\n{}\n<!-- /batches -->\nafter\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_committed_tables_and_pages_are_what_the_rows_give() -> None:
     assert render.main(["--check"]) == 0
+
+
+def test_pages_show_the_committed_tables() -> None:
+    assert [one.what for one in protocol.differing_pages(ROOT, protocol.renderings())] == []
 
 
 def test_a_committed_table_comes_out_of_its_rows_byte_for_byte() -> None:

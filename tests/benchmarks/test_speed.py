@@ -26,7 +26,7 @@ def forked_processes(monkeypatch) -> None:
     monkeypatch.setattr(timing.multiprocessing, "get_context", lambda method: context)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_writes_its_tables(tmp_path, capsys, monkeypatch, forked_processes) -> None:
     pytest.importorskip("breaching")
     monkeypatch.setattr(matching_speed, "LONG", matching_speed.SHORT + 2)

@@ -117,7 +117,7 @@ def tones(root):
     return f"speech:{root}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_speech_writes_its_files(tmp_path) -> None:
     options = ["--data", tones(tmp_path / "words"), "--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8"]
     options += ["--pretraining-epochs", "1", "--seeds", "0", "--pretrained", str(tmp_path / "pre")]

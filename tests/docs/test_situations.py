@@ -80,15 +80,16 @@ LEAKING = (
 )
 
 
-# Audits in which searches run, or that import another library.
-LONG = ("hugging_face", "fixed_positions", "released_layout_masked", "top_k", "int8", "partial_reply", "half_reply")
-LONG += ("unsaid_batch", "adam_clients", "decaying_clients")
+# Audits in which searches run, or that import another library; of those of ten seconds and more others are much alike.
+SLOW = ("fixed_positions", "top_k", "int8", "decaying_clients")
+LONG = ("two_gammas", "hugging_face", "gamma_one", "unsaid_batch", "adam_clients", "partial_reply", "half_reply")
+LONG += ("noise", "released_layout_masked")
 
 
-def slow(name: str) -> tuple[pytest.MarkDecorator, ...]:
+def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
     """Runs of a federation take seconds, as some audits do; what is refused takes none."""
     runs = name in GROUPS["python -m fedmjp.simulate"] and NOW[name].kind != REFUSED
-    return (pytest.mark.slow,) if runs or name in LONG else ()
+    return (pytest.mark.long,) if name in LONG else (pytest.mark.slow,) if runs or name in SLOW else ()
 
 
 # Whether `unmix` finds all tokens of random weights and borders then place a whole picture depends on the processor's
@@ -102,7 +103,7 @@ def answer(name: str) -> Answer:
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_the_answer_is_the_one_in_the_table_and_names_its_cause(name: str) -> None:
     found = answer(name)
     assert found.kind in ROUNDING.get(name, {NOW[name].kind}), found.words

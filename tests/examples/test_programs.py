@@ -38,7 +38,10 @@ def test_own_model(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "answer"), [([], "Leaks: 1 of 1"), (["--freeze"], "Not tested:")])
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [([], "Leaks: 1 of 1"), pytest.param(["--freeze"], "Not tested:", marks=pytest.mark.long)],
+)
 def test_fine_tuning_from_a_local_folder(options: list[str], answer: str, tmp_path) -> None:
     """The model is published with another classifier, which fine-tuning replaces; so deep no search fits the budget."""
     transformers = pytest.importorskip("transformers")

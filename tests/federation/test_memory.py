@@ -25,7 +25,7 @@ for clients in (1, 60):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_does_not_grow_with_clients(tmp_path) -> None:
     crops = [(crop * 255).byte().permute(1, 2, 0).numpy() for crop in photographs(64, 8)]
     for part, count in (("train", 60), ("val", 1)):

@@ -94,7 +94,7 @@ def test_the_objective_is_equal_at_every_step(config: str, monkeypatch) -> None:
     assert ours == pytest.approx(values, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ours", "options", "theirs"),
     [
