@@ -49,9 +49,10 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 # Precision of a normalised pixel by itself, the error that the image prior leaves where nothing is known (0.6), and
 # the error of a float32 gradient relative to the rms entry of its parameter.
 PIXEL_PRECISION, FLOAT32_ERROR = 1 / 0.6**2, 2e-7
-# Misfit, per entry, that the rounding alone explains, with what is left to converge.
-EXPLAINED = 1.5
-# Relative decrease of an explained misfit at which the search ends.
+# Misfit, per entry, that the rounding alone explains, with what is left to converge; steps below it have so many times
+# the iterations, because what is left are the combinations of pixels that the message tells least.
+EXPLAINED, CLOSER = 1.5, 4
+# The search ends where a step lowers what of an explained misfit is above 1 by less than this share.
 SETTLED = 1e-2
 # Smallest part of a step that is tried, and what the damping is multiplied by after a step was cut, and after a whole.
 LEAST_STEP, MORE_DAMPING, LESS_DAMPING = 1e-2, 4.0, 0.25
@@ -72,13 +73,13 @@ class GaussNewton(Attack):
     Args:
         start: the closed form.
         steps: most Gauss-Newton steps.
-        iterations: of conjugate gradients in a step.
+        iterations: of conjugate gradients in a step, before the misfit is explained.
         probes: random signs for the preconditioner, anew in each step.
         seed: of these.
     """
 
     start: PatchEmbedding = field(default_factory=PatchEmbedding)
-    steps: int = 8
+    steps: int = 24
     iterations: int = 60
     probes: int = 20
     seed: int = 0
@@ -98,7 +99,7 @@ class GaussNewton(Attack):
         """See `Attack.estimated_seconds`: products, tokens and parameters."""
         model = observations[-1].model
         tokens = find_tokenizer(model, observations[-1].image_shape).num_patches + 1
-        products = self.steps * (self.iterations + self.probes / 2)
+        products = self.steps * (CLOSER * self.iterations + self.probes / 2)
         return SECONDS_OF_A_PRODUCT * products * tokens * sum(p.numel() for p in model.parameters())
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
@@ -113,16 +114,19 @@ class GaussNewton(Attack):
         generator = torch.Generator().manual_seed(self.seed)
         damping, misfits = FIRST_DAMPING, [message.misfit(image)]
         for _ in range(self.steps):
-            step = self._step(message, image, damping * max(misfits[-1], 1.0), generator)
+            iterations = self.iterations * (CLOSER if misfits[-1] < EXPLAINED else 1)
+            step = self._step(message, image, damping * max(misfits[-1], 1.0), iterations, generator)
             share, misfit = message.search(image, step, misfits[-1])
             damping *= LESS_DAMPING if share == 1 else MORE_DAMPING
             image = image + share * step
             misfits.append(misfit)
-            if share and misfit < EXPLAINED and misfits[-2] - misfit < SETTLED * misfit:
+            if share and misfit < EXPLAINED and misfits[-2] - misfit < SETTLED * max(misfit - 1, SETTLED):
                 break
         return message.answer(image, misfits)
 
-    def _step(self, message: Message, image: Tensor, damping: float, generator: torch.Generator) -> Tensor:
+    def _step(
+        self, message: Message, image: Tensor, damping: float, iterations: int, generator: torch.Generator
+    ) -> Tensor:
         """The solution of the linearised problem, (1, C, H, W) float64."""
         at = message.linearise(image)
         precondition = at.preconditioner(self.probes, damping, generator)
@@ -132,7 +136,7 @@ class GaussNewton(Attack):
             return at.pull(at.push(x)) + damping * message.damp(x)
 
         target = at.pull(at.residual)
-        return conjugate_gradients(hessian, target, torch.zeros_like(target), precondition, self.iterations, TOLERANCE)
+        return conjugate_gradients(hessian, target, torch.zeros_like(target), precondition, iterations, TOLERANCE)
 
 
 def check(observation: Observation) -> Tokenizer:
