@@ -27,14 +27,21 @@ from fedmjp.data import load_data
 from fedmjp.defenses import DEFENSES
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.objectives import Draws, Learner, client_loss, read_objective
+from tests.durations import slow_tests
 
 THREADS = torch.get_num_threads()
 RENDER = Figure.savefig
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: the last file that a process takes keeps the others waiting."""
+    """Mark what is listed as slow, and put files with slow tests first: the last one that a process takes keeps the
+    others waiting."""
+    listed = slow_tests()
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has
 COMMANDS = ("simulate", "train", "april_attack")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_resumes_from_states_of_its_folder(name: str, tmp_path) -> None:
     """Twelve of them, spread evenly."""

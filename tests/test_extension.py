@@ -78,7 +78,6 @@ def finished(site, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_rows_name_both_with_their_options(finished) -> None:
     rows = [json.loads(line) for line in (finished / "rows.jsonl").read_text().splitlines()]
     toys = [row for row in rows if row["attack"] == "toy"]
@@ -91,14 +90,12 @@ def test_rows_name_both_with_their_options(finished) -> None:
     assert max(row["psnr"] for row in toys if row["defense"] == "toy") < 30
 
 
-@pytest.mark.slow
 def test_the_report_shows_both(finished) -> None:
     page = (finished / "report.html").read_text()
     assert len(re.findall(r"<td[^>]*>toy</td>", page)) >= 2
     assert ",toy," in (finished / "summary.csv").read_text()
 
 
-@pytest.mark.slow
 def test_the_run_resumes_where_the_packages_are_missing_only_with_a_message(finished) -> None:
     options = ["--attacks", "toy", "--out", str(finished), "--resume"]
     gone = python(finished, "-m", "fedmjp.simulate", *options)
@@ -120,7 +117,6 @@ print(json.dumps([run.federation.clients, run.defense, toy.gamma, toy.rescale, r
 """
 
 
-@pytest.mark.slow
 def test_flwr_run_takes_the_options_of_both(site) -> None:
     asked = 'defense="none,toy" gamma=0.2 defense_options="toy.gamma=0.5,rescale=true" attacks="toy"'
     done = python(site, "-c", CONFIGURE.format(asked=asked + ' attack_options="toy.cutoff=0.001"'))
@@ -145,7 +141,6 @@ print(ATTACKS.name_of(type(toy)))
 """
 
 
-@pytest.mark.slow
 def test_the_toy_attack_passes_the_table_of_the_built_in_ones(site) -> None:
     done = python(site, "-c", CONTRACT)
     assert done.stdout.strip() == "toy", done.stderr

@@ -76,7 +76,6 @@ def test_defences_meet_the_same_images(finished) -> None:
     assert ids[0] == ids[1]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_same_command_same_rows(finished, tmp_path) -> None:
     assert run(tmp_path / "again", "--defense", "none", "mjp") == 0
@@ -94,7 +93,7 @@ def test_finished_run_can_be_rendered_again(finished) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("stop_at", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9))])
+@pytest.mark.parametrize("stop_at", [5, 1, 9])
 def test_interrupted_run_resumes_without_repeating(finished, tmp_path, monkeypatch, stop_at: int) -> None:
     out = tmp_path / "run"
     honest, calls = ClientTask.update, []

@@ -26,10 +26,7 @@ from fedmjp.workers import ATTEMPTS, HERE, Lost, WorkerConfig, in_order
 from tests.audit.test_campaign import campaign_on, victims_of
 
 DEFENDED = Setting("b", defended=True, hidden=True, against="seen")
-WITH_RAY = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
-]
+WITH_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 DEATHS = {
     "": "ended with exit code -9",
     "local": "ended with WorkerCrashedError",

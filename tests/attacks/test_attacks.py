@@ -192,14 +192,12 @@ def test_unknown_attack_names_the_choices() -> None:
         ATTACKS.get("aprill")
 
 
-@pytest.mark.slow
 def test_deit_s_at_224_above_60_db() -> None:
     model = build_model("deit_s", num_classes=8, weights="random")
     values = [psnr224(model, image) for image in photographs(224, 8)]
     assert min(values) > 60, values
 
 
-@pytest.mark.slow
 def test_trained_vit_ti_above_45_db() -> None:
     weights = shared_file("weights/vit_tiny_patch16_224.tiny_imagenet.safetensors")
     model = build_model("vit_ti", num_classes=200, weights=str(weights))
@@ -208,7 +206,6 @@ def test_trained_vit_ti_above_45_db() -> None:
     assert min(values) > 40, values
 
 
-@pytest.mark.slow
 def test_april_returns_what_the_patch_projection_keeps_of_the_image() -> None:
     model = build_model("deit_s", num_classes=8, weights="random", block="april")
     model.module.double()

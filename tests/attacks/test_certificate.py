@@ -98,7 +98,6 @@ def test_the_model_is_left_as_it_was(mini) -> None:
     assert {n: (p.requires_grad, p.grad) for n, p in mini.module.named_parameters()} == before
 
 
-@pytest.mark.slow
 def test_certified_means_right() -> None:
     """Of MJP's clients over gammas and photographs, every certified answer has all patches above 25 dB."""
     model = build_model("vit_mini_64_mjp", num_classes=200, weights="auto")

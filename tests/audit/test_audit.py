@@ -88,7 +88,6 @@ def test_mjp_at_90_percent_stops_both_closed_forms(attack: str) -> None:
     assert score_of(task, view, attack)[0] < 15
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("attack", ["patch_embedding", "april"])
 @pytest.mark.parametrize("block", ["standard", "april"])
 def test_mjp_at_90_percent_on_deit_s(attack: str, block: str) -> None:

@@ -130,7 +130,6 @@ for names in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
 def test_attacks_that_run_by_name_only_are_not_built() -> None:
     """The package `breaching` takes seconds to import, and may not be installed."""
     command = [sys.executable, "-c", SELECT, "auto", "patch_embedding"]

@@ -382,7 +382,6 @@ watcher(*(RecordDict({"arrays": ArrayRecord(s)}) for s in (dict(model.state_dict
 """
 
 
-@pytest.mark.slow
 def test_the_page_is_written_when_the_app_ends(tmp_path) -> None:
     command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "leaks")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])

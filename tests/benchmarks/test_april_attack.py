@@ -55,7 +55,6 @@ def quick(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_writes_tables_figures_and_provenance(finished) -> None:
     names = {p.name for p in finished.iterdir()}
     assert names >= {
@@ -68,7 +67,6 @@ def test_writes_tables_figures_and_provenance(finished) -> None:
     assert record["weights"][-1][1] == "random (seed 0), NOT TRAINED"
 
 
-@pytest.mark.slow
 def test_the_table_holds_every_line_it_should(finished) -> None:
     table = pd.read_csv(finished / "table.csv")
     # settings: 3 of the plain model, 3 twice without positions (as sent, token gradient granted), 4 under MJP
@@ -84,7 +82,6 @@ def test_the_table_holds_every_line_it_should(finished) -> None:
     assert silent["diagnosis"].str.contains("no learnable position embedding").all()
 
 
-@pytest.mark.slow
 def test_the_closed_form_and_what_mjp_does_to_it(finished) -> None:
     table = pd.read_csv(finished / "table.csv").set_index(["block", "attack", "setting", "line"])["psnr_mean"]
     assert table["standard", "patch_embedding", "a", "vit_mini_64"] > 60
@@ -121,7 +118,6 @@ def test_an_interrupt_and_a_half_written_row_lose_nothing(quick, tmp_path, monke
     pd.testing.assert_frame_equal(rows_of(quick), rows_of(out))
 
 
-@pytest.mark.slow
 def test_resume_adds_a_model_to_a_finished_table(finished, tmp_path) -> None:
     out = tmp_path / "out"
     assert run(out, "--model", "vit_mini_64", "--attacks", "patch_embedding", "--block", "standard") == 0
@@ -133,7 +129,6 @@ def test_resume_adds_a_model_to_a_finished_table(finished, tmp_path) -> None:
     assert len(json.loads((out / "run.json").read_text())["commands"]) == 2
 
 
-@pytest.mark.slow
 def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
     assert april_attack.Options().attacks == ("auto",)
     reasons = json.loads((finished / "run.json").read_text())["not_run"]
@@ -142,7 +137,6 @@ def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
     assert "only one update" in reasons["mjp_rounds"]
 
 
-@pytest.mark.slow
 def test_all_runs_every_attack(tmp_path) -> None:
     out = tmp_path / "out"
     small = ["--model", "vit_micro8_32_mjp", "--block", "standard", "--num-images", "1", "--steps", "1"]

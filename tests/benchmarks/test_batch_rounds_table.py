@@ -51,7 +51,6 @@ def test_only_looking_back_separates_a_batch(finished) -> None:
     assert (finished / "run.json").exists()
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
     real, calls = protocol.score_found, []
 

@@ -96,7 +96,6 @@ def test_photographs_of_the_fit_are_not_those_of_the_tables(tmp_path) -> None:
         reserved(Options(images=str(tmp_path), reserved=7, num_images=4), 8)
 
 
-@pytest.mark.slow
 def test_fit_notes_patches_and_adds_up_models(tmp_path) -> None:
     options = ["--images", "photos", "--reserved", "4", "--num-images", "4", "--gammas", "0.5", "--updates", "1", "2"]
     assert confidence.main([*options, "--threads", "1", "--out", str(tmp_path)]) == 0

@@ -39,10 +39,7 @@ def test_names_are_those_of_imagenet_c() -> None:
     assert set(corruption_table.paper_corruptions()) < set(CORRUPTIONS)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n == "glass_blur" else ()) for n in CORRUPTIONS],
-)
+@pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_seed_fixes_a_picture(name, images) -> None:
     """Alone or in a batch, whatever was drawn before; and NumPy's generator is left as it was."""
     pictures = images.images(range(3))
@@ -139,7 +136,6 @@ def test_an_interrupted_run_is_taken_up_where_it_stopped(call, tmp_path, monkeyp
     assert (whole / "corruptions.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
 def test_other_weights_are_measured_anew(call, tmp_path) -> None:
     """Rows are known by what the weights are, not by what their file is called."""
     out = tmp_path / "out"
@@ -183,7 +179,6 @@ def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:
     assert complaint.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_committed_answers_come_out_again() -> None:
     """The shipped checkpoints' answers to the first 100 images, untouched and at little contrast."""
     folder = ROOT / "runs" / "tiny-imagenet"

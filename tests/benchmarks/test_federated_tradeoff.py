@@ -52,7 +52,6 @@ def whole(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_writes_table_and_figure_with_every_attack(whole) -> None:
     names = {p.name for p in whole.iterdir()}
     assert names >= {"rows.jsonl.gz", "rounds.csv", "table.csv", "table.md", "tradeoff.png", "run.json"}
@@ -73,7 +72,6 @@ def test_writes_table_and_figure_with_every_attack(whole) -> None:
     assert len(json.loads((whole / "run.json").read_text())["federations"]) == 3
 
 
-@pytest.mark.slow
 def test_federations_differ_in_their_defence_alone(whole) -> None:
     rows = rows_of(whole)
     assert set(rows["model"]) == {"vit_mini_32", "vit_mini_32_nope", "vit_mini_32_mjp"}
@@ -83,7 +81,6 @@ def test_federations_differ_in_their_defence_alone(whole) -> None:
     assert rounds.groupby("point")["round"].apply(list).to_dict() == {p: [0, 1, 2] for p in set(rounds["point"])}
 
 
-@pytest.mark.slow
 def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, monkeypatch, capsys) -> None:
     out, honest, calls, stop_at = tmp_path / "broken", ClientTask.update, [], 11  # in the second federation
 
@@ -103,7 +100,6 @@ def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, monkeypatch, 
     assert (out / "rounds.csv").read_text() == (whole / "rounds.csv").read_text()
 
 
-@pytest.mark.slow
 def test_a_finished_run_takes_further_federations(whole, tmp_path, monkeypatch) -> None:
     honest, calls = ClientTask.update, []
 
@@ -145,7 +141,6 @@ def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
     assert table.loc[("none", "patch_embedding"), "count"] == 1  # --at-most 1
 
 
-@pytest.mark.slow
 def test_every_attack_gives_rows_or_a_reason(tmp_path) -> None:
     small = ["--model", "vit_micro8_32", "--gammas", "0.9", "--rounds", "1", "--audit-points", "1"]
     assert run(tmp_path / "out", *small) == 0

@@ -88,7 +88,6 @@ def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
     assert updates["paper", 6] > updates["paper", 1] + 20
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
     real, calls = updates.score_found, []
 
@@ -156,7 +155,6 @@ def test_attacks_over_updates_are_chosen_where_the_last_update_of_a_client_is_no
         assert set(plan[2]) == {"mjp_rounds", "unmix_rounds"}
 
 
-@pytest.mark.slow
 def test_masks_as_released_a_warm_up_and_a_resampled_model_are_named(tmp_path) -> None:
     """Of 36 patches the first update hides none (warm-up), the second at most the floor of half."""
     out = tmp_path / "out"
@@ -173,7 +171,6 @@ def test_masks_as_released_a_warm_up_and_a_resampled_model_are_named(tmp_path) -
     assert updates["psnr_median"].min() > 60
 
 
-@pytest.mark.slow
 def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--model", "vit_micro8_32", "--num-images", "1", "--gammas", "0.1", "--update-gammas", "0.1"]
@@ -221,7 +218,6 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], 
     assert words in error[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["--gammas", "--update-gammas"])
 def test_either_experiment_can_be_left_out(tmp_path, left_out: str) -> None:
     out = tmp_path / "out"
@@ -231,7 +227,6 @@ def test_either_experiment_can_be_left_out(tmp_path, left_out: str) -> None:
     assert ("updates.csv" in names) == (left_out == "--gammas")
 
 
-@pytest.mark.slow
 def test_a_defence_without_a_masking_ratio_is_attacked_once(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--model", "vit_mini_64", "--num-images", "1", "--defense", "noise", "--noise-multiplier", "0"]

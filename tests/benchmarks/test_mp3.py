@@ -274,7 +274,6 @@ SMALL = ["--data", "photos", "--train-limit", "32", "--test-limit", "8", "--epoc
 SMALL += ["--pretraining-epochs", "1", "--references", "30"]
 
 
-@pytest.mark.slow
 def test_rows_resume_and_figures(tmp_path, capsys) -> None:
     out = [*SMALL, "--out", str(tmp_path / "out"), "--weights", str(tmp_path / "weights")]
     timing = ["--timing-model", "vit_micro8_32", "--timing-batch", "2", "--timing-repeats", "1"]

@@ -54,7 +54,6 @@ def test_no_answer_has_no_scores(tokenizer) -> None:
     assert all(value != value for value in scores.values())
 
 
-@pytest.mark.slow
 def test_one_photograph_and_resumption(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--num-images", "1", "--gammas", "0.5", "--no-without-positions"]
@@ -68,7 +67,6 @@ def test_one_photograph_and_resumption(tmp_path) -> None:
     assert len(load_rows(out / "rows.jsonl.gz", SCHEMA)) == len(before) == 1
 
 
-@pytest.mark.slow
 def test_the_mask_is_found_where_position_rows_are_withheld(tmp_path) -> None:
     options = ["--num-images", "1", "--gammas", "0.9", "--no-without-positions", "--model", "vit_mini_32"]
     assert run(tmp_path / "out", *options, "--withhold-positions") == 0

@@ -94,7 +94,6 @@ def test_umap_needs_its_package(monkeypatch, tmp_path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_umap_keeps_neighbours_and_is_fixed_by_its_seed() -> None:
     places = position_embeddings.places_of(GRID)
     values = places @ np.random.default_rng(1).normal(size=(2, 192))
@@ -123,7 +122,6 @@ def test_a_model_of_another_size_has_fewer_places(checkpoint) -> None:
     assert np.linalg.matrix_rank(found.values - found.values.mean(axis=0), tol=1e-4) == 2  # still a plane
 
 
-@pytest.mark.slow
 def test_tables_and_figures(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--projections", "pca", "--shuffles", "3", "--out", str(out)]

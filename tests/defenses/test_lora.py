@@ -67,7 +67,6 @@ def test_gradients_of_the_factors_are_projections_of_the_inputs(moved: bool) -> 
     assert torch.linalg.matrix_rank(by_a.detach()) == (4 if moved else 0)
 
 
-@pytest.mark.slow  # importing peft takes seconds
 def test_the_same_as_the_package_peft() -> None:
     peft = pytest.importorskip("peft")
     ours = adapted(moved=True).module

@@ -133,7 +133,6 @@ def test_options_of_modules_exist(module: str, option: str) -> None:
 SCRIPTS = sorted({target for _, module, target, options in commands() if not module and options})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_options_of_scripts_exist(script: str, monkeypatch, capsys) -> None:
     """Each script as `python SCRIPT --help` runs it, in this process."""
@@ -235,7 +234,6 @@ def test_minutes_are_those_that_rows_and_run_json_record() -> None:
         assert float(minutes) == pytest.approx(recorded_minutes(ROOT / folder), rel=0.05, abs=0.5), folder
 
 
-@pytest.mark.slow
 def test_readme_audit_runs(capsys) -> None:
     """The lines under "Audit your own model"."""
     code = PYTHON.findall(text_of(README))[0]
@@ -247,7 +245,6 @@ def test_readme_audit_runs(capsys) -> None:
     assert "patch_embedding" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_audit_page_runs(capsys) -> None:
     """The first examples of docs/audit.md, one after the other."""
     names: dict[str, object] = {}
@@ -329,7 +326,6 @@ def built_site(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_site_builds_strictly_and_requests_nothing_from_elsewhere(tmp_path) -> None:
     site = built_site(tmp_path)
     pages = list(site.rglob("*.html"))

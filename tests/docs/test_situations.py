@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 from experiments.scaffold import RESULTS
-from experiments.situations.answers import CRASHED, REFUSED, TABLE, Answer, answer_of
+from experiments.situations.answers import CRASHED, TABLE, Answer, answer_of
 from experiments.situations.cases import CASES, GROUPS
 from experiments.situations.render import read_answers, situations_block
 
@@ -80,16 +80,9 @@ LEAKING = (
 )
 
 
-# Audits in which searches run, or that import another library; of those of ten seconds and more others are much alike.
-SLOW = ("fixed_positions", "top_k", "int8", "decaying_clients")
+# Of ten seconds and more, and much like others.
 LONG = ("two_gammas", "hugging_face", "gamma_one", "unsaid_batch", "adam_clients", "partial_reply", "half_reply")
 LONG += ("noise", "released_layout_masked")
-
-
-def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Runs of a federation take seconds, as some audits do; what is refused takes none."""
-    runs = name in GROUPS["python -m fedmjp.simulate"] and NOW[name].kind != REFUSED
-    return (pytest.mark.long,) if name in LONG else (pytest.mark.slow,) if runs or name in SLOW else ()
 
 
 # Whether `unmix` finds all tokens of random weights and borders then place a whole picture depends on the processor's
@@ -103,7 +96,7 @@ def answer(name: str) -> Answer:
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=(pytest.mark.long,) * (name in LONG)) for name in CASES])
 def test_the_answer_is_the_one_in_the_table_and_names_its_cause(name: str) -> None:
     found = answer(name)
     assert found.kind in ROUNDING.get(name, {NOW[name].kind}), found.words

@@ -214,7 +214,6 @@ whole = pytest.mark.skipif(not os.environ.get("FEDMJP_DEPLOYMENT"), reason="take
 
 
 @whole
-@pytest.mark.slow
 def test_nodes_without_a_registered_key_or_tls_are_refused(deployment) -> None:
     deployment.node("unregistered", 1, key=f"node{NODES}")
     deployment.node("keyless", 1, key=None)
@@ -227,7 +226,6 @@ def test_nodes_without_a_registered_key_or_tls_are_refused(deployment) -> None:
 
 
 @whole
-@pytest.mark.slow
 def test_a_run_has_trained_weights_and_no_token_in_its_records(deployment, tmp_path) -> None:
     streamed = deployment.run(tmp_path / "out")
     assert "report:" in streamed, streamed[-2000:]
@@ -240,7 +238,6 @@ def test_a_run_has_trained_weights_and_no_token_in_its_records(deployment, tmp_p
 
 
 @whole
-@pytest.mark.slow
 def test_a_killed_node_is_named_then_left_out_then_taken_back(deployment, tmp_path) -> None:
     """Three runs: it stops by the client's name, goes on without it, and has it again."""
     out = tmp_path / "stops"
@@ -259,7 +256,6 @@ def test_a_killed_node_is_named_then_left_out_then_taken_back(deployment, tmp_pa
 
 
 @whole
-@pytest.mark.slow
 def test_a_slow_node_is_waited_for_and_then_left_out(deployment, tmp_path) -> None:
     """One run waits for a node that stands still for 20 s, one with a shorter timeout goes on without it."""
     out = tmp_path / "waits"
@@ -281,7 +277,6 @@ def test_a_slow_node_is_waited_for_and_then_left_out(deployment, tmp_path) -> No
 
 
 @whole
-@pytest.mark.slow
 def test_a_run_is_resumed_after_the_superlink_was_killed(deployment, tmp_path) -> None:
     out = tmp_path / "out"
     streamed = begun(deployment, out, rounds=4)

@@ -29,7 +29,6 @@ def page_of(done: subprocess.CompletedProcess) -> Path:
     return page
 
 
-@pytest.mark.slow
 def test_own_model(tmp_path) -> None:
     assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 21
     done = python(EXAMPLES / "own_model.py", cwd=tmp_path)
@@ -37,7 +36,6 @@ def test_own_model(tmp_path) -> None:
     assert done.stdout.startswith("Leaks: 1 of 1 image above 25 dB, 1 certified")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "answer"),
     [([], "Leaks: 1 of 1"), pytest.param(["--freeze"], "Not tested:", marks=pytest.mark.long)],
@@ -54,7 +52,6 @@ def test_fine_tuning_from_a_local_folder(options: list[str], answer: str, tmp_pa
     assert done.stdout.startswith(answer)
 
 
-@pytest.mark.slow
 def test_fine_tuning_names_a_folder_without_a_model(tmp_path) -> None:
     done = python(EXAMPLES / "huggingface_finetuning.py", "--weights", "nowhere", cwd=tmp_path)
     assert done.returncode == 2

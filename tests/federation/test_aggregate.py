@@ -61,7 +61,6 @@ def test_sums_of_two_clients_over_rounds_leak_their_images() -> None:
     assert "images" in alone.diagnosis  # one update of a batch is not determined, and says so
 
 
-@pytest.mark.slow
 def test_a_run_names_the_view_in_its_rows(tmp_path) -> None:
     out = tmp_path / "run"
     options = ["--model", "vit_mini_32", "--weights", "random", "--rounds", "1", "--test-limit", "4", "--clients", "4"]

@@ -84,7 +84,6 @@ def test_the_servers_optimiser_goes_on_from_its_state(name: str) -> None:
         assert torch.equal(weights, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_run_with_server_momentum_resumes_to_the_same_rows(tmp_path, monkeypatch) -> None:
     from fedmjp.audited_federation import FederationAudit
@@ -234,7 +233,6 @@ def test_blocks_and_activations_are_dropped_in_training_alone(small, option: str
     assert skipping.evaluate(weights) == plain.evaluate(weights)
 
 
-@pytest.mark.slow
 def test_local_epochs_are_passes_over_a_clients_own_images(small) -> None:
     config = changed(small, update="weights", local_epochs=2, batch_size=2, partition="dirichlet:0.5", rounds=1)
     task = ClientTask(config, "none")

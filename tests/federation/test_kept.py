@@ -100,7 +100,6 @@ def test_a_clients_teacher_follows_its_own_steps(small, received) -> None:
         assert_close(received[client, 2][0], received[client, 1][2])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 @pytest.mark.parametrize("teacher", ["client", "server"])
 def test_ray_gives_identical_states(small, teacher: str) -> None:
@@ -137,7 +136,6 @@ def rows_of(out) -> list[dict]:
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.slow
 def test_a_run_with_the_servers_teacher_resumes(tmp_path, monkeypatch) -> None:
     assert command(tmp_path / "whole", "server") == 0
     interrupted(tmp_path / "run", "server", monkeypatch)

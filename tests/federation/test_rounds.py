@@ -83,7 +83,6 @@ def test_defences_train(small, defense: str) -> None:
     assert any(not torch.equal(states[0][n], states[1][n]) for n in states[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["swin_t", "resnet50"])
 def test_models_with_buffers_train(small, model: str) -> None:
     _, states = train(changed(small, model=model, clients=2, rounds=1, test_limit=2), "mjp")
@@ -160,7 +159,6 @@ def test_a_failing_client_stops_the_round_and_is_named(small, monkeypatch, fault
         train(small)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_ray_gives_identical_updates(small) -> None:
     here, there = train(small, "mjp")[0], train(small, "mjp", engine="ray")[0]
@@ -168,7 +166,6 @@ def test_ray_gives_identical_updates(small) -> None:
     assert all(torch.equal(here[k][n], there[k][n]) for k in here for n in here[k])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_ray_gives_the_rows_of_the_local_engine_in_its_order(tmp_path) -> None:
     """Clients end in any order on Ray; rows follow the clients' ids within a round."""

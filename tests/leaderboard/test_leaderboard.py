@@ -197,7 +197,7 @@ def write_lines(rows: Path, lines: list[dict]) -> None:
         (better_figure, "do not follow from the rows"),
         (other_worst, "the worst case does not follow"),
         (other_rows, "is not the file of the submission"),
-        pytest.param(shift_every_row, "psnr is ", marks=pytest.mark.slow),
+        (shift_every_row, "psnr is "),
     ],
 )
 def test_verify_notices_a_tampered_copy(

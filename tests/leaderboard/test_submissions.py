@@ -61,7 +61,6 @@ def test_the_worst_case_of_a_committed_submission_follows_from_its_rows(path: Pa
     assert worst == measure.worst_of(document["results"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_figure_of_a_committed_submission_follows_from_its_rows(path: Path) -> None:
     assert list(static_differences(schema.read(path), path)) == []

@@ -17,7 +17,7 @@ SMALL += ["swin_micro_32", "resnet_micro_32"]
 LARGE = ["vit_s", "deit_s_nope", "deit_s_mjp", "vit_ti", "deit_ti", "vit_b", "deit_b_mjp", "swin_t", "resnet50"]
 
 
-@pytest.mark.parametrize("name", SMALL + [pytest.param(n, marks=pytest.mark.slow) for n in LARGE])
+@pytest.mark.parametrize("name", SMALL + LARGE)
 def test_forward_and_backward(name: str) -> None:
     model = build_model(name, num_classes=7, weights="random")
     images = photographs(model.image_size, 2)
@@ -28,7 +28,6 @@ def test_forward_and_backward(name: str) -> None:
     assert name in model_names()
 
 
-@pytest.mark.slow
 def test_plain_vits_equal_timms() -> None:
     import timm
 

@@ -53,7 +53,6 @@ def test_other_classes_leave_the_head_random() -> None:
     assert build_model("vit_mini_64", num_classes=7).provenance == "shipped vit_mini_64.safetensors (head random)"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_names())
 def test_accuracy_is_that_of_the_card(name: str) -> None:
     """On every twentieth test image of the data in the card, to four standard errors of a sample of that size."""

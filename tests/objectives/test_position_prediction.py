@@ -310,7 +310,6 @@ def test_bad_weights_are_one_line(tmp_path) -> None:
     assert isinstance(learner("mp3").model.module.pretext, nn.Linear)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["mp3:eta=0.5", "droppos:gamma=0.25,gamma_pos=0.5,decoder_width=64,tau=inf"])
 def test_the_pretext_task_can_be_learned(entry: str) -> None:
     """On a few photographs seen again and again, with new masks each time, most places are found; chance is 1 / 64."""

@@ -169,7 +169,6 @@ def test_bfloat16_multiplies_in_bfloat16_and_keeps_float32_weights(tmp_path) -> 
     assert {p.dtype for p in trainer.model.module.parameters()} == {torch.float32}
 
 
-@pytest.mark.slow
 def test_training_reduces_the_loss(tmp_path, undrawn) -> None:
     light = {"mixup": 0, "cutmix": 0, "erasing": 0, "rand_augment": "none", "smallest_crop": 1.0, "repeats": 1}
     options = config(tmp_path / "out", epochs=12, **light)

@@ -12,7 +12,6 @@ from fedmjp.models import build_model
 from tests.conftest import observe, photographs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_s", "vit_ti"])
 def test_same_image_as_breaching(name: str) -> None:
     analytic = pytest.importorskip("breaching.attacks.analytic_attack")

@@ -264,7 +264,6 @@ def test_float32_above_50_db(mini) -> None:
     assert best_psnr(found.images, images[list(PAIRS[-1])]) > 50
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "pixels", "threshold"), [(2, 224, 60.0), (3, 112, 40.0)])
 def test_vit_b(size: int, pixels: int, threshold: float) -> None:
     """Image i of the last batch meets `size` - 1 strangers in each of its three steps."""

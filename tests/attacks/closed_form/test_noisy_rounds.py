@@ -45,7 +45,7 @@ def rounds(trained: BuiltModel, image: torch.Tensor, count: int, share: float) -
     return found
 
 
-@pytest.mark.parametrize("share", [pytest.param(1e-3, marks=pytest.mark.slow), 1e-2])
+@pytest.mark.parametrize("share", [1e-3, 1e-2])
 def test_updates_together_give_more_than_the_best_alone(trained, share: float) -> None:
     image = photographs(32, 1)
     views = rounds(trained, image, 8, share)

@@ -60,7 +60,6 @@ def test_expected_error_is_the_true_one_within_a_factor_of_four(size: str) -> No
         assert error / 4 < found.details["deviation"] < error * 4
 
 
-@pytest.mark.slow
 def test_the_mlps_spans_settle_what_the_attentions_leaves_open() -> None:
     model = build_model("vit_mini_64", num_classes=8, weights="random")
     images = photographs(64, 3).split(1)
@@ -73,7 +72,6 @@ def test_the_mlps_spans_settle_what_the_attentions_leaves_open() -> None:
     assert sorted(gains)[1] > 5, gains
 
 
-@pytest.mark.slow
 def test_fewer_equations_than_unknowns_are_solved_all_the_same() -> None:
     """As on DeiT-S at 224 pixels, in a quarter of the time: 91 equations a patch for 100 unknowns."""
     model = build_model("vit_ti", num_classes=8, weights="random", image_size=160)
@@ -88,7 +86,6 @@ def test_fewer_equations_than_unknowns_are_solved_all_the_same() -> None:
     assert int((vouched & ~right).sum()) < 0.05 * max(int(vouched.sum()), 20)
 
 
-@pytest.mark.slow
 def test_agrees_with_least_squares_place_by_place_in_float64() -> None:
     """Each place solved alone, from the definition: the scale of its norm is one more unknown, nothing is weighed."""
     model = build_model("vit_mini_32", num_classes=8, weights="random")

@@ -119,7 +119,6 @@ def test_the_defence_names_it() -> None:
     assert "undo_policy" in DEFENSES.get("ats")().known_by
 
 
-@pytest.mark.slow
 def test_a_federation_keeps_earlier_updates_for_it(tmp_path) -> None:
     """It works on one update, too, and is given several where they are granted."""
     shared = ("--model", "vit_mini_32", "--clients", "2", "--train-limit", "2", "--test-limit", "2", "--rounds", "3")

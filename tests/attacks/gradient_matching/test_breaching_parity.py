@@ -112,7 +112,6 @@ def test_our_reconstruction_is_not_worse(ours: str, options: dict, theirs: str) 
     assert mean[ours] > mean[theirs] - 0.5, mean
 
 
-@pytest.mark.slow
 def test_the_package_attacks_return_repeatable_reconstructions() -> None:
     observation, images = view(small_vit())
     names = [name for name in ATTACKS if name.startswith("breaching_")]

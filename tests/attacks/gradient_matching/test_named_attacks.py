@@ -27,17 +27,13 @@ CASES = [
     ("gradvit", {"steps": 300}, 28.0),
 ]
 NAMES = [name for name, *_ in CASES]
-LONG = {"inverting_gradients", "see_through_gradients", "april_optimisation", "gradvit"}
 
 
 def test_every_attack_has_a_case() -> None:
     assert set(NAMES) == {name for name in ATTACKS if issubclass(ATTACKS.get(name), GradientMatching)}
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "threshold"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] in LONG else []) for case in CASES],
-)
+@pytest.mark.parametrize(("name", "options", "threshold"), CASES)
 def test_recovers_a_photograph(name: str, options: dict, threshold: float) -> None:
     observation, images = view(small_vit())
     found = attack(name, observation, **options)
@@ -83,7 +79,6 @@ def test_restarts_with_group_consistency() -> None:
     assert found.images.shape == images.shape
 
 
-@pytest.mark.slow
 def test_a_batch_is_returned_in_the_order_of_its_labels() -> None:
     observation, images = view(small_vit(), first=1, count=2)
     found = attack("inverting_gradients", observation, steps=300, tv=0.01)
@@ -92,7 +87,6 @@ def test_a_batch_is_returned_in_the_order_of_its_labels() -> None:
     assert psnr(found, images) > 15.5
 
 
-@pytest.mark.slow
 def test_positions_masked_in_the_update_are_masked_in_the_simulated_client() -> None:
     model = small_vit(masked=True)
     mask = torch.zeros(1, 16, dtype=torch.bool)
@@ -139,7 +133,6 @@ def test_the_localisation_loss_is_subtracted_before_matching() -> None:
     assert start[0] == pytest.approx(start[1], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_weights_after_local_steps_are_matched_by_simulating_the_steps() -> None:
     model, rate = small_vit(), 0.05
     images, labels = photographs(16, 2), torch.arange(2)

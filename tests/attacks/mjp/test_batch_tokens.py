@@ -79,7 +79,6 @@ def test_hidden_positions_are_refused() -> None:
     assert "positions are hidden" in found.diagnosis
 
 
-@pytest.mark.slow
 def test_a_batch_of_two_from_one_update(trained) -> None:
     images = photographs(64, 11)[9:]
     view = observe(trained, images)

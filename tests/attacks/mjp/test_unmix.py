@@ -186,7 +186,6 @@ def test_points_within_the_span_of_others_are_taken_last() -> None:
     assert torch.equal(most_spanning(points, 9)[-1], points[2])
 
 
-@pytest.mark.slow
 def test_whole_image_in_float64(exact_update) -> None:
     view, mask, _ = exact_update
     image = photographs(64, 1).double()
@@ -331,7 +330,6 @@ def test_placement_is_a_permutation_that_never_costs_more(seed: int, share: floa
     assert board.total(order.numpy()) <= board.total(torch.arange(64).numpy()) + 1e-9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "least"), [("float16", 10), ("int8", 0)])
 def test_what_is_vouched_for_in_coarse_messages_is_right(kind: str, least: int) -> None:
     """Where tokens alone say which patch is where, and rounding makes some of them wrong."""
@@ -351,7 +349,6 @@ def test_what_is_vouched_for_in_coarse_messages_is_right(kind: str, least: int) 
     assert float(right.float().mean()) > 0.9 if kind == "float16" else not right.all()
 
 
-@pytest.mark.slow
 def test_half_precision_hides_rows_and_not_tokens() -> None:
     """The position rows have too few digits to tell the patches apart: tokens do, whatever their order."""
     image = photographs(64, 1)
@@ -380,7 +377,6 @@ def test_a_patch_that_grows_without_bound_is_not_found(exact, exact_update, bloc
     assert not sweeps.swept(wild).found[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "gamma", "gain"), [(12, 0.04, 5.0), (2, 0.1, -0.5)])
 def test_vit_ti_at_160_is_not_worse_than_the_prior(layers: int, gamma: float, gain: float) -> None:
     """Under random weights: 56.7 and 36.8 dB when this was written; of two layers alone 26.6 and 26.6.

@@ -25,7 +25,6 @@ def views(image):
     return [masked_update(m, image, gamma=0.4, seed=i)[0] for i, m in enumerate(models)]
 
 
-@pytest.mark.slow
 def test_finds_what_no_update_shows(views, image) -> None:
     found, summed = (ATTACKS.get(name)()(views) for name in ("unmix_rounds", "mjp_rounds"))
     assert found.diagnosis == ""
@@ -36,7 +35,6 @@ def test_finds_what_no_update_shows(views, image) -> None:
     assert int((~found.known).sum()) == found.details["never_seen"] * 8 * 8
 
 
-@pytest.mark.slow
 def test_one_update_is_unmix(views) -> None:
     quick = TokenSearch(rounds=1, steps=20)
     ours, single = (ATTACKS.get(name)(search=quick)(views[-1:]) for name in ("unmix_rounds", "unmix"))
