@@ -163,7 +163,8 @@ class Observation:
         A saturated model sends such gradients. Their entries have all digits of their type, and what they have in
         common does not depend on their size.
         """
-        return self.once(_legible)
+        scaled = self.once(_scaled)
+        return self if scaled is None else scaled
 
     def to_pixels(self, normalised: Tensor) -> Tensor:
         """Map normalised images (B, C, H, W) back to [0, 1], clipped."""
@@ -183,10 +184,14 @@ def _gradient_norm(observation: Observation) -> float:
     return float(torch.stack(norms).norm()) if norms else 0.0
 
 
-def _legible(observation: Observation) -> Observation:
+def _scaled(observation: Observation) -> Observation | None:
+    """See `Observation.legible`; None where the update needs no other size.
+
+    Not the update itself, which would hold itself and stay in memory until Python looks for such circles.
+    """
     norm = observation.gradient_norm()
     if observation.kind != "gradient" or not 0 < norm < NEGLIGIBLE_NORM:
-        return observation
+        return None
     power = -math.frexp(norm)[1]
 
     def scaled(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

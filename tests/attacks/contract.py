@@ -6,6 +6,8 @@ A row of a table of attacks is a `Traits`; the checks take any `Attack` instance
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -175,12 +177,19 @@ def check_recovers(attack: Attack, traits: Traits, block: str, precision: torch.
 
 
 def check_repeats(attack: Attack, traits: Traits) -> None:
-    """The same update gives the same image."""
+    """The same update gives the same image, and is let go: nothing that was made of it holds it in a circle."""
     view = traits.own() if traits.own else None
     if view is None:
         view = observe(small("_nope" if traits.without_table else ""), photographs(64, traits.images))
-    first, second = (attack([view]) for _ in range(2))
-    assert torch.equal(first.images, second.images)
+    gc.disable()
+    try:
+        first, second = (attack([view]) for _ in range(2))
+        assert torch.equal(first.images, second.images)
+        left = weakref.ref(view)
+        del view
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def check_obstacle(attack: Attack, make: Callable[[], Observation]) -> Reconstruction:
