@@ -10,8 +10,6 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-# Compiling UMAP's loops takes longer than running them on the few points of a test.
-os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 import pytest
 import torch

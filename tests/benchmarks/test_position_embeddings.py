@@ -94,7 +94,9 @@ def test_umap_needs_its_package(monkeypatch, tmp_path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_umap_keeps_neighbours_and_is_fixed_by_its_seed() -> None:
+def test_umap_keeps_neighbours_and_is_fixed_by_its_seed(monkeypatch) -> None:
+    # Compiling its loops takes longer than running them on few points.
+    monkeypatch.setattr(pytest.importorskip("numba").config, "DISABLE_JIT", True)
     places = position_embeddings.places_of(GRID)
     values = places @ np.random.default_rng(1).normal(size=(2, 192))
     plane = position_embeddings.project(values, "umap", 0)  # (64, 2)
