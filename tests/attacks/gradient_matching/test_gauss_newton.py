@@ -60,6 +60,15 @@ def test_it_gains_6_db_on_the_plain_solve_and_ends_at_the_rounding(defense: str)
     assert found.details["misfit"] == pytest.approx(1, abs=0.05)
 
 
+def test_nothing_is_vouched_for_before_it_settles(rounded) -> None:
+    """Two steps explain the misfit already."""
+    observation, _ = rounded
+    found = ATTACKS.get("gauss_newton")(steps=2)([observation])
+    assert found.details["misfit"] < 1.5
+    assert "ended after 2 steps while it still came nearer" in found.diagnosis
+    assert not found.known.any()
+
+
 def test_what_it_cannot_use_is_said_in_words(rounded) -> None:
     observation, _ = rounded
     attack, (exact, _) = ATTACKS.get("gauss_newton")(), view(small_vit())
