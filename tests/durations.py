@@ -1,9 +1,9 @@
 """Which tests are slow, as it was measured: `slow_tests.txt` lists those that took `LEAST` seconds and more.
 
-    make test-all ARGS=--junitxml=times.xml && .venv/bin/python -m tests.durations times.xml
+    make test ARGS=--junitxml=times.xml && .venv/bin/python -m tests.durations times.xml
 
-writes the list anew. A test that was skipped stays as it was; one that is no more is dropped. `conftest.py` gives the
-marker `slow` to the tests of the list.
+writes the list anew, best where nothing else runs. A test that was skipped stays as it was; one that did not run is
+dropped. `conftest.py` gives the marker `slow` to the tests of the list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("slow_tests.txt")
-LEAST = 1.0  # seconds of set-up, call and tear-down
+LEAST = 0.5  # seconds of set-up, call and tear-down
 
 
 def slow_tests() -> set[str]:
@@ -24,7 +24,7 @@ def slow_tests() -> set[str]:
 
 
 def measured(report: Path, before: set[str], root: Path = ROOT) -> list[str]:
-    """The list after a run of all tests, sorted.
+    """The list after a run of `make test`, sorted.
 
     Args:
         report: what `--junitxml` wrote.
@@ -52,10 +52,10 @@ def name_of(classname: str, test: str, root: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("report", type=Path, help="what make test-all ARGS=--junitxml=FILE wrote")
+    parser.add_argument("report", type=Path, help="what make test ARGS=--junitxml=FILE wrote")
     report = parser.parse_args().report
     if not report.is_file():
-        print(f"error: no file {report}; run make test-all ARGS=--junitxml={report} first", file=sys.stderr)
+        print(f"error: no file {report}; run make test ARGS=--junitxml={report} first", file=sys.stderr)
         return 2
     names = measured(report, slow_tests())
     LIST.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")

@@ -91,7 +91,10 @@ class PlacedTokens:
         return self.base + self.coefficients @ self.likelihood.directions
 
     def complete(self, patches: Tensor) -> None:
-        """Draw patches without a token to these (N, P), and search once more; kept unless tokens are missed more."""
+        """Draw patches without a token to these (N, P), and search once more; kept unless tokens are missed more.
+
+        The other tokens decide because on few patches they tell more than neighbours do.
+        """
         empty, before = (self.places == NONE)[:, None], (self.base, self.preference)
         self.base, self.preference = torch.where(empty, patches, self.base), COMPLETED
         everywhere = torch.arange(len(empty), device=empty.device)
@@ -184,6 +187,7 @@ class PlacedTokens:
         moving = start[free].clone()
 
         def loss() -> Tensor | None:
+            """What is missed at present; None once that is little enough."""
             coefficients = start.index_put((free,), moving)
             value = self._residuals(coefficients, places).mean() + self._unlikely(coefficients[places == NONE])
             self.evaluations += 1

@@ -11,7 +11,8 @@ message (`attacks.linear.intervals`),
 where c is the present image and D the precision of the closed form's answer, channel by channel: a step moves along
 the combinations of patches that the closed form knows least. While the first term is far above its number of entries,
 which the rounding alone explains, it is divided by what it is above it (Levenberg 1944, Marquardt 1963: the damping
-falls with the misfit).
+falls with the misfit). Once the rounding explains the misfit, what is left are the combinations of pixels that the
+message tells least, and steps take more iterations; nothing is vouched for before further steps hardly lower it.
 
 A step solves (J^T J + D) d = J^T r by conjugate gradients, with J the derivative of g / sigma. Neither J nor J^T J is
 formed: with u = dL/dx, J v is the derivative of <u, v> by the weights, and J^T w that of <g, w> by the image, and both

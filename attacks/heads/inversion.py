@@ -146,6 +146,7 @@ class HeadSearch:
         whole = (weights @ self.sent).square().sum()
 
         def loss() -> Tensor | None:
+            """The weighted residual at present; None once the residual is little enough."""
             left, _ = self.difference(key_bias())
             self.evaluations, self.residual = self.evaluations + 1, float(left.detach().square().sum() / size)
             return None if self.residual < REACHED else (weights @ left).square().sum() / whole

@@ -227,7 +227,7 @@ def collect(done: Sequence[Federation], options: Options) -> None:
     program = "python benchmarks/federated_tradeoff.py"
     rows = read_rows(out)
     reasons = reasons_not_run([one.config.out for one in done], set(rows["attack"]))
-    recipes = {run_id: one.recipe for one in done if one.recipe != PLAIN for run_id in _rows(one)["run_id"].unique()}
+    recipes = {_run_id(one): one.recipe for one in done if one.recipe != PLAIN}
     note_rows(out, program, rows, federations=titles, recipes=recipes, not_run=reasons | options.not_run())
     (OBJECTIVES if options.probes else TRADEOFF).write(out)
 
@@ -244,8 +244,8 @@ def _rounds(done: Sequence[Federation]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _rows(one: Federation) -> pd.DataFrame:
-    return load_rows(one.config.out / "rows.jsonl")
+def _run_id(one: Federation) -> str:
+    return json.loads((one.config.out / "run.json").read_text(encoding="utf-8"))["run_id"]
 
 
 def _placed(one: Federation, own: pd.DataFrame) -> pd.DataFrame:
@@ -253,6 +253,6 @@ def _placed(one: Federation, own: pd.DataFrame) -> pd.DataFrame:
 
     Its point is that of its rows: a defence may set its options by the number of rounds (`dp_sgd` for an epsilon).
     """
-    (point,) = placed(_rows(one), one.recipe)["point"].unique()
+    (point,) = placed(load_rows(one.config.out / "rows.jsonl"), {_run_id(one): one.recipe})["point"].unique()
     place = pd.DataFrame({"partition": one.partition, "point": point, "seed": one.config.seed}, index=own.index)
     return place.join(own)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pandas as pd
 
 from attacks.observation import SUPERVISED
-from experiments.client_recipes import PLAIN
 from experiments.rendering import Rendering, csv, read_rows, read_run
 from experiments.tradeoff.figure import tradeoff_figure
 from experiments.tradeoff.table import (
@@ -27,7 +26,7 @@ RANKS = "ranks.csv"
 def _tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """(table, rows, accuracy by round)."""
     run, rows, rounds = read_run(folder), read_rows(folder), pd.read_csv(folder / "rounds.csv")
-    rows = placed(rows, rows["run_id"].map(run.get("recipes", {})).fillna(PLAIN))
+    rows = placed(rows, run.get("recipes", {}))
     ranks = pd.read_csv(folder / RANKS) if (folder / RANKS).exists() else None
     return tradeoff_table(rows, rounds, run.get("not_run", {}), ranks), rows, rounds
 

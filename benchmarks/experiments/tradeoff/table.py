@@ -161,17 +161,17 @@ def final_accuracy(rounds: pd.DataFrame) -> dict[str, float]:
     return bounds | {"test_images": total, "rounds": int(rounds["round"].max()), "seeds": len(last)}
 
 
-def placed(rows: pd.DataFrame, recipe: str | pd.Series = PLAIN) -> pd.DataFrame:
+def placed(rows: pd.DataFrame, recipes: Mapping[str, str]) -> pd.DataFrame:
     """Rows of federations, as `load_rows` gives them, with the columns partition and point.
 
     Args:
-        recipe: how the clients trained, of all rows or of each.
+        recipes: how the clients trained, by run_id; `PLAIN` for runs that are not named.
     """
     names = rows[["defense", "defense_parameters", "model"]].itertuples(index=False, name=None)
     partitions = [setting.split(", ")[1] for setting in rows["setting"]]
     points = [under_objective(point_of(*name), own) for name, own in zip(names, rows["objective"], strict=True)]
-    recipes = rows.assign(recipe=recipe)["recipe"]
-    points = [under_recipe(point, own) for point, own in zip(points, recipes, strict=True)]
+    own = rows["run_id"].map(recipes).fillna(PLAIN)
+    points = [under_recipe(point, recipe) for point, recipe in zip(points, own, strict=True)]
     return rows.assign(partition=partitions, point=points)
 
 
