@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "simulated"
 # Copies between devices; and operations in which an index may stay on the CPU.
@@ -179,23 +180,31 @@ def _is_simulated(device: Any) -> bool:
     return torch.device(device).type == NAME
 
 
+class _Backend(_DummyBackendModule):
+    """Present only inside the block: torch keeps a backend's name, and `nn.DataParallel` takes a device that is there."""
+
+    present = False
+
+    def is_available(self) -> bool:
+        return self.present
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
 @lru_cache
-def _register() -> None:
-    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
-
-    class _Backend(_DummyBackendModule):
-        def get_amp_supported_dtype(self) -> list[torch.dtype]:
-            return [torch.float16, torch.bfloat16]
-
+def _registered() -> _Backend:
     # At its first use autograd starts a thread a device, which would outlive the interpreter and abort it at the end.
     torch.ones(1, requires_grad=True).sum().backward()
-    _setup_privateuseone_for_python_backend(NAME, _Backend())
+    backend = _Backend()
+    _setup_privateuseone_for_python_backend(NAME, backend)
+    return backend
 
 
 @contextmanager
 def simulated_accelerator() -> Iterator[torch.device]:
     """The device, usable inside the block. `torch.tensor` and `torch.as_tensor`, which no mode sees, are led to it."""
-    _register()
+    backend = _registered()
     plain = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
@@ -206,10 +215,10 @@ def simulated_accelerator() -> Iterator[torch.device]:
         made = data if isinstance(data, Tensor) else plain["as_tensor"](data)
         return made.to(device=device or made.device, dtype=dtype or made.dtype)
 
-    torch.tensor, torch.as_tensor = tensor, as_tensor
+    torch.tensor, torch.as_tensor, backend.present = tensor, as_tensor, True
     try:
         with _Mode(), torch.autograd.set_multithreading_enabled(False):
             yield torch.device(NAME, 0)
     finally:
-        torch.tensor, torch.as_tensor = plain["tensor"], plain["as_tensor"]
+        torch.tensor, torch.as_tensor, backend.present = plain["tensor"], plain["as_tensor"], False
         torch.use_deterministic_algorithms(False)
