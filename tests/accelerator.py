@@ -181,7 +181,7 @@ def _is_simulated(device: Any) -> bool:
 
 
 class _Backend(_DummyBackendModule):
-    """Present only inside the block: torch keeps a backend's name, and `nn.DataParallel` takes a device that is there."""
+    """Available only inside the block: torch keeps a backend's name, and `nn.DataParallel` takes what is available."""
 
     present = False
 

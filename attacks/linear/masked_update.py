@@ -9,7 +9,7 @@ where G_U (the position rows) is in the message and G_M is not: masked positions
 system of `attacks.linear.least_squares` with h = |M| hidden rows.
 
 *Span.* The hidden rows of S span the masked patches, whichever is where (jigsawing permutes them among themselves), as
-long as D - |U| >= |M|.
+long as D - |U| >= |M|. (With fewer channels than patches several updates do: `attacks.linear.completed_spans`.)
 
 *Rows.* The solve gives X_U + C X_M with C unknown: right except within that span.
 
@@ -65,6 +65,8 @@ class MaskedUpdate:
             it does.
         boundless: the only reason is that the masked patches may be anything, so that the others may be, too.
         mixed: the only reason is that noise hides too much of the visible rows to tell all patches apart.
+        narrow: the only reason is that fewer channels than patches show a part of the hidden directions only
+            (`attacks.linear.completed_spans`).
         sums: the equations where they have different weights; None where rows, basis and noise say all.
         dropped: masked places may hold patches that are in no equation (`Observation.drops_patches`).
     """
@@ -82,6 +84,7 @@ class MaskedUpdate:
     reasons: tuple[str, ...]
     boundless: bool = False
     mixed: bool = False
+    narrow: bool = False
     sums: NormalEquations | None = None
     dropped: bool = False
 
@@ -150,6 +153,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         reasons=tuple(_reasons(update, solution)),
         boundless=anything and usable,
         mixed=hides and not anything and _is_mixed(update, solution) and usable,
+        narrow=hides and not anything and _is_narrow(update, solution) and usable,
         dropped=update.dropped,
     )
 
@@ -158,6 +162,22 @@ def _is_mixed(update: PositionRows, solution: RowSolution) -> bool:
     """Whether the noise, and not the number of channels, leaves the visible rows fewer directions than patches."""
     visible = int((~update.masked).sum())
     return update.tokenizer.width - visible >= update.hidden and solution.rank < visible
+
+
+def _is_narrow(update: PositionRows, solution: RowSolution) -> bool:
+    """Whether the channels tell the visible rows apart, and beyond them show a part of the hidden ones only."""
+    visible = int((~update.masked).sum())
+    return _shown(update, solution) < update.hidden and solution.rank == visible > 0
+
+
+def _shown(update: PositionRows, solution: RowSolution) -> int:
+    """How many of the hidden directions the channels beyond the visible rows can show.
+
+    At the tokens of a pre-norm ViT gradients are orthogonal to the constant vector: of as many channels as patches one
+    shows nothing.
+    """
+    beyond = max(update.tokenizer.width - int((~update.masked).sum()), 0)
+    return min(beyond, len(solution.unknown)) if beyond <= update.hidden else update.hidden
 
 
 def _reasons(update: PositionRows, solution: RowSolution) -> list[str]:
@@ -169,10 +189,10 @@ def _reasons(update: PositionRows, solution: RowSolution) -> list[str]:
         reasons.append(f"{mask}: no patch is visible, so there is nothing to solve with")
     elif hidden >= p + (tokenizer.bias is not None):
         reasons.append(f"{mask}, and patches have only {p} values: what is hidden may be anything (needs masked < {p})")
-    elif width - visible < hidden:
+    elif _shown(update, solution) < hidden:
         reasons.append(
-            f"{mask}; with {width} channels only {max(width - visible, 0)} directions of the {hidden} hidden ones can "
-            f"be seen (needs channels >= patches, here {width} < {len(update.masked)})"
+            f"{mask}; with {width} channels only {_shown(update, solution)} directions of the {hidden} hidden ones can "
+            f"be seen (needs more channels than patches, here {width} and {len(update.masked)})"
         )
     elif _is_mixed(update, solution):
         reasons.append(f"{mask} and the others have rank {solution.rank} of {visible}: some patches stay mixed")

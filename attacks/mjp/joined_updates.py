@@ -19,6 +19,9 @@ the row space; they are found by agreement alone, with unmixed channels.
 Updates that hide so much that hardly any place is shown by both are joined by the row space alone, where the image is
 neither shifted nor recoloured. The weights of the network may change between updates; masked, unmasked and unjigsawed
 steps mix freely.
+
+With more patches than channels no update shows its hidden span whole. There masked updates of the unmoved image are
+joined, three at least (`attacks.linear.completed_spans`).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attacks.linear.completed_spans import LEAST_UPDATES, complete_spans, same_image
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.normal_equations import Estimate, NormalEquations
 from attacks.linear.position_rows import (
@@ -94,6 +98,8 @@ def join_updates(observations: Sequence[Observation], *, spans: bool = False) ->
     """
     target, *_ = target_and_earlier = _read_all(observations, spans)[::-1]
     last = solve(target)
+    if last.narrow:
+        return _join_narrow(target, last, target_and_earlier[:0:-1])
     tokenizer, equations, shown, changed = target.tokenizer, last.equations(), ~last.masked, 0
     if not last.reasons:
         for _, update, view in _same_image(Target.of(target, last), target_and_earlier[:0:-1]):
@@ -101,6 +107,34 @@ def join_updates(observations: Sequence[Observation], *, spans: bool = False) ->
             shown = shown | view.flags(~update.masked)
             changed += not view.plain
     return JoinedUpdates(tokenizer, last, equations, shown, last.reasons, changed)
+
+
+def _join_narrow(
+    target: PositionRows | SpanUpdate, last: MaskedUpdate, earlier: Sequence[PositionRows | SpanUpdate | None]
+) -> JoinedUpdates:
+    """The same where each update shows a part of its hidden span only, and their differences the rest."""
+    updates = [*(update for _, update in _narrow_of_same_image(target, last, earlier)), last]
+    if len(updates) < LEAST_UPDATES:
+        found = "1 was" if len(updates) == 1 else f"{len(updates)} were"
+        missing = f"{LEAST_UPDATES} updates of the image would show all of them, and {found} found"
+        return JoinedUpdates(
+            target.tokenizer, last, last.equations(), ~last.masked, (*last.reasons, missing), changed=0
+        )
+    *completed, last = complete_spans(updates)
+    equations = last.equations()
+    for update in completed:
+        equations.merge(update.equations())
+    shown = torch.stack([~update.masked for update in updates]).any(dim=0)
+    return JoinedUpdates(target.tokenizer, last, equations, shown, (), changed=0)
+
+
+def _narrow_of_same_image(
+    target: PositionRows | SpanUpdate, last: MaskedUpdate, earlier: Sequence[PositionRows | SpanUpdate | None]
+) -> list[tuple[PositionRows | SpanUpdate, MaskedUpdate]]:
+    """Those of the earlier updates of narrow ones that show the target's image unmoved."""
+    readable = [rows for rows in earlier if rows is not None and rows.tokenizer == target.tokenizer]
+    solved = [solve(rows) for rows in readable]
+    return [(readable[number], solved[number]) for number in same_image(last, solved)]
 
 
 def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
@@ -140,6 +174,9 @@ def _updates_of_last_image(
 ) -> list[PositionRows | SpanUpdate]:
     *earlier, target = _read_all([*before, observation], spans=False)
     last = solve(target) if target.products.isfinite().all() else None
+    if last is not None and last.narrow:
+        found = _narrow_of_same_image(target, last, earlier)
+        return [*(rows for rows, _ in found), target] if len(found) + 1 >= LEAST_UPDATES else [target]
     if last is None or last.reasons:
         return [target]
     found = _same_image(Target.of(target, last), earlier)

@@ -8,6 +8,9 @@ one update. The answer is the view that the last update shows, not the photograp
 Updates whose position gradient is withheld are read by the spans of their first attention (`attacks.mjp.span_update`),
 with the weights that were sent; both kinds are added up together.
 
+With more patches than channels an update shows its hidden span in part; three and more of unmoved images show the rest
+(`attacks.linear.completed_spans`).
+
 Each update that shows the target's image adds its equations (`attacks.mjp.joined_updates`): what one mask hides another
 shows. Only sums are kept. Open directions that every update hides are left to the image prior.
 

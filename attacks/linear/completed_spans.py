@@ -1,0 +1,127 @@
+"""Hidden spans that no update shows whole, from the differences of updates of one image.
+
+With more patches than channels an update shows only part of the span of its masked patches: of h hidden rows the D - U
+channels beyond its U visible rows mix D - U combinations (`attacks.linear.masked_update`), and D - U < h. Its visible
+rows are then wrong along directions that nothing in the update names. Other updates of the image name them. With D_t
+the space of differences of the masked patches of update t, row p of update t is x_p plus something in D_t, so that
+
+    l_s,p - l_t,p   lies in   D_s + D_t      for all p that both show.
+
+*Pairs.* What the known directions B_s and B_t leave of these rows has at most dim(D_s + D_t) - dim(B_s + B_t)
+directions: 10 for two updates of ViT-Ti at 224 pixels that hide 20 patches each, with some 150 rows. Their singular
+values fall by four orders of magnitude there (2 to 50, then 5e-4 and less), and for updates of different images they do
+not: what is left beyond says whether two updates show one image.
+
+*Spans.* D_s lies in D_s + D_t for every t. Three updates are enough where the masks are disjoint:
+
+    D_s = (D_s + D_t) cut (D_s + D_u),
+
+found as the null space of the sum of what lies outside of each. Where both of all other updates hide a patch, its
+direction is in the intersection as well; then less is known of the patches, and nothing wrong.
+
+No weights, labels or order of the updates are needed, and the masks may differ in size. Two updates that hide disjoint
+patches do not suffice: any complement of D_t in D_s + D_t would do for D_s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attacks.linear.masked_update import MaskedUpdate
+from attacks.linear.normal_equations import NormalEquations
+
+# Updates of the same image that the spans follow from.
+LEAST_UPDATES = 3
+# Largest share of the rows, by squared size, that a pair of updates of one image leaves beyond its directions. At most
+# 3e-8 between updates of one of eight photographs, 6e-4 and more between different ones (ViT-Ti, 224 pixels, float32,
+# gamma 0.03 to 0.5).
+AGREEMENT = 1e-5
+# A singular value of the rows counts as a direction above this multiple of the largest of those beyond.
+ABOVE_NOISE = 4.0
+# Of an update's known directions so many may be noise: the gradients at the tokens of a pre-norm ViT are orthogonal to
+# the constant vector, so that D - 1 channels hold them, and the last of D - U combinations is round-off.
+NOISE_ONLY = 1
+# Rows that both updates show, beyond the directions that they may have, for the noise to be seen.
+LEAST_SPARE = 8
+# A direction is in all spaces where its squared sine with them sums up to less than this.
+COMMON = 1e-3
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two updates, compared.
+
+    Attributes:
+        span: (k, P) orthonormal, what their rows differ in.
+        misfit: share of the rows, by squared size, that lies beyond.
+    """
+
+    span: Tensor
+    misfit: float
+
+
+def same_image(target: MaskedUpdate, others: Sequence[MaskedUpdate | None]) -> list[int]:
+    """Which of the other updates show the image of the target, at the same places, all of them narrow.
+
+    Args:
+        others: None and updates that are not narrow are passed over.
+    """
+    narrow = ((number, other) for number, other in enumerate(others) if other is not None and other.narrow)
+    return [number for number, other in narrow if _pair(target, other).misfit < AGREEMENT]
+
+
+def complete_spans(updates: Sequence[MaskedUpdate]) -> list[MaskedUpdate]:
+    """Narrow updates of one image, each with the whole span of its masked patches.
+
+    Args:
+        updates: at least `LEAST_UPDATES` of them, solved.
+    """
+    count, p = len(updates), updates[0].rows.shape[1]
+    outside = [torch.eye(p).to(updates[0].rows) * (count - 1) for _ in updates]
+    for first in range(count):
+        for second in range(first + 1, count):
+            span = _pair(updates[first], updates[second]).span
+            inside = span.T @ span
+            outside[first] -= inside
+            outside[second] -= inside
+    return [_completed(update, matrix, count - 1) for update, matrix in zip(updates, outside, strict=True)]
+
+
+def _completed(update: MaskedUpdate, outside: Tensor, others: int) -> MaskedUpdate:
+    sines, vectors = torch.linalg.eigh(outside)
+    common = sines < COMMON
+    basis, tilt = vectors[:, common].T.contiguous(), sines[common].clamp(min=0) / others
+    equations = NormalEquations(*update.rows.shape, device=update.rows.device)
+    equations.add(update.rows, basis, update.noise**-2, tilt)
+    return replace(
+        update, basis=basis, tilt=tilt, sizes=tilt.new_ones(len(tilt)), sums=equations, reasons=(), narrow=False
+    )
+
+
+def _pair(first: MaskedUpdate, second: MaskedUpdate) -> _Pair:
+    """What the rows of two updates differ in, and how much else they do."""
+    known = torch.linalg.qr(torch.cat([first.basis, second.basis]).T).Q.T  # (k, P)
+    both = ~first.masked & ~second.masked
+    most = max(_dimension(first.masked, second.masked) - len(known) + 2 * NOISE_ONLY, 0)
+    spare = min(int(both.sum()), known.shape[1] - len(known)) - most
+    if spare < LEAST_SPARE:
+        return _Pair(known, torch.inf)
+    left = first.rows[both] - second.rows[both]
+    left = left - (left @ known.T) @ known
+    _, sizes, directions = torch.linalg.svd(left, full_matrices=False)
+    beyond = sizes[most:]
+    found = int((sizes[:most] > ABOVE_NOISE * beyond[0]).sum())
+    kept = first.rows[both] - (first.rows[both] @ known.T) @ known
+    misfit = float(beyond.square().sum() / kept.square().sum().clamp(min=1e-300))
+    span = torch.linalg.qr(torch.cat([known, directions[:found]]).T).Q.T
+    return _Pair(span, misfit)
+
+
+def _dimension(first: Tensor, second: Tensor) -> int:
+    """The largest dimension of the sum of the spaces of differences of two sets of masked patches (N,) bool."""
+    together = int((first | second).sum())
+    return together - (1 if (first & second).any() else 2)
