@@ -36,6 +36,7 @@ from fedmjp.records import provenance
 from tests.accelerator import NAME, DeviceMixed, simulated_accelerator
 from tests.attacks import contract
 from tests.attacks.active.contexts import before
+from tests.attacks.linear.test_completed_spans import updates
 from tests.attacks.models import timm_vit
 from tests.conftest import observe, photographs
 
@@ -106,6 +107,7 @@ CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("mjp_subspace", masked, {}),
     ("mjp_mixture", masked, {}),
     ("mjp_rounds", masked, {}),
+    ("mjp_rounds", lambda: updates(photographs(64, 1), 3), {}),
     ("unmix", ten_hidden, UNMIX),
     ("inverting_gradients", plain, {"steps": 1}),
     ("gradvit", plain, {"steps": 1}),

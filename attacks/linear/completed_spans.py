@@ -47,8 +47,9 @@ ABOVE_NOISE = 4.0
 NOISE_ONLY = 1
 # Rows that both updates show, beyond the directions that they may have, for the noise to be seen.
 LEAST_SPARE = 8
-# A direction is in all spaces where its squared sine with them sums up to less than this.
+# A direction is in all spaces where its squared sine with them is less than this on average.
 COMMON = 1e-3
+TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,12 @@ class _Pair:
 
     Attributes:
         span: (k, P) orthonormal, what their rows differ in.
+        tilt: (k,) expected squared sine of the angle by which noise turns each row of `span`.
         misfit: share of the rows, by squared size, that lies beyond.
     """
 
     span: Tensor
+    tilt: Tensor
     misfit: float
 
 
@@ -81,44 +84,55 @@ def complete_spans(updates: Sequence[MaskedUpdate]) -> list[MaskedUpdate]:
         updates: at least `LEAST_UPDATES` of them, solved.
     """
     count, p = len(updates), updates[0].rows.shape[1]
-    outside = [torch.eye(p).to(updates[0].rows) * (count - 1) for _ in updates]
+    outside, tilts = ([torch.zeros(p, p).to(updates[0].rows) for _ in updates] for _ in range(2))
     for first in range(count):
         for second in range(first + 1, count):
-            span = _pair(updates[first], updates[second]).span
-            inside = span.T @ span
-            outside[first] -= inside
-            outside[second] -= inside
-    return [_completed(update, matrix, count - 1) for update, matrix in zip(updates, outside, strict=True)]
+            pair = _pair(updates[first], updates[second])
+            beyond = torch.eye(p).to(pair.span) - pair.span.T @ pair.span
+            turned = (pair.span.T * pair.tilt) @ pair.span
+            for number in (first, second):
+                outside[number] += beyond / (count - 1)
+                tilts[number] += turned / (count - 1)
+    return [_completed(*parts) for parts in zip(updates, outside, tilts, strict=True)]
 
 
-def _completed(update: MaskedUpdate, outside: Tensor, others: int) -> MaskedUpdate:
+def _completed(update: MaskedUpdate, outside: Tensor, tilts: Tensor) -> MaskedUpdate:
+    """An update with the directions that all its pairs have.
+
+    Args:
+        outside: (P, P) quadratic form, the squared sine of a direction with the pairs' spans, on average.
+        tilts: the same of the angles by which noise turns these.
+    """
     sines, vectors = torch.linalg.eigh(outside)
-    common = sines < COMMON
-    basis, tilt = vectors[:, common].T.contiguous(), sines[common].clamp(min=0) / others
+    basis = vectors[:, sines < COMMON].T.contiguous()
+    tilt = torch.maximum(((basis @ tilts) * basis).sum(dim=1), sines[sines < COMMON]).clamp(min=0, max=1)
     equations = NormalEquations(*update.rows.shape, device=update.rows.device)
     equations.add(update.rows, basis, update.noise**-2, tilt)
     return replace(
-        update, basis=basis, tilt=tilt, sizes=tilt.new_ones(len(tilt)), sums=equations, reasons=(), narrow=False
+        update, basis=basis, tilt=tilt, sizes=torch.ones_like(tilt), sums=equations, reasons=(), narrow=False
     )
 
 
 def _pair(first: MaskedUpdate, second: MaskedUpdate) -> _Pair:
     """What the rows of two updates differ in, and how much else they do."""
-    known = torch.linalg.qr(torch.cat([first.basis, second.basis]).T).Q.T  # (k, P)
+    basis, mixed = torch.linalg.qr(torch.cat([first.basis, second.basis]).T)
+    known, tilt = basis.T, torch.cat([first.tilt, second.tilt]) / mixed.diagonal().square().clamp(min=TINY)
     both = ~first.masked & ~second.masked
     most = max(_dimension(first.masked, second.masked) - len(known) + 2 * NOISE_ONLY, 0)
     spare = min(int(both.sum()), known.shape[1] - len(known)) - most
     if spare < LEAST_SPARE:
-        return _Pair(known, torch.inf)
+        return _Pair(known, tilt, torch.inf)
     left = first.rows[both] - second.rows[both]
     left = left - (left @ known.T) @ known
     _, sizes, directions = torch.linalg.svd(left, full_matrices=False)
-    beyond = sizes[most:]
+    beyond, noise = sizes[most:], float(sizes[most:].square().sum()) / spare  # of a row
     found = int((sizes[:most] > ABOVE_NOISE * beyond[0]).sum())
     kept = first.rows[both] - (first.rows[both] @ known.T) @ known
-    misfit = float(beyond.square().sum() / kept.square().sum().clamp(min=1e-300))
-    span = torch.linalg.qr(torch.cat([known, directions[:found]]).T).Q.T
-    return _Pair(span, misfit)
+    return _Pair(
+        span=torch.linalg.qr(torch.cat([known, directions[:found]]).T).Q.T,
+        tilt=torch.cat([tilt, noise / sizes[:found].square()]).clamp(max=1),
+        misfit=float(beyond.square().sum() / kept.square().sum().clamp(min=TINY)),
+    )
 
 
 def _dimension(first: Tensor, second: Tensor) -> int:
