@@ -45,6 +45,8 @@ ABOVE_NOISE = 4.0
 # Of an update's known directions so many may be noise: the gradients at the tokens of a pre-norm ViT are orthogonal to
 # the constant vector, so that D - 1 channels hold them, and the last of D - U combinations is round-off.
 NOISE_ONLY = 1
+# Directions that noise turns by more than this squared sine are left to the differences to find.
+LARGEST_TILT = 1e-2
 # Rows that both updates show, beyond the directions that they may have, for the noise to be seen.
 LEAST_SPARE = 8
 # A direction is in all spaces where its squared sine with them is less than this on average.
@@ -115,8 +117,10 @@ def _completed(update: MaskedUpdate, outside: Tensor, tilts: Tensor) -> MaskedUp
 
 def _pair(first: MaskedUpdate, second: MaskedUpdate) -> _Pair:
     """What the rows of two updates differ in, and how much else they do."""
-    basis, mixed = torch.linalg.qr(torch.cat([first.basis, second.basis]).T)
-    known, tilt = basis.T, torch.cat([first.tilt, second.tilt]) / mixed.diagonal().square().clamp(min=TINY)
+    sure = [update.tilt < LARGEST_TILT for update in (first, second)]
+    basis, mixed = torch.linalg.qr(torch.cat([first.basis[sure[0]], second.basis[sure[1]]]).T)
+    known, tilt = basis.T, torch.cat([first.tilt[sure[0]], second.tilt[sure[1]]])
+    tilt = tilt / mixed.diagonal().square().clamp(min=TINY)
     both = ~first.masked & ~second.masked
     most = max(_dimension(first.masked, second.masked) - len(known) + 2 * NOISE_ONLY, 0)
     spare = min(int(both.sum()), known.shape[1] - len(known)) - most
