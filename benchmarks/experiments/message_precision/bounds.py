@@ -8,8 +8,16 @@ the inverse of the Fisher information (Cramer 1946, Rao 1945), here with the fac
 
 s_d and v_d are the variances of the entries of dL/dE and G in channel d. Rounding errors are uniform and are taken for
 normal ones of the same variance: with three equations an unknown, as here, the difference is 0.4 dB (see the module).
-An image prior is a bias, so that an estimate with one can be better where the message says little; a server that
-computes G from the weights has more equations (`gauss_newton`).
+An image prior is a bias, so that an estimate with one can be better where the message says little.
+
+*The whole message.* A server that computes the gradient g(x) from the weights has every entry for an equation, and the
+pixels for its only unknowns (`gauss_newton`):
+
+    E |x_i - X_i|^2 >= ((J^T J)^-1)_ii,      J = diag(1 / sigma) dg / dx    at the photograph,
+
+with the deviations sigma that the message shows. Here several hundred equations stand for an unknown, and an estimate
+that uses the edges of the uniform errors may go below what normal ones allow: the figure says what the message holds at
+least, not what is out of reach.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ import torch
 from torch import Tensor
 
 from attacks import Observation, find_tokenizer
+from attacks.gradient_matching.gauss_newton import Message
 from attacks.linear.errors_in_variables import RoundedSystem, information
 from attacks.linear.position_rows import bounds_of_update, position_gradient, projection_products
 
@@ -46,11 +55,31 @@ def least_error(exact: Observation, sent: Observation, original: Tensor) -> floa
     patches = tokenizer.patchify((original.double() - mean) / std)[0]  # (N, P)
     rows = position_gradient(exact, tokenizer)[tokenizer.prefix :].double()
     system = RoundedSystem(rows, bounds[0], projection_products(exact, tokenizer).double(), bounds[1])
-    found = information(system, patches)
-    lifted = found + JITTER * found.diagonal().mean() * torch.eye(len(found), dtype=found.dtype)
-    variances = torch.cholesky_inverse(torch.linalg.cholesky(lifted)).diagonal().view_as(patches)
+    variances = _least_variances(information(system, patches)).view_as(patches)
     scale = tokenizer.patchify(std.expand_as(original))[0]
     return float((variances * scale.square()).mean())
+
+
+def least_error_of_message(sent: Observation, original: Tensor) -> float:
+    """The same where the estimate knows the whole gradient as a function of the image.
+
+    Args:
+        sent: the message, which `gauss_newton` can take.
+        original: (1, C, H, W) in [0, 1], of at most `LARGEST` values.
+    """
+    message = Message(sent, find_tokenizer(sent.model, sent.image_shape))
+    at, count = message.linearise(message.normalised(original)), original.numel()
+    units = torch.eye(count, dtype=torch.float64).view(count, *original.shape)
+    found = torch.stack([at.pull(at.push(unit)).flatten() for unit in units])
+    variances = _least_variances((found + found.T) / 2).view(original.shape)
+    std = torch.tensor(sent.std, dtype=torch.float64).view(1, -1, 1, 1)
+    return float((variances * std.square()).mean())
+
+
+def _least_variances(found: Tensor) -> Tensor:
+    """Diagonal of the inverse of a matrix of information."""
+    lifted = found + JITTER * found.diagonal().mean() * torch.eye(len(found), dtype=found.dtype)
+    return torch.cholesky_inverse(torch.linalg.cholesky(lifted)).diagonal()
 
 
 def psnr_of(error: float) -> float:

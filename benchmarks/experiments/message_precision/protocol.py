@@ -12,7 +12,7 @@ from rich.console import Console
 from attacks import Attack, Observation, find_tokenizer
 from attacks.fingerprints import repair
 from attacks.registry import UsageError
-from experiments.message_precision.bounds import LARGEST, least_error, psnr_of
+from experiments.message_precision.bounds import LARGEST, least_error, least_error_of_message, psnr_of
 from experiments.message_precision.options import DECAYED, RETURNED, Options
 from experiments.message_precision.precisions import has_memory, is_sparse, send
 from experiments.message_precision.render import BOUND, KNOWN, MESSAGE_PRECISION, PLAIN
@@ -29,6 +29,7 @@ from fedmjp.records.rows import BASELINES, RowLog
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
 UNDEFENDED = ("patch_embedding", "token_span", "sparse_rounds", "gauss_newton")
+BOUNDED = ("patch_embedding", "gauss_newton")  # attacks with a bound
 
 
 def run(options: Options, console: Console) -> None:
@@ -102,7 +103,7 @@ class Run(TableRun):
             history = _read_part(histories[length]) if name == "sparse_rounds" else histories[length]
             sent = send(history, precision, rate=o.rate, decay=o.decay, seed=100 * o.seed + client)
             if way == BOUND:
-                yield case, _bound(history[-1], sent[-1], originals), sent[-1].gradient_norm()
+                yield case, _bound(name, history[-1], sent[-1], originals), sent[-1].gradient_norm()
                 continue
             if way == KNOWN and precision == DECAYED:
                 sent = [repair(view)[0] for view in sent]
@@ -115,8 +116,8 @@ class Run(TableRun):
             for name in names:
                 if _reads(name, precision):
                     yield from ((precision, name, way, attack) for way, attack in _ways(name, precision).items())
-            if self.options.bounds and "patch_embedding" in names and _is_rounded(precision):
-                yield precision, "patch_embedding", BOUND, build_attack("patch_embedding")
+            for name in sorted({*names} & {*BOUNDED}) if self.options.bounds and _is_rounded(precision) else ():
+                yield precision, name, BOUND, build_attack(name)
 
     def length(self, name: str, defense: str) -> int:
         """How many updates an attack reads."""
@@ -157,11 +158,12 @@ def _read_part(history: Sequence[Observation]) -> list[Observation]:
     return [replace(view, gradients={n: view.gradients[n] for n in names}) for view in history]
 
 
-def _bound(exact: Observation, sent: Observation, originals: torch.Tensor) -> Scored:
-    """The bound as a row that has an error and no image."""
-    error = least_error(exact, sent, originals)
+def _bound(name: str, exact: Observation, sent: Observation, originals: torch.Tensor) -> Scored:
+    """The bound of the equations that an attack of `BOUNDED` uses, as a row that has an error and no image."""
+    whole = name == "gauss_newton"
+    error = least_error_of_message(sent, originals) if whole else least_error(exact, sent, originals)
     record = dict.fromkeys(METRIC_DIRECTIONS, float("nan")) | {"mse": error, "psnr": psnr_of(error)}
-    return Scored("patch_embedding", {}, None, [record], 0.0, "")
+    return Scored(name, {}, None, [record], 0.0, "")
 
 
 def _is_rounded(precision: str) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from experiments.message_precision.bounds import least_error_of_message, psnr_of
 from small_vit import psnr, small_vit, view
 
 from attacks import ATTACKS, Observation
@@ -58,6 +59,13 @@ def test_it_gains_6_db_on_the_plain_solve_and_ends_at_the_rounding(defense: str)
     assert found.diagnosis == ""
     assert bool(found.known.all())
     assert found.details["misfit"] == pytest.approx(1, abs=0.05)
+
+
+def test_it_ends_at_the_bound_of_the_whole_message() -> None:
+    exact, images = view(small_vit())
+    observation = sent(exact, INT8)
+    found = ATTACKS.get("gauss_newton")(steps=8)([observation])
+    assert psnr(found, images) == pytest.approx(psnr_of(least_error_of_message(observation, images)), abs=1.5)
 
 
 def test_nothing_is_vouched_for_before_it_settles(rounded) -> None:
