@@ -33,6 +33,8 @@ from torch import Tensor
 
 from attacks.linear.masked_update import MaskedUpdate
 from attacks.linear.normal_equations import NormalEquations
+from attacks.linear.views import all_shifts, mirror
+from attacks.tokenizer import Tokenizer
 
 # Updates of the same image that the spans follow from.
 LEAST_UPDATES = 3
@@ -69,14 +71,21 @@ class _Pair:
     misfit: float
 
 
-def same_image(target: MaskedUpdate, others: Sequence[MaskedUpdate | None]) -> list[int]:
-    """Which of the other updates show the image of the target, at the same places, all of them narrow.
+def same_image(first: MaskedUpdate, second: MaskedUpdate) -> bool:
+    """Whether two narrow updates show one image, at the same places."""
+    return first.narrow and second.narrow and _pair(first, second).misfit < AGREEMENT
 
-    Args:
-        others: None and updates that are not narrow are passed over.
-    """
-    narrow = ((number, other) for number, other in enumerate(others) if other is not None and other.narrow)
-    return [number for number, other in narrow if _pair(target, other).misfit < AGREEMENT]
+
+def mirrored_update(update: MaskedUpdate, tokenizer: Tokenizer) -> MaskedUpdate:
+    """The narrow update of the mirrored image."""
+    source = all_shifts(tokenizer.grid, True, 0)[0].to(update.masked.device)
+    return replace(
+        update,
+        rows=mirror(update.rows, tokenizer)[source],
+        basis=mirror(update.basis, tokenizer),
+        scale=update.scale[source],
+        masked=update.masked[source],
+    )
 
 
 def complete_spans(updates: Sequence[MaskedUpdate]) -> list[MaskedUpdate]:

@@ -20,8 +20,8 @@ Updates that hide so much that hardly any place is shown by both are joined by t
 neither shifted nor recoloured. The weights of the network may change between updates; masked, unmasked and unjigsawed
 steps mix freely.
 
-With more patches than channels no update shows its hidden span whole. There masked updates of the unmoved image are
-joined, three at least (`attacks.linear.completed_spans`).
+With more patches than channels no update shows its hidden span whole. There masked updates of the image in its place,
+mirrored or not, are joined, three at least (`attacks.linear.completed_spans`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.linear.completed_spans import LEAST_UPDATES, complete_spans, same_image
+from attacks.linear.completed_spans import LEAST_UPDATES, complete_spans, mirrored_update, same_image
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.normal_equations import Estimate, NormalEquations
 from attacks.linear.position_rows import (
@@ -113,28 +113,36 @@ def _join_narrow(
     target: PositionRows | SpanUpdate, last: MaskedUpdate, earlier: Sequence[PositionRows | SpanUpdate | None]
 ) -> JoinedUpdates:
     """The same where each update shows a part of its hidden span only, and their differences the rest."""
-    updates = [*(update for _, update in _narrow_of_same_image(target, last, earlier)), last]
+    others = _narrow_of_same_image(target, last, earlier)
+    updates, changed = [*(update for _, update, _ in others), last], sum(mirrored for *_, mirrored in others)
     if len(updates) < LEAST_UPDATES:
         found = "1 was" if len(updates) == 1 else f"{len(updates)} were"
         missing = f"{LEAST_UPDATES} updates of the image would show all of them, and {found} found"
-        return JoinedUpdates(
-            target.tokenizer, last, last.equations(), ~last.masked, (*last.reasons, missing), changed=0
-        )
+        reasons = (*last.reasons, missing)
+        return JoinedUpdates(target.tokenizer, last, last.equations(), ~last.masked, reasons, changed=0)
     *completed, last = complete_spans(updates)
     equations = last.equations()
     for update in completed:
         equations.merge(update.equations())
     shown = torch.stack([~update.masked for update in updates]).any(dim=0)
-    return JoinedUpdates(target.tokenizer, last, equations, shown, (), changed=0)
+    return JoinedUpdates(target.tokenizer, last, equations, shown, (), changed)
 
 
 def _narrow_of_same_image(
     target: PositionRows | SpanUpdate, last: MaskedUpdate, earlier: Sequence[PositionRows | SpanUpdate | None]
-) -> list[tuple[PositionRows | SpanUpdate, MaskedUpdate]]:
-    """Those of the earlier updates of narrow ones that show the target's image unmoved."""
-    readable = [rows for rows in earlier if rows is not None and rows.tokenizer == target.tokenizer]
-    solved = [solve(rows) for rows in readable]
-    return [(readable[number], solved[number]) for number in same_image(last, solved)]
+) -> list[tuple[PositionRows | SpanUpdate, MaskedUpdate, bool]]:
+    """Those of the earlier updates that show the target's image, solved for its places, and whether mirrored."""
+    found = []
+    for rows in earlier:
+        if rows is None or rows.tokenizer != target.tokenizer:
+            continue
+        update = solve(rows)
+        for mirrored in (False, True):
+            moved = mirrored_update(update, target.tokenizer) if mirrored else update
+            if same_image(last, moved):
+                found.append((rows, moved, mirrored))
+                break
+    return found
 
 
 def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
@@ -176,7 +184,8 @@ def _updates_of_last_image(
     last = solve(target) if target.products.isfinite().all() else None
     if last is not None and last.narrow:
         found = _narrow_of_same_image(target, last, earlier)
-        return [*(rows for rows, _ in found), target] if len(found) + 1 >= LEAST_UPDATES else [target]
+        used = [rows for rows, _, mirrored in found if not (plain and mirrored)]
+        return [*used, target] if len(found) + 1 >= LEAST_UPDATES else [target]
     if last is None or last.reasons:
         return [target]
     found = _same_image(Target.of(target, last), earlier)
