@@ -16,8 +16,11 @@ not: what is left beyond says whether two updates show one image.
 
     D_s = (D_s + D_t) cut (D_s + D_u),
 
-found as the null space of the sum of what lies outside of each. Where both of all other updates hide a patch, its
-direction is in the intersection as well; then less is known of the patches, and nothing wrong.
+found as the null space of the mean of what lies outside of each. Where all other updates hide a patch, its direction is
+in the intersection as well; then less is known of the patches, and nothing wrong.
+
+*Alike masks.* Two updates with the same mask and weights do not differ, with nearly the same ones in few directions.
+Where masks overlap a pair counts only if all directions of D_s + D_t are found.
 
 No weights, labels or order of the updates are needed, and the masks may differ in size. Two updates that hide disjoint
 patches do not suffice: any complement of D_t in D_s + D_t would do for D_s.
@@ -27,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -63,17 +67,23 @@ class _Pair:
     Attributes:
         span: (k, P) orthonormal, what their rows differ in.
         tilt: (k,) expected squared sine of the angle by which noise turns each row of `span`.
-        misfit: share of the rows, by squared size, that lies beyond.
+        misfit: share of the rows, by squared size, that lies beyond; infinite where too few rows are shown by both, or
+            where these cannot show the whole span.
     """
 
     span: Tensor
     tilt: Tensor
     misfit: float
 
+    @property
+    def agrees(self) -> bool:
+        """Whether both show one image, and the pair its span."""
+        return self.misfit < AGREEMENT
 
-def same_image(first: MaskedUpdate, second: MaskedUpdate) -> bool:
-    """Whether two narrow updates show one image, at the same places."""
-    return first.narrow and second.narrow and _pair(first, second).misfit < AGREEMENT
+
+def completes(first: MaskedUpdate, second: MaskedUpdate) -> bool:
+    """Whether two narrow updates show one image, at the same places, behind masks that are different enough."""
+    return first.narrow and second.narrow and _pair(first, second).agrees
 
 
 def mirrored_update(update: MaskedUpdate, tokenizer: Tokenizer) -> MaskedUpdate:
@@ -92,19 +102,19 @@ def complete_spans(updates: Sequence[MaskedUpdate]) -> list[MaskedUpdate]:
     """Narrow updates of one image, each with the whole span of its masked patches.
 
     Args:
-        updates: at least `LEAST_UPDATES` of them, solved.
+        updates: at least `LEAST_UPDATES` of them, solved, each of which `completes` the last one.
     """
-    count, p = len(updates), updates[0].rows.shape[1]
-    outside, tilts = ([torch.zeros(p, p).to(updates[0].rows) for _ in updates] for _ in range(2))
-    for first in range(count):
-        for second in range(first + 1, count):
-            pair = _pair(updates[first], updates[second])
-            beyond = torch.eye(p).to(pair.span) - pair.span.T @ pair.span
-            turned = (pair.span.T * pair.tilt) @ pair.span
-            for number in (first, second):
-                outside[number] += beyond / (count - 1)
-                tilts[number] += turned / (count - 1)
-    return [_completed(*parts) for parts in zip(updates, outside, tilts, strict=True)]
+    p, like = updates[0].rows.shape[1], updates[0].rows
+    outside, tilts = ([torch.zeros(p, p).to(like) for _ in updates] for _ in range(2))
+    pairs = [0] * len(updates)
+    for first, second in combinations(range(len(updates)), 2):
+        pair = _pair(updates[first], updates[second])
+        for number in (first, second) if pair.agrees else ():
+            outside[number] += torch.eye(p).to(like) - pair.span.T @ pair.span
+            tilts[number] += (pair.span.T * pair.tilt) @ pair.span
+            pairs[number] += 1
+    parts = zip(updates, outside, tilts, pairs, strict=True)
+    return [_completed(update, sines / count, turned / count) for update, sines, turned, count in parts]
 
 
 def _completed(update: MaskedUpdate, outside: Tensor, tilts: Tensor) -> MaskedUpdate:
@@ -131,7 +141,8 @@ def _pair(first: MaskedUpdate, second: MaskedUpdate) -> _Pair:
     known, tilt = basis.T, torch.cat([first.tilt[sure[0]], second.tilt[sure[1]]])
     tilt = tilt / mixed.diagonal().square().clamp(min=TINY)
     both = ~first.masked & ~second.masked
-    most = max(_dimension(first.masked, second.masked) - len(known) + 2 * NOISE_ONLY, 0)
+    missing = _dimension(first.masked, second.masked) - len(known)
+    most = max(missing + 2 * NOISE_ONLY, 0)
     spare = min(int(both.sum()), known.shape[1] - len(known)) - most
     if spare < LEAST_SPARE:
         return _Pair(known, tilt, torch.inf)
@@ -140,6 +151,8 @@ def _pair(first: MaskedUpdate, second: MaskedUpdate) -> _Pair:
     _, sizes, directions = torch.linalg.svd(left, full_matrices=False)
     beyond, noise = sizes[most:], float(sizes[most:].square().sum()) / spare  # of a row
     found = int((sizes[:most] > ABOVE_NOISE * beyond[0]).sum())
+    if found < missing and (first.masked & second.masked).any():
+        return _Pair(known, tilt, torch.inf)
     kept = first.rows[both] - (first.rows[both] @ known.T) @ known
     return _Pair(
         span=torch.linalg.qr(torch.cat([known, directions[:found]]).T).Q.T,

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.linear.completed_spans import LEAST_UPDATES, complete_spans, mirrored_update, same_image
+from attacks.linear.completed_spans import LEAST_UPDATES, complete_spans, completes, mirrored_update
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.normal_equations import Estimate, NormalEquations
 from attacks.linear.position_rows import (
@@ -139,7 +139,7 @@ def _narrow_of_same_image(
         update = solve(rows)
         for mirrored in (False, True):
             moved = mirrored_update(update, target.tokenizer) if mirrored else update
-            if same_image(last, moved):
+            if completes(last, moved):
                 found.append((rows, moved, mirrored))
                 break
     return found
