@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks import ATTACKS, Observation
+from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.known_attention import SweepSearch
 from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import Placement
@@ -107,7 +108,7 @@ CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("mjp_subspace", masked, {}),
     ("mjp_mixture", masked, {}),
     ("mjp_rounds", masked, {}),
-    ("mjp_rounds", lambda: updates(photographs(64, 1), 3), {}),
+    ("mjp_rounds", lambda: updates(photographs(64, 1), 3), {"prior": VectorialVariation(smoothing=(None,))}),
     ("unmix", ten_hidden, UNMIX),
     ("inverting_gradients", plain, {"steps": 1}),
     ("gradvit", plain, {"steps": 1}),

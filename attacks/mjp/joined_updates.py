@@ -313,7 +313,7 @@ class Target:
     def _aligned(
         self, update: MaskedUpdate, mirrored: bool, mix: Tensor | None = None, *, same_colours: bool = False
     ) -> _Alignment:
-        """The view at the shift of the least misfit, with the colours that follow.
+        """The view at a shift that agrees, or else has the least misfit, with the colours that follow.
 
         Where too little is shown by both to be compared: the unshifted view and infinity.
 
@@ -330,8 +330,10 @@ class Target:
         kept, other = _projected([ours.rows, theirs], torch.cat(hidden))
         source = all_shifts(tokenizer.grid, mirrored, FARTHEST).to(ours.masked.device)  # (S, N)
         both = (source >= 0) & ~ours.masked & ~update.masked[source]  # (S, N)
-        misfits, factors = _misfits(kept, other, both, source, ~ours.masked, scaled=not same_colours)
-        best = int(misfits.argmin())  # of equal ones the first, which is unshifted
+        misfits, factors, sizes = _misfits(kept, other, both, source, ~ours.masked, scaled=not same_colours)
+        agree = misfits < AGREEMENT  # several may, where uniform patches alone are compared
+        most = 0 if agree[0] else torch.where(agree, sizes, -1).argmax()
+        best = int(most if agree.any() else misfits.argmin())
         view, misfit = View.of(tokenizer, source[best], mirrored=mirrored), float(misfits[best])
         if same_colours or misfit == torch.inf:
             return _Alignment(view, misfit, misfit)
@@ -378,8 +380,8 @@ def _projected(parts: Sequence[Tensor], hidden: Tensor) -> list[Tensor]:
 
 def _misfits(
     ours: Tensor, theirs: Tensor, both: Tensor, source: Tensor, shown: Tensor, *, scaled: bool
-) -> tuple[Tensor, Tensor]:
-    """Misfit and factor s for every shift, (S,) each; infinite where too little is compared.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Misfit, infinite where too little is compared, factor s and squared size of that, for every shift, (S,) each.
 
     Args:
         ours, theirs: r and r', (N, P).
@@ -394,4 +396,4 @@ def _misfits(
     factor = cross / own.clamp(min=1e-300) if scaled else torch.ones_like(cross)
     misfit = (size - 2 * factor * cross + factor.square() * own) / size.clamp(min=1e-300)
     enough = (size > LEAST_COMPARED * lengths[shown].sum()) & (factor > 0)
-    return torch.where(enough, misfit, torch.inf), factor
+    return torch.where(enough, misfit, torch.inf), factor, size

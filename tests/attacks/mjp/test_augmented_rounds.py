@@ -87,6 +87,15 @@ def test_other_photographs_in_every_view_are_left_out(models, scene) -> None:
     assert ATTACKS.get("mjp_rounds")()(sent).details["updates"] == 1
 
 
+def test_uniform_areas_move_no_update(models, scene) -> None:
+    """Where masks leave hardly more than a uniform area to compare, shifts agree on it as well as no shift."""
+    image = crop(scene).clone()
+    image[..., :40, :] = 0.7
+    views = [jigsawed(models[0], image, 0.5, seed=seed) for seed in range(12)]
+    found = ATTACKS.get("mjp_rounds")()(views)
+    assert (found.details["updates"], found.details["changed"]) == (12, 0)
+
+
 def test_colours_and_shift_are_those_that_were_applied(models, scene) -> None:
     image, changed = crop(scene), 0.7 * crop(scene, 2, 0) + 0.1
     ours, theirs = (read_position_rows(v) for v in updates(models[:2], [image, changed]))
