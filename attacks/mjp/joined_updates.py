@@ -331,7 +331,7 @@ class Target:
         source = all_shifts(tokenizer.grid, mirrored, FARTHEST).to(ours.masked.device)  # (S, N)
         both = (source >= 0) & ~ours.masked & ~update.masked[source]  # (S, N)
         misfits, factors, sizes = _misfits(kept, other, both, source, ~ours.masked, scaled=not same_colours)
-        agree = misfits < AGREEMENT  # several may, where uniform patches alone are compared
+        agree = misfits < AGREEMENT  # also by chance, of uniform patches alone: unmoved is likeliest
         most = 0 if agree[0] else torch.where(agree, sizes, -1).argmax()
         best = int(most if agree.any() else misfits.argmin())
         view, misfit = View.of(tokenizer, source[best], mirrored=mirrored), float(misfits[best])
