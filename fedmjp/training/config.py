@@ -39,10 +39,13 @@ class Recipe:
     """Passes over the training images."""
     batch_size: int = 1024
     """Images a step, an even number."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: orthogonalised Nesterov momentum for matrices and NAdamW for the rest, as in timm. A matrix's
+    step has the size of AdamW's (Liu et al., arXiv 2502.16982), so that one learning rate serves both."""
     learning_rate: float = 5e-4
-    """Peak rate of AdamW per 512 images of the batch (1024 images: twice that)."""
+    """Peak rate per 512 images of the batch (1024 images: twice that)."""
     weight_decay: float = 0.05
-    """AdamW's decay; biases, norms, class token and position embeddings are not decayed."""
+    """Decay of weights; biases, norms, class token and position embeddings are not decayed."""
     warmup_epochs: float = 20
     """Epochs of linear warm-up before the cosine."""
     label_smoothing: float = DEIT.label_smoothing
@@ -154,6 +157,8 @@ class TrainConfig:
         values = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         values["options"] = {self.defense: json.loads(json.dumps(self.defence().parameters(), default=str))}
         values["precision"] = self.activations()
+        if self.recipe.optimizer == "adamw":  # the only one there was: what earlier trainings recorded stays the same
+            del values["recipe"]["optimizer"]
         return {k: v for k, v in values.items() if k not in ("out", "resume")}
 
     def validate(self) -> None:

@@ -1,7 +1,7 @@
-"""Central training with AdamW on a client's loss, epoch by epoch.
+"""Central training on a client's loss, epoch by epoch.
 
 A step computes the same as a client (`fedmjp.client`): the objective's view of the batch, the defence on the input, the
-loss, its gradient, the defence on the update. Instead of being sent, the update is passed to AdamW.
+loss, its gradient, the defence on the update. Instead of being sent, the update is passed to an optimiser.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ class Trainer:
         self.batches = Batches(self.data.train, self.recipe, self.model, config.seed, config.workers)
         rate = self.recipe.learning_rate * self.recipe.batch_size / 512
         decay = config.start.layer_decay
+        muon = self.recipe.optimizer == "muon"
         self.optimizer = create_optimizer_v2(
             self.model.module,
-            opt="adamw",
+            opt=self.recipe.optimizer,
             lr=rate,
             weight_decay=self.recipe.weight_decay,
             layer_decay=None if decay == 1 else decay,
+            **({"nesterov": True} if muon else {}),
         )
         self.schedule = CosineLRScheduler(
             self.optimizer,

@@ -169,6 +169,37 @@ def test_bfloat16_multiplies_in_bfloat16_and_keeps_float32_weights(tmp_path) -> 
     assert {p.dtype for p in trainer.model.module.parameters()} == {torch.float32}
 
 
+def test_muon_moves_a_matrix_equally_along_all_directions_of_its_gradient(tmp_path) -> None:
+    options = config(tmp_path, optimizer="muon", weight_decay=0, warmup_epochs=0, clip_gradient=0)
+    trainer = Trainer(options)
+    name, rate = "blocks.0.attn.proj.weight", trainer.optimizer.param_groups[0]["lr"]
+    weight = dict(trainer.model.module.named_parameters())[name]
+    bias = dict(trainer.model.module.named_parameters())["blocks.0.attn.proj.bias"]
+    before, before_bias = weight.detach().clone(), bias.detach().clone()
+    images, labels = next(iter(trainer.batches.epoch(1, trainer.device)))
+    trainer.step(images, labels, Draws.seeded(1, 2), 1)
+    moved = torch.linalg.svdvals(((before - weight.detach()) / rate).double())
+    expected = 0.2 * len(weight) ** 0.5  # arXiv 2502.16982, equation 4: steps with the mean square of AdamW's
+    assert moved[:8].div(expected).sub(1).abs().max() < 0.2  # an image each; Newton-Schulz is not exact
+    given = torch.linalg.svdvals(weight.grad.double())
+    assert given[0] / given[7] > 3  # while the gradient itself is uneven
+    moved_bias = ((before_bias - bias.detach()) / rate).abs()
+    assert torch.allclose(moved_bias, torch.full_like(moved_bias, 1.9), atol=0.02)  # NAdamW's first step: 1 + 0.9
+
+
+def test_a_training_by_muon_resumes_and_one_by_adamw_is_recorded_as_before(tmp_path) -> None:
+    whole, broken = (config(tmp_path / name, optimizer="muon", epochs=2) for name in ("whole", "broken"))
+    train(whole, QUIET)
+    first = Trainer(broken)
+    line = first.epoch(1, lambda loss: None)
+    TrainingFolder(broken).save(first.state(), [line])
+    train(dataclasses.replace(broken, resume=True), QUIET)
+    assert (whole.out / "model.safetensors").read_bytes() == (broken.out / "model.safetensors").read_bytes()
+    assert "optimizer muon" in (whole.out / "model.md").read_text()
+    assert whole.identity()["recipe"]["optimizer"] == "muon"
+    assert "optimizer" not in config(tmp_path).identity()["recipe"]
+
+
 def test_training_reduces_the_loss(tmp_path, undrawn) -> None:
     light = {"mixup": 0, "cutmix": 0, "erasing": 0, "rand_augment": "none", "smallest_crop": 1.0, "repeats": 1}
     options = config(tmp_path / "out", epochs=12, **light)
