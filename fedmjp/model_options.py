@@ -26,7 +26,8 @@ class ModelConfig:
     resnet50, resnet_micro_32, or speech_mini for spoken words. Defences and objectives turn NAME into the variant that
     they need by themselves."""
     weights: str = "auto"
-    """random, timm (published weights), a checkpoint's path, or auto (shipped weights of that name, else random)."""
+    """random, timm (published weights), auto (shipped weights of that name, else random), long (shipped weights of a
+    longer training, for the variants of vit_mini_32), or a checkpoint's path."""
     block: Literal["standard", "april"] = "standard"
     """First block: as people train it, or APRIL's without norm and residual, for which its closed form is exact."""
     image_size: int | None = None

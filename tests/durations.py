@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("slow_tests.txt")
-LEAST = 0.5  # seconds of set-up, call and tear-down
+LEAST = 0.3  # seconds of set-up, call and tear-down
 
 
 def slow_tests() -> set[str]:

@@ -22,10 +22,10 @@ from typing import Any
 from attacks.registry import UsageError
 from fedmjp.config import RunConfig, from_flat, option_places
 from fedmjp.data.catalog import split_source
+from fedmjp.models.registry import NAMED_WEIGHTS
 
 OF_FLOWER = ("partition-id", "num-partitions")
 OWN = ("data", "data_path", "weights", "from", "device", "threads", "mask_key", "refuse_suspicious")
-NAMED_WEIGHTS = ("auto", "random", "timm")
 # What a simulation alone decides, so that a node cannot hold it.
 UNUSED = ("client_seed", "clients", "engine", "out", "resume", "log")
 FAILED = "the node could not carry out the order; its own log says why"

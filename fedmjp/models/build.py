@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from attacks.registry import UsageError
-from fedmjp.models.registry import MODELS, ModelSpec, split_name
+from fedmjp.models.registry import MODELS, NAMED_WEIGHTS, ModelSpec, split_name
 from fedmjp.models.vit import AprilBlock, BlockKind, ViT
 from fedmjp.models.weights import PRETEXT, load_weights, read_state
-
-NAMED = ("random", "timm", "auto")  # weights that are no file
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,8 @@ def build_model(
     """Build a model by name.
 
     Args:
-        weights: "random", "timm" (timm's published weights), a checkpoint's path, or "auto" (shipped weights of that
-            name, else random).
+        weights: "random", "timm" (timm's published weights), "auto" (shipped weights of that name, else random), "long"
+            (those of a longer training), or a checkpoint's path.
         block: "april" swaps the first block for the one of APRIL's papers.
         dal: DAL map of the _mjp and _idx variants.
         seed: of the random initialisation; NAME and its variants share every weight that they have in common.
@@ -113,7 +111,7 @@ def build_model(
     about = {"image_size": spec.image_size, "patch_size": spec.patch_size, "mean": spec.mean, "std": spec.std}
     built = BuiltModel(module, name, block, **about, provenance="", speech=spec.speech)
     load = partial(load_weights, module, name=name, source=weights, timm_name=spec.published, seed=seed)
-    built = load_at_size(built, image_size, None if weights in NAMED else Path(weights), load)
+    built = load_at_size(built, image_size, None if weights in NAMED_WEIGHTS else Path(weights), load)
     if block == "april":
         module.blocks[0] = AprilBlock(module.blocks[0])
     if adapt is not None and not adapted:
@@ -182,7 +180,7 @@ def adapt_seeded(module: nn.Module, adapt: Callable[[nn.Module], None], seed: in
 
 def _holds_added(weights: str, module: nn.Module, adapt: Callable[[nn.Module], None]) -> bool:
     """Whether `weights` is a checkpoint that holds parameters which `adapt` would add to the module."""
-    if weights in NAMED:
+    if weights in NAMED_WEIGHTS:
         return False
     changed = deepcopy(module)
     adapt_seeded(changed, adapt, 0)

@@ -16,6 +16,9 @@ from attacks.registry import Registry, UsageError
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 INCEPTION_MEAN = INCEPTION_STD = (0.5, 0.5, 0.5)
 VARIANTS = ("", "_nope", "_mjp", "_idx", "_rel")
+# Weights that ship with the package: --weights -> what follows the model's name in that of the file.
+SHIPPED_WEIGHTS = {"auto": "", "long": ".long"}
+NAMED_WEIGHTS = ("random", "timm", *SHIPPED_WEIGHTS)  # weights that are no file of the user's
 
 
 @dataclass(frozen=True)

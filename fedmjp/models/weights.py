@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from attacks.observation import SUPERVISED
 from attacks.registry import UsageError
+from fedmjp.models.registry import SHIPPED_WEIGHTS
 
 SHIPPED = Path(__file__).parent / "checkpoints"
 IMAGENET_CLASSES = 1000  # of timm's weights, and the default head for random weights
@@ -66,8 +67,8 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
     Args:
         module: the model, with random weights.
         name: its name with the variant.
-        source: "random", "timm", "auto" (the shipped weights, else random), or the path of a .safetensors, .pt or .pth
-            state dict.
+        source: "random", "timm", "auto" (the shipped weights, else random), "long" (those of a longer training), or the
+            path of a .safetensors, .pt or .pth state dict.
         timm_name: name of timm's weights for this architecture, or None.
         seed: of the random weights, for the description.
 
@@ -75,13 +76,13 @@ def load_weights(module: nn.Module, *, name: str, source: str, timm_name: str | 
         UsageError: a missing file (also one that this package ships with), weights that cannot be downloaded, or a
             shape that does not fit.
     """
-    shipped = _shipped(name) if source == "auto" else None
+    shipped = shipped_weights(name, source)
     if source == "random" or (source == "auto" and shipped is None):
         return f"random (seed {seed}), NOT TRAINED"
     if source == "timm":
         return _fit(module, _timm_state(timm_name, name), f"timm {timm_name}")
     path = shipped or Path(source)
-    label, state = f"shipped {path.name}" if source == "auto" else path.name, read_state(path)
+    label, state = path.name if shipped is None else f"shipped {path.name}", read_state(path)
     origin = read_origin(path)
     if origin and origin.objective != SUPERVISED:
         label += f", trained by {origin.objective}"
@@ -104,18 +105,23 @@ def read_origin(path: Path) -> Origin | None:
         raise UsageError(f"{path} is damaged: its {ORIGIN!r} entry cannot be read; restore it") from error
 
 
-def shipped_names() -> list[str]:
-    """Names of the models whose weights are included in the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
+def shipped_names(source: str = "auto") -> list[str]:
+    """Names of the models whose weights `source`, an entry of `SHIPPED_WEIGHTS`, are included in the package."""
+    ending = f"{SHIPPED_WEIGHTS[source]}.safetensors"
+    names = (path.name.removesuffix(ending) for path in SHIPPED.glob(f"*{ending}"))
+    return sorted(name for name in names if "." not in name)
 
 
-def _shipped(name: str) -> Path | None:
-    """The file of the weights that the package ships for a model, None for a model without.
+def shipped_weights(name: str, source: str) -> Path | None:
+    """The file of a model's weights in the package; None for another source, and for "auto" of a model without.
 
     Raises:
-        UsageError: a copy of the package without the file, as app bundles are: the model would run untrained.
+        UsageError: "long" of a model that has none, or a copy of the package without the file, as app bundles are: the
+            model would run untrained.
     """
-    path = SHIPPED / f"{name}.safetensors"
+    if source not in SHIPPED_WEIGHTS:
+        return None
+    path = SHIPPED / f"{name}{SHIPPED_WEIGHTS[source]}.safetensors"
     if path.exists():
         return path
     if path.with_suffix(".md").exists():
@@ -123,6 +129,9 @@ def _shipped(name: str) -> Path | None:
             f"this copy of FedMJP lacks the weights of {name} that it should hold ({path.name}); install FedMJP from "
             "its repository, or pass --weights random"
         )
+    if source != "auto":
+        has = ", ".join(shipped_names(source))
+        raise UsageError(f"no weights {source!r} of {name} ship; pass --weights auto, or choose from: {has}")
     return None
 
 
@@ -136,7 +145,7 @@ def classes_of(name: str, source: str) -> int | None:
     Raises:
         UsageError: the file is missing or damaged.
     """
-    shipped = _shipped(name) if source == "auto" else None
+    shipped = shipped_weights(name, source)
     if source in ("random", "timm") or (source == "auto" and shipped is None):
         return None
     state = read_state(shipped or Path(source))

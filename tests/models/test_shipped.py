@@ -17,10 +17,17 @@ from fedmjp.models.weights import SHIPPED, classes_of, shipped_names
 from tests.conftest import shared_file
 
 LARGEST = 8_000_000  # bytes
+FILES = sorted(path.name.removesuffix(".safetensors") for path in SHIPPED.glob("*.safetensors"))
 
 
-def card_of(name: str) -> str:
-    return (SHIPPED / f"{name}.md").read_text(encoding="utf-8")
+def card_of(file: str) -> str:
+    return (SHIPPED / f"{file}.md").read_text(encoding="utf-8")
+
+
+def arguments_of(file: str) -> dict[str, str]:
+    """Name and weights that `build_model` takes, of a file NAME[.WEIGHTS]."""
+    name, _, weights = file.partition(".")
+    return {"name": name, "weights": weights or "auto"}
 
 
 def test_the_minis_ship_in_all_variants() -> None:
@@ -28,23 +35,24 @@ def test_the_minis_ship_in_all_variants() -> None:
     assert minis <= set(shipped_names()) <= set(model_names())
 
 
-@pytest.mark.parametrize("name", shipped_names())
-def test_files(name: str) -> None:
-    path = SHIPPED / f"{name}.safetensors"
+@pytest.mark.parametrize("file", FILES)
+def test_files(file: str) -> None:
+    path = SHIPPED / f"{file}.safetensors"
     assert path.stat().st_size <= LARGEST
     assert {t.dtype for t in load_file(path).values()} == {torch.float16}
-    card = card_of(name)
-    assert card.startswith(f"# {name}, ")
+    card = card_of(file)
+    assert card.startswith(f"# {arguments_of(file)['name']}, ")
     for word in ("accuracy", "images seen", "recipe", "licence", "-dirty"):
         assert (word in card) == (word != "-dirty"), word
 
 
-@pytest.mark.parametrize("name", shipped_names())
-def test_auto_finds_them(name: str) -> None:
-    dal = "nonlinear" if name.endswith("_mjp") else "none"
-    built = build_model(name, num_classes=classes_of(name, "auto"), dal=dal)
-    assert built.provenance == f"shipped {name}.safetensors"
-    stored = load_file(SHIPPED / f"{name}.safetensors")
+@pytest.mark.parametrize("file", FILES)
+def test_they_are_found_by_name(file: str) -> None:
+    source = arguments_of(file)
+    dal = "nonlinear" if source["name"].endswith("_mjp") else "none"
+    built = build_model(**source, num_classes=classes_of(source["name"], source["weights"]), dal=dal)
+    assert built.provenance == f"shipped {file}.safetensors"
+    stored = load_file(SHIPPED / f"{file}.safetensors")
     for key, value in built.module.state_dict().items():
         assert torch.equal(value, stored[key].float()), key
 
@@ -53,18 +61,24 @@ def test_other_classes_leave_the_head_random() -> None:
     assert build_model("vit_mini_64", num_classes=7).provenance == "shipped vit_mini_64.safetensors (head random)"
 
 
-@pytest.mark.parametrize("name", shipped_names())
-def test_accuracy_is_that_of_the_card(name: str) -> None:
+@pytest.mark.parametrize("file", FILES)
+def test_accuracy_is_that_of_the_card(file: str) -> None:
     """On every twentieth test image of the data in the card, to four standard errors of a sample of that size."""
-    data = re.match(r"# \S+, (\S+)", card_of(name))[1]
-    accuracy, count = re.search(r"of this file \| ([\d.]+)% of (\d+) test images", card_of(name)).groups()
-    built = build_model(name, num_classes=classes_of(name, "auto"))
+    data = re.match(r"# \S+, (\S+)", card_of(file))[1]
+    accuracy, count = re.search(r"of this file \| ([\d.]+)% of (\d+) test images", card_of(file)).groups()
+    source = arguments_of(file)
+    built = build_model(**source, num_classes=classes_of(source["name"], source["weights"]))
     test = load_data(data, size=built.image_size, path=Path(shared_file(f"data/{data}"))).test
     assert len(test) == int(count)
     sample = test.subset(range(0, len(test), 20))
     expected = float(accuracy) / 100
     error = (expected * (1 - expected) / len(sample)) ** 0.5
     assert evaluate(built, sample, torch.device("cpu"))[1] == pytest.approx(expected, abs=4 * error)
+
+
+def test_weights_of_a_longer_training_are_the_small_models_alone() -> None:
+    with pytest.raises(UsageError, match=r"no weights 'long' of vit_mini_64 ship; pass --weights auto, or choose from: "):
+        build_model("vit_mini_64", num_classes=200, weights="long")
 
 
 def test_a_copy_without_its_weights_is_refused(tmp_path, monkeypatch) -> None:

@@ -58,8 +58,8 @@ class Options(AttackOptions):
     model: str = "vit_mini_32"
     """A plain ViT, without _nope or _mjp."""
     weights: str = "random"
-    """Where every federation starts: random, a checkpoint's path, or auto (the shipped checkpoint of --model for all
-    defences alike, else random)."""
+    """Where every federation starts: random, a checkpoint's path, auto (the shipped checkpoint of --model for all
+    defences alike, else random), or long (that of a longer training)."""
     data: str = "cifar10"
     """cifar10, cifar100, tiny-imagenet, imagenet, photos (embedded), or folder:PATH."""
     data_path: Path | None = None

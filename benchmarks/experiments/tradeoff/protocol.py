@@ -33,7 +33,7 @@ from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.federation import ClientFailure
 from fedmjp.models import split_name
-from fedmjp.models.weights import SHIPPED
+from fedmjp.models.weights import shipped_weights
 from fedmjp.records.files import write_whole
 from fedmjp.records.rows import load_rows
 from fedmjp.records.run_folder import RunFolder, test_images_of
@@ -132,8 +132,8 @@ def _training(config: RunConfig) -> tuple:
 
 
 def _base(o: Options, partition: str, seed: int) -> RunConfig:
-    shipped = SHIPPED / f"{o.model}.safetensors"
-    weights = (str(shipped) if shipped.exists() else "random") if o.weights == "auto" else o.weights
+    shipped = shipped_weights(o.model, o.weights)  # by path: each defence's model starts from the plain one's weights
+    weights = o.weights if shipped is None else str(shipped)
     audited = sorted({1, *(round(o.rounds * point / o.audit_points) for point in range(1, o.audit_points + 1))})
     return RunConfig(
         federation=FederationConfig(
