@@ -77,7 +77,8 @@ def test_accuracy_is_that_of_the_card(file: str) -> None:
 
 
 def test_weights_of_a_longer_training_are_the_small_models_alone() -> None:
-    with pytest.raises(UsageError, match=r"no weights 'long' of vit_mini_64 ship; pass --weights auto, or choose from: "):
+    words = "no weights 'long' of vit_mini_64 ship; pass --weights auto, or choose from: "
+    with pytest.raises(UsageError, match=words):
         build_model("vit_mini_64", num_classes=200, weights="long")
 
 
