@@ -175,7 +175,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
             size, one without tensors by name, or one with NaN or infinity in them.
     """
     if not path.is_file():
-        raise UsageError(f"no checkpoint at {path}; pass --weights random, timm, auto or a file's path")
+        raise UsageError(f"no checkpoint at {path}; pass --weights random, timm, auto, long or a file's path")
     try:
         if path.suffix == ".safetensors":
             state = load_file(path)

@@ -60,7 +60,7 @@ class Options(DefendedOptions, SuiteOptions, WorkerOptions):
     model: str = "deit_s"
     """Plain model; the defence turns it into the variant it needs."""
     weights: str = "random"
-    """random, timm, auto, or a checkpoint's path."""
+    """random, timm, auto, long, or a checkpoint's path."""
     image_size: int | None = None
     """Pixels of a side, for a plain ViT, whose position embedding is resampled (None: the model's own)."""
     images: str = "photos"

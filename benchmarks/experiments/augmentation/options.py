@@ -39,7 +39,7 @@ class Options(AttackOptions):
     model: str = "vit_mini_64"
     """Plain model; MJP turns it into the variant it needs."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None
@@ -99,7 +99,7 @@ class StrangerOptions(RowOptions):
     model: str = "vit_mini_64"
     """Plain model; MJP turns it into the variant it needs."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     images: str = "tiny-imagenet"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None

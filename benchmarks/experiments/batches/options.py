@@ -37,7 +37,7 @@ class Options(SuiteOptions):
     model: str = "vit_b"
     """A ViT whose channels and patch values both exceed (batch size - 1) times its number of patches."""
     weights: str = "random"
-    """random, timm, auto, or a checkpoint's path."""
+    """random, timm, auto, long, or a checkpoint's path."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     num_images: int = 36

@@ -34,7 +34,7 @@ class Options(SuiteOptions):
     model: str = "vit_mini_64"
     """A plain ViT; under MJP its variant _mjp is attacked."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     num_images: int = 24

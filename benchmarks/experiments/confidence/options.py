@@ -23,7 +23,7 @@ class Options(RowOptions):
     model: str = "vit_mini_64"
     """A plain ViT whose variant _mjp is attacked."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     images: str = "photos"
     """A folder of pictures or a data set's name; photos (embedded) are those of the tests."""
     reserved: int = 200

@@ -53,7 +53,7 @@ class Options(DefendedOptions):
     model: str = "vit_mini_32"
     """Plain model; the defence turns it into the variant it needs."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     encoder: Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT")] = None
     """Take the encoder of this checkpoint, with a new classifier of 1000 classes (with --weights random)."""
     image_size: int | None = None

@@ -51,7 +51,7 @@ class Options(DefendedOptions, SuiteOptions, WorkerOptions):
     model named in --weights)."""
     weights: tuple[str, ...] = ("auto",)
     """SOURCE for every model, or MODEL=SOURCE for one; a source is random, timm, auto (shipped weights, else random),
-    or a checkpoint's path."""
+    long (of a longer training), or a checkpoint's path."""
     block: tuple[Literal["april", "standard"], ...] = ("april", "standard")
     """First block: the paper's (april) or the one people train (standard)."""
     attacks: Annotated[tuple[str, ...], tyro.conf.arg(help=AUTO_HELP)] = (AUTO,)

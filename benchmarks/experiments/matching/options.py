@@ -44,7 +44,7 @@ class Options(DefendedOptions, WorkerOptions):
     model: str = "vit_mini_32"
     """Plain model; the defence turns it into the variant it needs."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     image_size: int | None = None
     """Pixels of an image's side (none: the model's own size); positions are resampled."""
     images: str = "photos"

@@ -29,7 +29,7 @@ class TuningOptions(AttackOptions):
     model: str = "vit_mini_32"
     """Plain model."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None

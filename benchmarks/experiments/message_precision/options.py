@@ -62,7 +62,7 @@ class Options(AttackOptions):
     model: str = "vit_mini_64"
     """A model that has a variant with the suffix _mjp."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     """Of the message."""
     attacks: tuple[str, ...] = ATTACKS

@@ -32,7 +32,7 @@ class Options(AttackOptions):
     model: str = "vit_mini_32"
     """A plain ViT with position embedding."""
     weights: str = "auto"
-    """Where every federation starts: random, auto (shipped weights, else random), or a checkpoint's path."""
+    """Where every federation starts: random, auto (shipped weights, else random), long, or a checkpoint's path."""
     data: str = "photos"
     """photos (embedded), cifar10, tiny-imagenet, or folder:PATH."""
     data_path: Path | None = None

@@ -25,7 +25,7 @@ class Options(RowOptions):
     model: str = "vit_mini_64"
     """Plain model; its variants _mjp and _nope are attacked."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     num_images: int = 50

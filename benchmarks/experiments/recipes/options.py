@@ -27,7 +27,7 @@ class Options(AttackOptions):
     model: str = "vit_mini_64"
     """A plain ViT; defences turn it into the variant that they need."""
     weights: str = "auto"
-    """Where every federation starts: random, auto (shipped weights, else random), or a checkpoint's path."""
+    """Where every federation starts: random, auto (shipped weights, else random), long, or a checkpoint's path."""
     data: str = "tiny-imagenet"
     """photos (embedded), cifar10, tiny-imagenet, or folder:PATH."""
     data_path: Path | None = None

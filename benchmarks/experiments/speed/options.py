@@ -128,7 +128,7 @@ class CampaignOptions:
     model: str = "deit_s"
     """Plain model; the defence turns it into the variant it needs."""
     weights: str = "random"
-    """random, timm, auto, or a checkpoint's path."""
+    """random, timm, auto, long, or a checkpoint's path."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     num_images: int = 100

@@ -25,7 +25,7 @@ class Options(SuiteOptions):
 
     models: tuple[str, ...] = ("vit_mini_32=auto", "vit_mini_64=auto", "vit_mini_64=random")
     """MODEL=SOURCE, or MODEL=SOURCE@PIXELS for another size of the images (positions are resampled); a source is
-    random, timm, auto (shipped weights, else random), or a checkpoint's path."""
+    random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
     groups: tuple[str, ...] = ()
     """What is withheld, as the rows of the table call it ("position embedding"); none given: each group in turn."""
     images: str = "photos"
