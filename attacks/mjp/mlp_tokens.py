@@ -293,10 +293,11 @@ class TokenSearch(StartedSearch):
         whole, generator = TokenFamily(block, cone(block)), self.generator()
         optima = whole.refine(whole.nearest(guess), self.steps)
         tokens = distinct(whole, optima[[]], optima[optima.found])
-        duals, idle = dual_vectors(block, tokens.y), 0
+        duals, idle = tokens.y.new_zeros(0, block.count), 0
         for _ in range(self.rounds):
             if len(tokens) >= block.count or idle == self.patience:
                 break
+            duals = torch.cat([duals, dual_vectors(block, tokens.y[len(duals) :])])
             count = max(self.starts * (block.count - len(tokens)), LEAST_STARTS)
             starts = without(block, whole.draw(count, generator), tokens.y, duals)
             if len(tokens):  # first among what the duals leave, which has fewer dimensions
@@ -306,7 +307,6 @@ class TokenSearch(StartedSearch):
             optima = whole.refine(starts, POLISH if len(tokens) else self.steps)
             new = distinct(whole, tokens, optima[optima.found])
             tokens, idle = tokens.joined(new), 0 if len(new) else idle + 1
-            duals = torch.cat([duals, dual_vectors(block, new.y)])
         return tokens
 
 
