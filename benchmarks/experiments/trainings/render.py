@@ -33,6 +33,7 @@ def training_block(folder: Path) -> str:
 
 RENDERINGS = (
     Rendering("training", blocks={"training": training_block}, figures=curves),
+    Rendering("training_long", blocks={"training_long": training_block}, figures=curves),
     fine_tuning.table(FineTuningOptions(weights=PUBLIC_VIT_TI, lines=EVERY_LINE)).rendering(),
     backbones.table(BackboneOptions()).rendering(),
     ablation.table(AblationOptions()).rendering(),
