@@ -30,7 +30,8 @@ class Options(AttackOptions):
     model: str = "vit_mini_64"
     """A model that has a variant with the suffix _mjp."""
     weights: str = "auto"
-    """random, timm, auto (shipped weights, else random), or a checkpoint's path; those of the variant are auto."""
+    """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path; those of
+    the variant are auto."""
     image_size: int = 0
     """Pixels of a side, a multiple of the patches' (0: the model's own)."""
     images: str = "photos"
