@@ -34,6 +34,9 @@ NOT_CONVERGED = 20.0
 OUTSIDE_SPAN = 0.1
 # A round gains where the geometric mean of the residuals falls by more than this factor.
 GAIN = 0.95
+# Beside places that are fixed, whose attention is off by what the others lack: more than this. Below such a level of
+# residuals sweeps of all places may end at the noise.
+GAIN_BESIDE_FIXED, NEARLY = 0.5, 100.0
 FEWEST_STARTS = 3  # missing patches for which starts are drawn at least
 # A patch outside the range of pixels counts with this residual at least: patches that grow without bound may fit.
 OUT_OF_RANGE = 1e4
@@ -88,14 +91,23 @@ class PatchSweeps:
 
     def attended(self, c: Tensor) -> Tensor:
         """What the second norm receives of all tokens, (N', D), at c (N, k)."""
-        tokens = self._tokens(c)
+        tokens = self.tokens(c)
         return tokens + self.block.attend(tokens)
 
     def swept(self, c: Tensor) -> Swept:
         """c (N, k) with the residuals there."""
         losses, explained = self.family.losses(self.attended(c)[self.prefix :])
-        ratios, within = losses / explained, within_limits(self.patches(c), self.limits)
-        return Swept(c, torch.where(within, ratios, ratios.clamp(min=OUT_OF_RANGE)))
+        ratios = losses / explained
+        return Swept(c, torch.where(self.within(c), ratios, ratios.clamp(min=OUT_OF_RANGE)))
+
+    def within(self, c: Tensor, places: Tensor | None = None) -> Tensor:
+        """(S,) bool: whether the pixels of patches with c (S, k) lie between the limits.
+
+        Args:
+            places: (S,) indices, or (1,), where all patches belong to places with the same row; by default all places.
+        """
+        rows = self.known.rows if places is None else self.known.rows[places]
+        return within_limits(rows + c @ self.known.basis, self.limits)
 
     def sweep(self, c: Tensor, steps: int, places: Tensor | None = None) -> Tensor:
         """c (N, k) after so many Levenberg-Marquardt steps of every place, or of `places` (N,) bool, alone."""
@@ -107,7 +119,7 @@ class PatchSweeps:
     def unseen(self, c: Tensor, x: Tensor, steps: int) -> tuple[Tensor, Optima]:
         """Patches of unseen places from x (S, k) on, at the attention that each has among the patches at c (N, k)."""
         own = self.base[self.prefix :][self.known.unseen][:1] + x @ self.family.directions
-        return self._refined(x, own + self.block.attend(own, self._tokens(c)), steps)
+        return self._refined(x, own + self.block.attend(own, self.tokens(c)), steps)
 
     def deviation(self, c: Tensor, scales: Tensor) -> Tensor:
         """Expected rms error (N,) of a patch's pixels at c (N, k), if what is left of the residuals is noise.
@@ -119,7 +131,8 @@ class PatchSweeps:
         form = pixels @ pixels.T / len(scales)
         return self.family.expected(Optima(y, *self.family.losses(y)), form).sqrt()
 
-    def _tokens(self, c: Tensor) -> Tensor:
+    def tokens(self, c: Tensor) -> Tensor:
+        """Tokens at the first block, (N', D), at c (N, k)."""
         tokens = self.base.clone()
         tokens[self.prefix :] += c @ self.family.directions
         return tokens
@@ -144,22 +157,35 @@ class SweepSearch(StartedSearch):
     steps: int = 4
     start_steps: int = 25
 
-    def __call__(self, sweeps: PatchSweeps, c: Tensor) -> Swept:
-        """The best round's patches, from c (N, k) on."""
+    def __call__(self, sweeps: PatchSweeps, c: Tensor, fixed: Tensor | None = None) -> Swept:
+        """The best round's patches, from c (N, k) on.
+
+        Args:
+            fixed: (N,) bool, places that the sweeps leave as they are: their patches are certified without attention.
+                Once the residuals of all places are low, sweeps of all are tried.
+        """
         generator, unseen = self.generator(), sweeps.known.unseen
+        fixed = torch.zeros_like(unseen) if fixed is None else fixed
         best, pool, idle = sweeps.swept(c), c[:0], 0
+        gain = GAIN_BESIDE_FIXED if fixed.any() else GAIN
         for number in range(self.rounds):
-            reached = self.polished(sweeps, c)
-            idle = 0 if reached.level < GAIN * best.level else idle + 1
+            reached = self.polished(sweeps, c, ~fixed)
+            idle = 0 if reached.level < gain * best.level else idle + 1
+            if fixed.any() and reached.level < min(NEARLY, best.level):
+                whole = self.converged(sweeps, reached.c, torch.zeros_like(fixed))
+                if int(whole.found.sum()) >= int((reached.found | fixed).sum()):
+                    return whole
             best = min(best, reached, key=lambda one: one.level)
-            missing = int((~best.found[unseen]).sum())
+            missing = int((~(best.found | fixed))[unseen].sum())
             last = idle == self.patience or number == self.rounds - 1
-            if last or bool(best.found.all()) or not unseen.any():
+            if last or bool((best.found | fixed).all()) or not unseen.any():
                 break
             pool = self._optima(sweeps, best.c, pool, missing, generator)
-            chosen = most_spanning(pool, int(unseen.sum()))
+            kept = best.c[unseen & fixed]
+            chosen = most_spanning(torch.cat([kept, pool]), int(unseen.sum()), len(kept))[len(kept) :]
+            open_places = unseen & ~fixed
             c = best.c.clone()
-            c[unseen] = torch.cat([chosen, best.c[unseen]])[: len(c[unseen])]
+            c[open_places] = torch.cat([chosen, best.c[open_places]])[: int(open_places.sum())]
         return best
 
     def polished(self, sweeps: PatchSweeps, c: Tensor, places: Tensor | None = None) -> Swept:
@@ -184,7 +210,7 @@ class SweepSearch(StartedSearch):
         seen, unseen = c[~sweeps.known.unseen], c[sweeps.known.unseen]
         fresh = self._fresh(seen, self.starts * max(missing, FEWEST_STARTS), generator)
         x, found = sweeps.unseen(c, torch.cat([fresh, pool, unseen]), self.start_steps)
-        ratios = found.losses / found.explained
+        ratios = found.ratios
         order = ratios.argsort()
         order = order[ratios[order] < NOT_CONVERGED * ratios.median()]
         matrices = sweeps.family.matrices(found.y[order])
@@ -202,11 +228,11 @@ def within_limits(patches: Tensor, limits: Tensor) -> Tensor:
     return ((patches >= limits[0]) & (patches <= limits[1])).all(dim=1)
 
 
-def most_spanning(points: Tensor, count: int) -> Tensor:
+def most_spanning(points: Tensor, count: int, first: int = 0) -> Tensor:
     """At most `count` of the points (S, k), in their order, that span most, affinely.
 
     Points are taken in their order as long as they stick out of the affine span of those taken; if these are too few,
-    those farthest outside are added.
+    those farthest outside are added. The `first` points are taken in any case.
     """
     centred = points - points.mean(dim=0)
     size = centred.square().mean(dim=0).sum().sqrt().expand(len(points), 1)
@@ -217,6 +243,7 @@ def most_spanning(points: Tensor, count: int) -> Tensor:
         share[taken] = -1.0
         outside = (share > OUTSIDE_SPAN).nonzero()
         chosen = int(outside[0]) if len(outside) else int(share.argmax())
+        chosen = len(taken) if len(taken) < first else chosen
         taken.append(chosen)
         unit = left[chosen] / left[chosen].norm().clamp(min=torch.finfo(left.dtype).tiny)
         left = left - (left @ unit)[:, None] * unit

@@ -108,10 +108,13 @@ class FirstBlock(MLPBlock):
 
     def attend(self, tokens: Tensor, context: Tensor | None = None) -> Tensor:
         """The block's attention branch at `tokens` (S, D), with keys and values of `context` (N', D) or their own."""
+        return _optional(self.module, "ls1")(self.module.attn.proj(self.mix(tokens, context)))
+
+    def mix(self, tokens: Tensor, context: Tensor | None = None) -> Tensor:
+        """What the attention's output projection receives, (S, D); arguments as `attend` takes them."""
         query = self.heads(tokens)[0]
         _, key, value = self.heads(tokens if context is None else context)
-        mixed = ((query @ key.transpose(1, 2)).softmax(dim=-1) @ value).transpose(0, 1).flatten(1)  # (S, D)
-        return _optional(self.module, "ls1")(self.module.attn.proj(mixed))
+        return ((query @ key.transpose(1, 2)).softmax(dim=-1) @ value).transpose(0, 1).flatten(1)
 
     def heads(self, tokens: Tensor) -> Tensor:
         """Scaled queries, keys and values of tokens (S, D), (3, heads, S, D / heads)."""

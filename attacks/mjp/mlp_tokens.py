@@ -71,6 +71,11 @@ class TokenFamily:
         object.__setattr__(self, "_outer", outer)  # (m, D + 1)
         object.__setattr__(self, "_gram", outer @ outer.T)  # (m, m)
 
+    @property
+    def conditions(self) -> int:
+        """How many a token meets: those of both layers."""
+        return sum(span.directions.shape[1] - self.block.count for span in self.block.spans)
+
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """Random candidates, (count, D), of the sizes that the spectrum of the first layer's gradient suggests."""
         span = self.block.spans[0]
@@ -142,8 +147,7 @@ class TokenFamily:
             form: (m, m).
             inverse: of Y, (D, m), where the length of y lies in the family: the norm takes it away; it is no error.
         """
-        equations = sum(span.directions.shape[1] - self.block.count for span in self.block.spans)
-        variance = torch.maximum(optima.losses, optima.explained) / (equations - len(self.directions))
+        variance = torch.maximum(optima.losses, optima.explained) / (self.conditions - len(self.directions))
         found = []
         for part in optima.y.split(self._chunk()):
             matrix = self.matrices(part)  # (S, m, m)
@@ -244,6 +248,11 @@ class Optima:
     def found(self) -> Tensor:
         """(S,) bool, those that are tokens."""
         return self.losses <= FOUND * self.explained
+
+    @property
+    def ratios(self) -> Tensor:
+        """(S,) squared residuals over what the noise of the message explains."""
+        return self.losses / self.explained
 
     def joined(self, other: Optima) -> Optima:
         """These and others."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from attacks.heads.dense_head import PLACES
 from attacks.linear.position_rows import unmet_assumptions
+from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch
@@ -78,7 +79,8 @@ class PatchSet(PlacingAttack):
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
         scales = pixel_scales(tokenizer, observation.std, known.rows.device)
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
-        placed, details = unmixed(self.search, self.sweep, sweeps, known.rows[:0], known.rows, scales)
+        searches = AttendedSearch(), self.sweep, self.search  # the first serves seen patches; here are none
+        placed, details = unmixed(searches, sweeps, known.rows[:0], known.rows, scales)
         words = "the model has no position embedding"
         return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
 

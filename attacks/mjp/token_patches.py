@@ -101,6 +101,24 @@ class PlacedPatches:
     found: Tensor
     misfit: Tensor
 
+    @classmethod
+    def none(cls, known: KnownPatches) -> PlacedPatches:
+        """No patch is found."""
+        infinite = torch.full_like(known.rows[:, 0], torch.inf)
+        return cls(torch.full_like(known.rows, torch.nan), infinite, infinite < 0, infinite)
+
+    def extended(self, places: Tensor, patches: Tensor, deviation: Tensor, misfit: Tensor) -> PlacedPatches:
+        """With patches (S, P) at places (S,) that were found, too."""
+        new = (patches, deviation, torch.ones_like(places, dtype=torch.bool), misfit)
+        old = (self.patches, self.deviation, self.found, self.misfit)
+        return PlacedPatches(*(a.index_put((places,), b) for a, b in zip(old, new, strict=True)))
+
+    def completed(self, other: PlacedPatches) -> PlacedPatches:
+        """With what another search found where this one did not."""
+        take = other.found & ~self.found
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return PlacedPatches(*(torch.where(take[:, None] if a.ndim > 1 else take, b, a) for a, b in pairs))
+
 
 class TokenPatches:
     """The equations between tokens at the second norm and patches at their places.

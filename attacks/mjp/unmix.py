@@ -28,6 +28,7 @@ from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.normal_equations import Estimate
 from attacks.linear.position_rows import PositionRows, position_gradient, unmet_assumptions
+from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.joined_updates import (
     JoinedUpdates,
     join_updates,
@@ -59,6 +60,8 @@ MARGIN = 2.0
 TOKEN_ERROR = 20.0
 # Sweeps come before the search of tokens where at most one patch in so many is unseen.
 MOST_SEEN = 4
+# Patches that are not certified lie as near the guess as this share of the certified ones, or are left out.
+FARTHEST = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +70,13 @@ class Unmix(PlacingAttack):
 
     Attributes:
         search: for the tokens.
+        attend: for the patches, with the attention of each in a span.
         sweep: for the patches, with known attention.
         prior: gives the start of the search.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
+    attend: AttendedSearch = field(default_factory=AttendedSearch)
     sweep: SweepSearch = field(default_factory=SweepSearch)
     prior: VectorialVariation = field(default_factory=VectorialVariation)
 
@@ -131,9 +136,9 @@ class Unmix(PlacingAttack):
         start = guess if known.apart else guess[:0]
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, guess.device))
         scales = pixel_scales(tokenizer, observation.std, guess.device)
-        placed, numbers = unmixed(self.search, self.sweep, sweeps, start, guess, scales)
-        if joined.last.mixed:  # in so much noise the prior's guess is nearer than sweeps that are not certified
-            placed = replace(placed, patches=torch.where(placed.found[:, None], placed.patches, guess))
+        searches = self.attend, self.sweep, self.search
+        placed, numbers = unmixed(searches, sweeps, start, guess, scales)
+        placed = _near_guess(placed, guess, known.unseen, 0.0 if joined.last.mixed else FARTHEST)
         words = mask_in_words(joined.last.masked, sent=position_gradient(observation, tokenizer) is not None)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
 
@@ -176,7 +181,10 @@ class Unmix(PlacingAttack):
         known = replace(known, masked=masked, unseen=masked)
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
         placed, swept, numbers = _of_tokens(tokens, self.sweep, sweeps, known.rows, scales)
-        placed, details = _from_sweeps(sweeps, swept, scales, placed), {"masked": int(masked.sum())} | numbers
+        placed, details = (
+            _from_sweeps(sweeps, swept, scales).completed(_within(placed, sweeps)),
+            {"masked": int(masked.sum())} | numbers,
+        )
         words = "the update holds neither the position gradient nor that of the first attention"
         return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
 
@@ -236,11 +244,16 @@ def seconds_of_search(observation: Observation, tokenizer: Tokenizer, unseen: in
 
 
 def unmixed(
-    search: TokenSearch, sweep: SweepSearch, sweeps: PatchSweeps, start: Tensor, guess: Tensor, scales: Tensor
+    searches: tuple[AttendedSearch, SweepSearch, TokenSearch],
+    sweeps: PatchSweeps,
+    start: Tensor,
+    guess: Tensor,
+    scales: Tensor,
 ) -> tuple[PlacedPatches, dict[str, float]]:
-    """Sweeps from the start where most patches are seen; unless they find all, tokens, their patches, and sweeps.
+    """Where most patches are seen, from the start; unless that finds these, tokens, their patches, and sweeps.
 
     Args:
+        searches: for seen patches alone, for patches with known attention, and for tokens.
         sweeps: of the patches of the update, at the first block.
         start: (N, P) patches to start from, or none, where too little is known of them.
         guess: (N, P), of patches whose token is not found.
@@ -252,24 +265,29 @@ def unmixed(
         attention.
     """
     block, swept, starts = sweeps.block, None, start[:0] @ sweeps.block.projection.T
+    apart, (attend, sweep, search) = PlacedPatches.none(sweeps.known), searches
     if len(start):
         c = sweeps.coefficients(start)
         if MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(start):
-            swept = sweep(sweeps, c)
-            if swept.found.all():
-                return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios)
+            apart = attend(sweeps, c, scales)
+            c = sweeps.coefficients(torch.where(apart.patches.isnan(), start, apart.patches))
+            swept = sweep(sweeps, c, apart.found)
+            if (swept.found | apart.found | sweeps.known.unseen).all():
+                placed = _from_sweeps(sweeps, swept, scales).completed(apart)
+                return placed, _numbers(placed.misfit[placed.found])
             c = swept.c
         starts = sweeps.attended(c)
     tokens = search(block, starts)
     if not len(tokens):
-        if swept is None or not swept.found.any():
+        placed = apart if swept is None else _from_sweeps(sweeps, swept, scales).completed(apart)
+        if not placed.found.any():
             raise UsageError(NO_TOKEN)
-        return _from_sweeps(sweeps, swept, scales), _numbers(swept.ratios[swept.found])
+        return placed, _numbers(placed.misfit[placed.found])
     placed, polished, numbers = _of_tokens(tokens, sweep, sweeps, guess, scales)
     # Sweeps that certify no patch say less than tokens, each of which is certified alone.
     if swept is not None and swept.found.any() and _standing(swept) > _standing(polished):
-        return _from_sweeps(sweeps, swept, scales), numbers
-    return _from_sweeps(sweeps, polished, scales, placed), numbers
+        return _from_sweeps(sweeps, swept, scales).completed(apart), numbers
+    return _from_sweeps(sweeps, polished, scales).completed(_within(placed, sweeps)).completed(apart), numbers
 
 
 def _of_tokens(
@@ -299,26 +317,33 @@ def _numbers(ratios: Tensor) -> dict[str, float]:
     return {"tokens": len(ratios), "residual": float(ratios.median())}
 
 
-def _from_sweeps(
-    sweeps: PatchSweeps, swept: Swept, scales: Tensor, placed: PlacedPatches | None = None
-) -> PlacedPatches:
-    """The patches of the sweeps, NaN where they are outside the limits; those of tokens where only these are certified.
-
-    Args:
-        placed: what tokens say, where they were searched.
-    """
+def _from_sweeps(sweeps: PatchSweeps, swept: Swept, scales: Tensor) -> PlacedPatches:
+    """The patches of the sweeps, NaN where they are outside the limits."""
     patches, deviation = sweeps.patches(swept.c), sweeps.deviation(swept.c, scales)
     patches[~within_limits(patches, sweeps.limits)] = torch.nan
     deviation[~swept.found] = torch.inf
-    if placed is None:
-        return PlacedPatches(patches, deviation, swept.found, swept.ratios)
-    token = placed.found & ~swept.found & within_limits(placed.patches, sweeps.limits)
-    return PlacedPatches(
-        torch.where(token[:, None], placed.patches, patches),
-        torch.where(token, placed.deviation, deviation),
-        token | swept.found,
-        torch.where(token, placed.misfit, swept.ratios),
-    )
+    return PlacedPatches(patches, deviation, swept.found, swept.ratios)
+
+
+def _near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:
+    """The patches, but the guess (N, P) where one that is not certified lies far from it, or was never seen.
+
+    Args:
+        unseen: (N,) bool.
+        share: a patch may lie as far from the guess as this share of the certified ones that were seen; in so much
+            noise that it mixes the rows of patches the guess is nearer than anything that is not certified: 0.
+    """
+    moved, certified = (placed.patches - guess).norm(dim=1), placed.found & ~unseen
+    if share and not certified.any():
+        return placed
+    limit = moved[certified].quantile(share) if share else 0.0
+    far = ~placed.found & (unseen | ~(moved <= limit))
+    return replace(placed, patches=torch.where(far[:, None], guess, placed.patches))
+
+
+def _within(placed: PlacedPatches, sweeps: PatchSweeps) -> PlacedPatches:
+    """The patches, of which those outside the limits do not count as found."""
+    return replace(placed, found=placed.found & within_limits(placed.patches, sweeps.limits))
 
 
 def finished(

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from attacks import ATTACKS, find_tokenizer
+from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone, normalised
+from attacks.mjp.token_patches import PlacedPatches
 from fedmjp.models import ViT, build_model
 from tests.attacks.mjp.test_unmix import masked_update, psnr
 from tests.conftest import observe, photographs
@@ -65,11 +67,18 @@ def test_many_tokens_are_refined_in_several_threads(many) -> None:
 class Uncertified(SweepSearch):
     """Sweeps that end with residuals too large for any patch, the first ones with the least."""
 
-    def __call__(self, sweeps: PatchSweeps, c: torch.Tensor) -> Swept:
+    def __call__(self, sweeps: PatchSweeps, c: torch.Tensor, fixed: torch.Tensor | None = None) -> Swept:
         return Swept(c, torch.full_like(c[:, 0], 100.0))
 
     def converged(self, sweeps: PatchSweeps, c: torch.Tensor, places: torch.Tensor) -> Swept:
         return Swept(c, torch.full_like(c[:, 0], 1000.0))
+
+
+class Nothing(AttendedSearch):
+    """No patch is found without the others' attention."""
+
+    def __call__(self, sweeps: PatchSweeps, c: torch.Tensor, scales: torch.Tensor) -> PlacedPatches:
+        return PlacedPatches.none(sweeps.known)
 
 
 def test_tokens_are_taken_where_sweeps_certify_nothing() -> None:
@@ -78,7 +87,7 @@ def test_tokens_are_taken_where_sweeps_certify_nothing() -> None:
     model.module.double()
     image = photographs(64, 1).double()
     view, mask, _ = masked_update(model, image, gamma=0.1)
-    attack = ATTACKS.get("unmix")(sweep=Uncertified())
+    attack = ATTACKS.get("unmix")(attend=Nothing(), sweep=Uncertified())
     found = attack([view])
     assert found.details["found"] > 0.8 * len(mask)
     assert psnr(found.images, image) > 30

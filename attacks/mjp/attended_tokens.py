@@ -1,0 +1,253 @@
+"""Patches whose attention is only known to lie in a span: every place alone, in few dimensions.
+
+`attacks.mjp.known_attention` computes a token's attention from all patches, which is wrong for every token as long as
+some patches are; `attacks.mjp.mlp_tokens` needs no attention, but searches all N' dimensions of the first MLP's span.
+Here both spans serve together. With z_p(c) the token at place p and c (k,) what is left open of its patch, the input of
+the second norm is
+
+    y = z_p(c) + W o(w) + bias,     [o(w), 1] in the row space of [dL/dW_o, dL/db_o] of the attention's output
+                                    projection: w has N' - 1 coordinates,
+
+and y, without its mean, is a combination of what the first MLP's span allows: D - 1 - N' homogeneous linear equations
+for (c, w), whatever the other patches are. They are solved in units of what is expected of the unknowns: c lies within
+`SPREAD` of the guess's own deviation, w has variances in proportion to the squared singular values, and the equations
+have the noise of the message. Directions whose singular value in these units exceeds `cut` are taken from the linear
+equations, the others stay free: on DeiT-S at 224 pixels 30 to 110 of 215. Within them Levenberg-Marquardt minimises the
+residuals of both layers of the MLP, as `TokenFamily` does, and a patch is certified as a token is: by a residual at the
+noise of the message, with no other patch in it.
+
+Patches that no update shows solve the same equations from random starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attacks.mjp.known_attention import PatchSweeps
+from attacks.mjp.mlp_spans import FirstBlock
+from attacks.mjp.mlp_tokens import LEAST_STARTS, Optima, StartedSearch, TokenFamily, repeated
+from attacks.mjp.token_patches import PlacedPatches
+
+# Standard deviation of the error of the guess's coefficients, in units of that of the coefficients among patches.
+SPREAD = 0.3
+# Coordinates of attention count for what the sizes of the span's directions follow where their mean square exceeds that
+# of the error of the guessed attention by this factor.
+ABOVE_ERROR = 4.0
+# Singular values from which on linear equations settle a direction: for all seen patches, and for those not found then.
+LEVELS = ((2.0, 4.0), (20.0, 0.0))
+# A certified patch replaces its guess where the noise leaves less than this share of the guess's expected error, and
+# where it lies no farther from it than so many times the median patch: in much noise other optima are certified, too.
+SETTLED, FARTHEST = 0.5, 10.0
+# Random starts: so many standard deviations of the seen patches around a seen one; variance that each direction has.
+DRAWN, LEAST_VARIANCE = 1.5, 1e-3
+
+
+@dataclass(frozen=True)
+class AttentionScales:
+    """What the guessed attention says of its coordinates in the span, and of the noise.
+
+    Attributes:
+        variances: (N',) of a coordinate among tokens. error: of a guessed coordinate.
+        scale: standard deviation of the entries of what the second norm receives. noise: of an equation, in its unit.
+    """
+
+    variances: Tensor
+    error: float
+    scale: float
+    noise: float
+
+    @classmethod
+    def guessed(cls, sweeps: PatchSweeps, c: Tensor) -> AttentionScales | None:
+        """From the attention among the patches at c (N, k); None where it lies outside the span altogether."""
+        block, span, prefix = sweeps.block, sweeps.block.attention, sweeps.prefix
+        seen = ~sweeps.known.unseen
+        tokens = sweeps.tokens(c)
+        mixed = block.mix(tokens)[prefix:]  # (N, D)
+        along = mixed[seen] @ span.directions[:, :-1].T + span.directions[:, -1]
+        conditions = span.directions.shape[1] - len(span.directions)
+        error = span.outside(mixed[seen], 1.0).square().sum(dim=1).median() / conditions
+        squares = along.square().mean(dim=0)
+        clear = squares > ABOVE_ERROR * error
+        if not clear.any():
+            return None
+        ratio = (squares / span.sizes)[clear].median()
+        variances = ratio * span.sizes
+        attended = tokens + block.attend(tokens)
+        scale = attended[prefix:][seen].std(dim=1, correction=0).median()
+        norm = block.module.norm2
+        own = block.spans[0].error(norm(attended[prefix:][seen])).median()
+        gain = (block.attention_branch(torch.eye(mixed.shape[1]).to(c)) * norm.weight).square().sum() / mixed.shape[1]
+        others = span.noise**2 * len(span.sizes) * ratio * gain / scale**2
+        return cls(variances, float(error), float(scale), float((own + others).sqrt()))
+
+    def along(self, block: FirstBlock, tokens: Tensor, context: Tensor) -> Tensor:
+        """Coordinates (S, N') of the attention of tokens (S, D) among others (N', D), shrunk by their errors.
+
+        They are moved, by the least in units of their deviations, so that the constant input is 1.
+        """
+        directions = block.attention.directions
+        along = block.mix(tokens, context) @ directions[:, :-1].T + directions[:, -1]
+        along = along * self.variances / (self.variances + self.error)
+        weighed = self.variances * directions[:, -1]
+        return along + (1 - along @ directions[:, -1])[:, None] * weighed / (weighed @ directions[:, -1])
+
+
+class AttendedFamily:
+    """Tokens y of one place, with open patch and attention, reduced to what linear equations leave.
+
+    Args:
+        sweeps: of the update's patches.
+        scales: of attention.
+        coefficients: (k, k), rows that c is a standard normal combination of.
+        cut: singular value from which on a direction is not free.
+    """
+
+    def __init__(
+        self, sweeps: PatchSweeps, scales: AttentionScales, coefficients: Tensor, cut: float, effect: float
+    ) -> None:
+        block, self.coefficients, self.k = sweeps.block, coefficients, len(coefficients)
+        self.block, span = block, block.attention
+        half = scales.variances.sqrt()
+        weighed = span.directions[:, -1] * half
+        level = torch.linalg.svd(weighed[None], full_matrices=True).Vh[1:]  # (N' - 1, N'), of constant input 0
+        self.mixing = level * half
+        branch = block.attention_branch(self.mixing @ span.directions[:, :-1])
+        self.rows = torch.cat([coefficients @ sweeps.family.directions, branch])  # (k + N' - 1, D)
+        outer, norm = block.spans[0].directions, block.module.norm2
+        self.inside = torch.linalg.qr((outer[:, :-1] - outer[:, -1:] * norm.bias).T).Q.T  # (N', D)
+        self.unit = scales.scale * scales.noise
+        left, sizes, right = torch.linalg.svd(self._outside(self.rows), full_matrices=True)
+        settled = int((sizes >= cut).sum())
+        self.solve = right[:settled].T / sizes[:settled] @ left[:, :settled].T  # (D, k + N' - 1)
+        known = torch.cat([sizes, sizes.new_zeros(max(len(self.rows) - len(sizes), 0))])[: len(self.rows)]
+        free = (left / (1 + known.square()).sqrt())[:, settled:].T  # (k + N' - 1 - settled, k + N' - 1)
+        moved = free @ self.rows
+        own, effects, _ = torch.linalg.svd(moved - moved.mean(dim=1, keepdim=True), full_matrices=False)
+        self.free = own[:, effects >= effect * self.unit].T @ free  # (free, k + N' - 1)
+        self.family = TokenFamily(block, self.free @ self.rows)
+        self.solved = torch.linalg.pinv(self.family.directions)
+
+    def _outside(self, y: Tensor) -> Tensor:
+        """What the first MLP's span does not allow of y (S, D), in units of the noise."""
+        moved = (y - y.mean(dim=1, keepdim=True)) * self.block.module.norm2.weight
+        return (moved - (moved @ self.inside.T) @ self.inside) / self.unit
+
+    def refine(self, tokens: Tensor, along: Tensor, steps: int) -> tuple[Tensor, Optima]:
+        """Steps of c (S, k) from tokens (S, D) and coordinates of attention (S, N'), and the optima reached."""
+        mixed = along @ self.block.attention.directions[:, :-1]
+        y = tokens + self.block.attention_branch(mixed) + self.block.attention_bias
+        moved = -self._outside(y) @ self.solve
+        start = y + moved @ self.rows
+        optima = self.family.refine(start, steps, keep_scale=True)
+        moved = moved + (optima.y - start) @ self.solved @ self.free
+        return moved[:, : self.k] @ self.coefficients, optima
+
+    def deviation(self, optima: Optima, pixels: Tensor) -> tuple[Tensor, float]:
+        """Expected rms error (S,) of a patch's pixels, and that of the guess, if what is left of residuals is noise.
+
+        Args:
+            pixels: (k, P) of a step of c, in units of [0, 1].
+        """
+        moved = self.free[:, : self.k] @ self.coefficients @ pixels
+        variance = (torch.maximum(optima.losses, optima.explained) / self.family.conditions)[:, None, None]
+        precision = self.family.matrices(optima.y) / variance + torch.eye(len(moved)).to(moved)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(precision))
+        form = moved @ moved.T / pixels.shape[1]
+        return (inverse * form).sum(dim=(1, 2)).sqrt(), float(form.trace().sqrt())
+
+    def distinct(self, optima: Optima) -> list[int]:
+        """Indices of the optima, by rising residual, that repeat none before them."""
+        order = optima.losses.argsort()
+        points, matrices = optima.y[order] @ self.solved, self.family.matrices(optima.y[order])
+        return order[repeated(points, optima.losses[order], matrices)].tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendedSearch(StartedSearch):
+    """Seen patches from their guess, then rounds of random starts for the others; a new patch is a gain.
+
+    Attributes:
+        steps: Levenberg-Marquardt steps of a start, at most.
+    """
+
+    rounds: int = 4
+    starts: int = 3
+    steps: int = 40
+
+    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> PlacedPatches:
+        """The patches that are certified, from c (N, k) on; those that no update shows in the first of their places.
+
+        Args:
+            scales: (P,) what a normalised pixel is in units of [0, 1].
+        """
+        seen, placed = ~sweeps.known.unseen, PlacedPatches.none(sweeps.known)
+        spread = SPREAD * c[seen].std(dim=0).square().mean().sqrt() * torch.eye(c.shape[1]).to(c)
+        limit = None
+        for level in LEVELS:
+            rest = (seen & ~placed.found).nonzero()[:, 0]
+            attention = AttentionScales.guessed(sweeps, c) if len(rest) else None
+            if attention is None:
+                break
+            family = AttendedFamily(sweeps, attention, spread, *level)
+            tokens = sweeps.tokens(c)
+            own = tokens[sweeps.prefix :][rest]
+            moved, optima = family.refine(own, attention.along(sweeps.block, own, tokens), self.steps)
+            moved = c[rest] + moved
+            good = optima.found & sweeps.within(moved, rest)
+            optima, moved, places = optima[good], moved[good], rest[good]
+            deviation, guessed = family.deviation(optima, sweeps.known.basis * scales)
+            steps = (moved - c[places]).norm(dim=1)
+            limit = FARTHEST * float(steps.median()) if limit is None and len(steps) else limit
+            known = (deviation < SETTLED * guessed) & (steps <= (limit or 0.0))
+            c = c.index_put((places[known],), moved[known])
+            deviation[~known] = torch.inf
+            placed = placed.extended(places, sweeps.patches(c)[places], deviation, optima.ratios)
+        if not (placed.found | ~seen).all():
+            return placed
+        return self._with_unseen(sweeps, c, placed, scales)
+
+    def _with_unseen(self, sweeps: PatchSweeps, c: Tensor, placed: PlacedPatches, scales: Tensor) -> PlacedPatches:
+        """The patches with those found of places that no update shows, among seen ones with c (N, k)."""
+        unseen, generator, idle = sweeps.known.unseen, self.generator(), 0
+        attention = AttentionScales.guessed(sweeps, c) if unseen.any() else None
+        if attention is None:
+            return placed
+        among, context = c[~unseen], sweeps.tokens(c)
+        family = AttendedFamily(sweeps, attention, _spread(among), *LEVELS[0])
+        places = unseen.nonzero()[:, 0]
+        token = sweeps.base[sweeps.prefix :][places[:1]]
+        found, optima = c[:0], Optima(token[:0], token[:0, 0], token[:0, 0])
+        for _ in range(self.rounds):
+            missing, before = len(places) - len(found), len(found)
+            if missing <= 0 or idle == self.patience:
+                break
+            count = max(self.starts * missing, LEAST_STARTS)
+            one = torch.randint(len(among), (count,), generator=generator).to(c.device)
+            noise = torch.randn(count, len(family.coefficients), generator=generator, dtype=torch.float64).to(c)
+            start = among[one] + DRAWN * noise @ family.coefficients
+            own = token + start @ sweeps.family.directions
+            moved, reached = family.refine(own, attention.along(sweeps.block, own, context), self.steps)
+            good = reached.found & sweeps.within(start + moved, places[:1])
+            found, optima = torch.cat([found, (start + moved)[good]]), optima.joined(reached[good])
+            kept = family.distinct(optima)
+            found, optima = found[kept], optima[kept]
+            idle = 0 if len(found) > before else idle + 1
+        if not len(found):
+            return placed
+        optima = optima[list(range(min(len(found), len(places))))]
+        some, others = places[: len(optima)], places[len(optima) :]
+        deviation = family.deviation(optima, sweeps.known.basis * scales)[0]
+        patches = sweeps.known.rows[places] + found[torch.arange(len(places)) % len(optima)] @ sweeps.known.basis
+        placed = placed.extended(some, patches[: len(some)], deviation, optima.ratios)
+        # What is missing agrees with what was found up to the noise, or lies in narrower basins: a copy to start from.
+        return replace(placed, patches=placed.patches.index_put((others,), patches[len(some) :]))
+
+
+def _spread(coefficients: Tensor) -> Tensor:
+    """(k, k) rows of which a standard normal combination varies as coefficients (S, k) do."""
+    parts = torch.linalg.svd(coefficients - coefficients.mean(dim=0), full_matrices=False)
+    variances = parts.S.square() / len(coefficients)
+    return variances.clamp(min=LEAST_VARIANCE * variances.mean()).sqrt()[:, None] * parts.Vh
