@@ -46,9 +46,9 @@ from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstr
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
-# Seconds of one CPU core: of the search, by tokens squared and entries of the hidden layer; of the placement, by pieces
-# squared.
-SECONDS_OF_A_PAIR, SECONDS_OF_A_PLACE = 7e-7, 8e-4
+# Seconds of one CPU core: of the search, by tokens squared and entries of the hidden layer, of all tokens or where most
+# are seen; of the placement, by pieces squared.
+SECONDS_OF_A_PAIR, SECONDS_OF_A_SEEN_PAIR, SECONDS_OF_A_PLACE = 7e-7, 1.2e-7, 8e-4
 NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of its gradients"
 # Weights of the first attention's layer whose gradient stands in for the position rows.
 QUERIES = "blocks.0.attn.qkv.weight"
@@ -104,7 +104,9 @@ class Unmix(PlacingAttack):
             return super().estimated_seconds(observations)
         unseen = int(torch.stack([r.masked for r in rows if r.masked.shape == rows[-1].masked.shape]).all(dim=0).sum())
         solves = super().estimated_seconds(observations) * len(rows)
-        return solves + seconds_of_search(observations[-1], rows[-1].tokenizer, unseen)
+        tokenizer = rows[-1].tokenizer
+        rate = SECONDS_OF_A_SEEN_PAIR if MOST_SEEN * unseen <= tokenizer.num_patches else SECONDS_OF_A_PAIR
+        return solves + seconds_of_search(observations[-1], tokenizer, unseen, rate)
 
     def _updates_of_image(self, observations: Sequence[Observation]) -> Sequence[PositionRows | SpanUpdate]:
         used = self.updates(observations)
@@ -237,10 +239,12 @@ def layers_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in model.named_parameters() if name in wanted)
 
 
-def seconds_of_search(observation: Observation, tokenizer: Tokenizer, unseen: int) -> float:
+def seconds_of_search(
+    observation: Observation, tokenizer: Tokenizer, unseen: int, rate: float = SECONDS_OF_A_PAIR
+) -> float:
     """Time of the search and of the placement of `unseen` patches, on one CPU core."""
     hidden = next((len(p) for n, p in observation.model.named_parameters() if n.endswith("blocks.0.mlp.fc1.bias")), 0)
-    return SECONDS_OF_A_PAIR * tokenizer.num_patches**2 * hidden + SECONDS_OF_A_PLACE * unseen**2
+    return rate * tokenizer.num_patches**2 * hidden + SECONDS_OF_A_PLACE * unseen**2
 
 
 def unmixed(
