@@ -38,9 +38,13 @@ SPREAD = 0.3
 ABOVE_ERROR = 4.0
 # Singular values from which on linear equations settle a direction: for all seen patches, and for those not found then.
 LEVELS = ((2.0, 4.0), (20.0, 0.0))
-# A certified patch replaces its guess where the noise leaves less than this share of the guess's expected error, and
-# where it lies no farther from it than so many times the median patch: in much noise other optima are certified, too.
+# A certified patch is sure where the noise leaves less than this share of the guess's expected error, and where it lies
+# no farther from the guess than so many times the median patch: in much noise other optima are certified, too.
 SETTLED, FARTHEST = 0.5, 10.0
+# Others are searched where this share of the seen patches is found.
+ENOUGH = 0.9
+# Rounds of random starts go on while the next one is expected to find so many new patches.
+EXPECTED = 0.5
 # Random starts: so many standard deviations of the seen patches around a seen one; variance that each direction has.
 DRAWN, LEAST_VARIANCE = 1.5, 1e-3
 
@@ -167,83 +171,96 @@ class AttendedFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendedSearch(StartedSearch):
-    """Seen patches from their guess, then rounds of random starts for the others; a new patch is a gain.
+    """Seen patches from their guess, then rounds of random starts for the others, while new ones are to be expected.
 
     Attributes:
         steps: Levenberg-Marquardt steps of a start, at most.
     """
 
-    rounds: int = 4
+    rounds: int = 12
     starts: int = 3
     steps: int = 40
 
-    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> PlacedPatches:
-        """The patches that are certified, from c (N, k) on; those that no update shows in the first of their places.
+    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Optima]:
+        """The patches that are certified, from c (N, k) on, and their tokens; the deviation is infinite where not sure.
+
+        Patches that no update shows stand in the first of their places, with copies of them in the others.
 
         Args:
             scales: (P,) what a normalised pixel is in units of [0, 1].
         """
         seen, placed = ~sweeps.known.unseen, PlacedPatches.none(sweeps.known)
         spread = SPREAD * c[seen].std(dim=0).square().mean().sqrt() * torch.eye(c.shape[1]).to(c)
-        limit = None
+        limit, tokens = None, _no_tokens(sweeps)
         for level in LEVELS:
             rest = (seen & ~placed.found).nonzero()[:, 0]
             attention = AttentionScales.guessed(sweeps, c) if len(rest) else None
             if attention is None:
                 break
             family = AttendedFamily(sweeps, attention, spread, *level)
-            tokens = sweeps.tokens(c)
-            own = tokens[sweeps.prefix :][rest]
-            moved, optima = family.refine(own, attention.along(sweeps.block, own, tokens), self.steps)
+            context = sweeps.tokens(c)
+            own = context[sweeps.prefix :][rest]
+            moved, optima = family.refine(own, attention.along(sweeps.block, own, context), self.steps)
             moved = c[rest] + moved
             good = optima.found & sweeps.within(moved, rest)
             optima, moved, places = optima[good], moved[good], rest[good]
+            tokens = tokens.joined(optima)
             deviation, guessed = family.deviation(optima, sweeps.known.basis * scales)
             steps = (moved - c[places]).norm(dim=1)
             limit = FARTHEST * float(steps.median()) if limit is None and len(steps) else limit
-            known = (deviation < SETTLED * guessed) & (steps <= (limit or 0.0))
-            c = c.index_put((places[known],), moved[known])
-            deviation[~known] = torch.inf
+            sure = (deviation < SETTLED * guessed) & (steps <= (limit or 0.0))
+            c = c.index_put((places,), moved)
+            deviation[~sure] = torch.inf
             placed = placed.extended(places, sweeps.patches(c)[places], deviation, optima.ratios)
-        if not (placed.found | ~seen).all():
-            return placed
-        return self._with_unseen(sweeps, c, placed, scales)
+        if int(placed.found.sum()) < ENOUGH * int(seen.sum()):
+            return placed, tokens
+        placed, others = self._with_unseen(sweeps, c, placed, scales)
+        return placed, tokens.joined(others)
 
-    def _with_unseen(self, sweeps: PatchSweeps, c: Tensor, placed: PlacedPatches, scales: Tensor) -> PlacedPatches:
-        """The patches with those found of places that no update shows, among seen ones with c (N, k)."""
-        unseen, generator, idle = sweeps.known.unseen, self.generator(), 0
+    def _with_unseen(
+        self, sweeps: PatchSweeps, c: Tensor, placed: PlacedPatches, scales: Tensor
+    ) -> tuple[PlacedPatches, Optima]:
+        """The patches with those found of places that no update shows, among seen ones with c (N, k); their tokens."""
+        unseen, generator = sweeps.known.unseen, self.generator()
         attention = AttentionScales.guessed(sweeps, c) if unseen.any() else None
         if attention is None:
-            return placed
+            return placed, _no_tokens(sweeps)
         among, context = c[~unseen], sweeps.tokens(c)
         family = AttendedFamily(sweeps, attention, _spread(among), *LEVELS[0])
         places = unseen.nonzero()[:, 0]
         token = sweeps.base[sweeps.prefix :][places[:1]]
-        found, optima = c[:0], Optima(token[:0], token[:0, 0], token[:0, 0])
+        found, counts, optima = c[:0], c[:0, 0], _no_tokens(sweeps)
         for _ in range(self.rounds):
-            missing, before = len(places) - len(found), len(found)
-            if missing <= 0 or idle == self.patience:
-                break
-            count = max(self.starts * missing, LEAST_STARTS)
+            count = max(self.starts * (len(places) - len(found)), LEAST_STARTS)
             one = torch.randint(len(among), (count,), generator=generator).to(c.device)
             noise = torch.randn(count, len(family.coefficients), generator=generator, dtype=torch.float64).to(c)
             start = among[one] + DRAWN * noise @ family.coefficients
             own = token + start @ sweeps.family.directions
             moved, reached = family.refine(own, attention.along(sweeps.block, own, context), self.steps)
             good = reached.found & sweeps.within(start + moved, places[:1])
-            found, optima = torch.cat([found, (start + moved)[good]]), optima.joined(reached[good])
+            every, optima = torch.cat([found, (start + moved)[good]]), optima.joined(reached[good])
             kept = family.distinct(optima)
-            found, optima = found[kept], optima[kept]
-            idle = 0 if len(found) > before else idle + 1
+            found, optima = every[kept], optima[kept]
+            if not len(found):
+                break
+            hits = torch.cat([counts, torch.ones_like(every[len(counts) :, 0])])
+            counts = torch.zeros_like(found[:, 0]).index_add(0, torch.cdist(every, found).argmin(dim=1), hits)
+            # Good and Turing: the next start is a new one about as often as starts so far hit what no other hit.
+            if len(found) >= len(places) or count * (counts == 1).sum() < EXPECTED * counts.sum():
+                break
         if not len(found):
-            return placed
+            return placed, optima
         optima = optima[list(range(min(len(found), len(places))))]
         some, others = places[: len(optima)], places[len(optima) :]
         deviation = family.deviation(optima, sweeps.known.basis * scales)[0]
         patches = sweeps.known.rows[places] + found[torch.arange(len(places)) % len(optima)] @ sweeps.known.basis
         placed = placed.extended(some, patches[: len(some)], deviation, optima.ratios)
         # What is missing agrees with what was found up to the noise, or lies in narrower basins: a copy to start from.
-        return replace(placed, patches=placed.patches.index_put((others,), patches[len(some) :]))
+        return replace(placed, patches=placed.patches.index_put((others,), patches[len(some) :])), optima
+
+
+def _no_tokens(sweeps: PatchSweeps) -> Optima:
+    return Optima(sweeps.base[:0], sweeps.base[:0, 0], sweeps.base[:0, 0])
 
 
 def _spread(coefficients: Tensor) -> Tensor:

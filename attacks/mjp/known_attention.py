@@ -36,7 +36,7 @@ OUTSIDE_SPAN = 0.1
 GAIN = 0.95
 # Beside places that are fixed, whose attention is off by what the others lack: more than this. Below such a level of
 # residuals sweeps of all places may end at the noise.
-GAIN_BESIDE_FIXED, NEARLY = 0.5, 100.0
+GAIN_BESIDE_FIXED, NEARLY = 0.5, 20.0
 FEWEST_STARTS = 3  # missing patches for which starts are drawn at least
 # A patch outside the range of pixels counts with this residual at least: patches that grow without bound may fit.
 OUT_OF_RANGE = 1e4

@@ -38,6 +38,7 @@ FOUND, OWN = 10.0, 1e-12
 SAME = 0.2
 # ... or where they are as near as this, in lengths of a token: the noise cannot tell them apart.
 NEAR = 1e-4
+NEAR_KNOWN = 1e-2  # of tokens whose own optimum in the whole span was not sought
 FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-9, 1e8
 # A start that has gained less than GAIN of its squared residual in PATIENCE steps has converged.
 GAIN, PATIENCE = 1e-2, 3
@@ -293,15 +294,18 @@ class TokenSearch(StartedSearch):
     starts: int = 2
     steps: int = 40
 
-    def __call__(self, block: MLPBlock, guess: Tensor) -> Optima:
+    def __call__(self, block: MLPBlock, guess: Tensor, known: Optima | None = None) -> Optima:
         """The tokens that are found: at most N', or a few more where the noise splits one.
 
         Args:
             guess: (S, D) tokens at the second norm to start from, if any.
+            known: tokens that need not be searched, from a family with less freedom; the result begins with them.
         """
         whole, generator = TokenFamily(block, cone(block)), self.generator()
         optima = whole.refine(whole.nearest(guess), self.steps)
-        tokens = distinct(whole, optima[[]], optima[optima.found])
+        tokens = optima[[]] if known is None else replace(known, y=normalised(known.y))
+        near = NEAR if known is None else NEAR_KNOWN
+        tokens = tokens.joined(distinct(whole, tokens, optima[optima.found], near))
         duals, idle = tokens.y.new_zeros(0, block.count), 0
         for _ in range(self.rounds):
             if len(tokens) >= block.count or idle == self.patience:
@@ -314,7 +318,7 @@ class TokenSearch(StartedSearch):
                 family = TokenFamily(block, left @ whole.directions)
                 starts = distinct(family, optima[[]], family.refine(starts, self.steps)).y
             optima = whole.refine(starts, POLISH if len(tokens) else self.steps)
-            new = distinct(whole, tokens, optima[optima.found])
+            new = distinct(whole, tokens, optima[optima.found], near)
             tokens, idle = tokens.joined(new), 0 if len(new) else idle + 1
         return tokens
 
@@ -368,10 +372,13 @@ def dual_vectors(block: MLPBlock, y: Tensor) -> Tensor:
     return torch.linalg.lstsq(outer.factor, torch.stack(found).T).solution.T
 
 
-def distinct(family: TokenFamily, tokens: Optima, optima: Optima) -> Optima:
+def distinct(family: TokenFamily, tokens: Optima, optima: Optima, near: float = NEAR) -> Optima:
     """Those of the optima that are no token found before, nor each other's repetition, the best one of each.
 
     Two are one token if the residual's quadratic model at one of them hardly rises towards the other.
+
+    Args:
+        near: lengths of a token within which two are one in any case.
     """
     if not len(optima):
         return optima
@@ -379,7 +386,7 @@ def distinct(family: TokenFamily, tokens: Optima, optima: Optima) -> Optima:
     joined, before = tokens.joined(optima), len(tokens)
     points = joined.y @ torch.linalg.pinv(family.directions)
     matrices = family.matrices(optima.y)
-    apart = torch.cdist(joined.y, joined.y) >= NEAR * joined.y.shape[1] ** 0.5
+    apart = torch.cdist(joined.y, joined.y) >= near * joined.y.shape[1] ** 0.5
     return optima[repeated(points, joined.losses, matrices, before, apart)]
 
 

@@ -21,9 +21,10 @@ from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch
+from attacks.mjp.patch_search import Searches, unmixed
 from attacks.mjp.placement import PlacingAttack
 from attacks.mjp.token_patches import known_span
-from attacks.mjp.unmix import finished, layers_of, pixel_limits, pixel_scales, seconds_of_search, unmixed
+from attacks.mjp.unmix import finished, layers_of, pixel_limits, pixel_scales, seconds_of_search
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -72,14 +73,14 @@ class PatchSet(PlacingAttack):
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; vouches for no pixel, because the order of the patches is not in the update.
 
-        `details` holds the numbers of `attacks.mjp.unmix.unmixed`.
+        `details` holds the numbers of `attacks.mjp.patch_search.unmixed`.
         """
         observation = observations[-1]
         tokenizer = _tokenizer_without_positions(observation)
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
         scales = pixel_scales(tokenizer, observation.std, known.rows.device)
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
-        searches = AttendedSearch(), self.sweep, self.search  # the first serves seen patches; here are none
+        searches = Searches(AttendedSearch(), self.sweep, self.search)  # the first serves seen patches; here are none
         placed, details = unmixed(searches, sweeps, known.rows[:0], known.rows, scales)
         words = "the model has no position embedding"
         return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)

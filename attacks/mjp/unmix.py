@@ -36,12 +36,23 @@ from attacks.mjp.joined_updates import (
     read_update,
     updates_of_last_image,
 )
-from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept, within_limits
+from attacks.mjp.known_attention import PatchSweeps, SweepSearch
 from attacks.mjp.mlp_spans import LAYERS, read_first_block
-from attacks.mjp.mlp_tokens import Optima, TokenFamily, TokenSearch, cone
+from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
+from attacks.mjp.patch_search import (
+    FARTHEST,
+    MOST_SEEN,
+    NO_TOKEN,
+    Searches,
+    from_sweeps,
+    near_guess,
+    of_tokens,
+    unmixed,
+    within,
+)
 from attacks.mjp.placement import Placement, PlacingAttack
 from attacks.mjp.span_update import SpanUpdate
-from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches, known_span, masked_by_tokens
+from attacks.mjp.token_patches import KnownPatches, PlacedPatches, known_span, masked_by_tokens
 from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -49,7 +60,6 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 # Seconds of one CPU core: of the search, by tokens squared and entries of the hidden layer, of all tokens or where most
 # are seen; of the placement, by pieces squared.
 SECONDS_OF_A_PAIR, SECONDS_OF_A_SEEN_PAIR, SECONDS_OF_A_PLACE = 7e-7, 1.2e-7, 8e-4
-NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of its gradients"
 # Weights of the first attention's layer whose gradient stands in for the position rows.
 QUERIES = "blocks.0.attn.qkv.weight"
 # Pixels of a photograph lie in [0, 1]; this far outside they are none, even where other means and deviations than the
@@ -58,10 +68,6 @@ MARGIN = 2.0
 # Where tokens alone say which patch is where, and in rounded messages, errors are up to so many times those expected:
 # measured on trained models of 32 and 64 pixels, in float16, bfloat16, int8 and with noise of 1e-4 to 1e-2.
 TOKEN_ERROR = 20.0
-# Sweeps come before the search of tokens where at most one patch in so many is unseen.
-MOST_SEEN = 4
-# Patches that are not certified lie as near the guess as this share of the certified ones, or are left out.
-FARTHEST = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +144,9 @@ class Unmix(PlacingAttack):
         start = guess if known.apart else guess[:0]
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, guess.device))
         scales = pixel_scales(tokenizer, observation.std, guess.device)
-        searches = self.attend, self.sweep, self.search
+        searches = Searches(self.attend, self.sweep, self.search)
         placed, numbers = unmixed(searches, sweeps, start, guess, scales)
-        placed = _near_guess(placed, guess, known.unseen, 0.0 if joined.last.mixed else FARTHEST)
+        placed = near_guess(placed, guess, known.unseen, 0.0 if joined.last.mixed else FARTHEST)
         words = mask_in_words(joined.last.masked, sent=position_gradient(observation, tokenizer) is not None)
         return finished(observation, tokenizer, known, placed, guess, words, details | numbers, self.placement)
 
@@ -182,9 +188,9 @@ class Unmix(PlacingAttack):
         masked = masked_by_tokens(block, known, scales, tokens.y, errors)
         known = replace(known, masked=masked, unseen=masked)
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
-        placed, swept, numbers = _of_tokens(tokens, self.sweep, sweeps, known.rows, scales)
+        placed, swept, numbers = of_tokens(tokens, self.sweep, sweeps, known.rows, scales)
         placed, details = (
-            _from_sweeps(sweeps, swept, scales).completed(_within(placed, sweeps)),
+            from_sweeps(sweeps, swept, scales).completed(within(placed, sweeps)),
             {"masked": int(masked.sum())} | numbers,
         )
         words = "the update holds neither the position gradient nor that of the first attention"
@@ -245,109 +251,6 @@ def seconds_of_search(
     """Time of the search and of the placement of `unseen` patches, on one CPU core."""
     hidden = next((len(p) for n, p in observation.model.named_parameters() if n.endswith("blocks.0.mlp.fc1.bias")), 0)
     return rate * tokenizer.num_patches**2 * hidden + SECONDS_OF_A_PLACE * unseen**2
-
-
-def unmixed(
-    searches: tuple[AttendedSearch, SweepSearch, TokenSearch],
-    sweeps: PatchSweeps,
-    start: Tensor,
-    guess: Tensor,
-    scales: Tensor,
-) -> tuple[PlacedPatches, dict[str, float]]:
-    """Where most patches are seen, from the start; unless that finds these, tokens, their patches, and sweeps.
-
-    Args:
-        searches: for seen patches alone, for patches with known attention, and for tokens.
-        sweeps: of the patches of the update, at the first block.
-        start: (N, P) patches to start from, or none, where too little is known of them.
-        guess: (N, P), of patches whose token is not found.
-        scales: (P,) what a normalised pixel is in units of [0, 1].
-
-    Returns:
-        The patches, and for the details: tokens found, the median of their squared residuals over what the noise of
-        the message explains, and, where tokens were searched, the median squared misfit of the equations of patch and
-        attention.
-    """
-    block, swept, starts = sweeps.block, None, start[:0] @ sweeps.block.projection.T
-    apart, (attend, sweep, search) = PlacedPatches.none(sweeps.known), searches
-    if len(start):
-        c = sweeps.coefficients(start)
-        if MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(start):
-            apart = attend(sweeps, c, scales)
-            c = sweeps.coefficients(torch.where(apart.patches.isnan(), start, apart.patches))
-            swept = sweep(sweeps, c, apart.found)
-            if (swept.found | apart.found | sweeps.known.unseen).all():
-                placed = _from_sweeps(sweeps, swept, scales).completed(apart)
-                return placed, _numbers(placed.misfit[placed.found])
-            c = swept.c
-        starts = sweeps.attended(c)
-    tokens = search(block, starts)
-    if not len(tokens):
-        placed = apart if swept is None else _from_sweeps(sweeps, swept, scales).completed(apart)
-        if not placed.found.any():
-            raise UsageError(NO_TOKEN)
-        return placed, _numbers(placed.misfit[placed.found])
-    placed, polished, numbers = _of_tokens(tokens, sweep, sweeps, guess, scales)
-    # Sweeps that certify no patch say less than tokens, each of which is certified alone.
-    if swept is not None and swept.found.any() and _standing(swept) > _standing(polished):
-        return _from_sweeps(sweeps, swept, scales).completed(apart), numbers
-    return _from_sweeps(sweeps, polished, scales).completed(_within(placed, sweeps)).completed(apart), numbers
-
-
-def _of_tokens(
-    tokens: Optima, sweep: SweepSearch, sweeps: PatchSweeps, guess: Tensor, scales: Tensor
-) -> tuple[PlacedPatches, Swept, dict[str, float]]:
-    """The patches of tokens that were found, alone and with the attention of all, and numbers for the details.
-
-    Args:
-        guess: (N, P), from which the sweeps start where no token was found.
-    """
-    block, known = sweeps.block, sweeps.known
-    placed = TokenPatches(block, known, scales).solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
-    numbers = _numbers(tokens.losses / tokens.explained)
-    if placed.found.any():
-        numbers["misfit"] = float(placed.misfit[placed.found].median())
-    start = torch.where(within_limits(placed.patches, sweeps.limits)[:, None], placed.patches, guess)
-    return placed, sweep.converged(sweeps, sweeps.coefficients(start), ~placed.found), numbers
-
-
-def _standing(swept: Swept) -> tuple[int, float]:
-    """How many patches are certified, and how low the residuals are: the greater, the better."""
-    return int(swept.found.sum()), -swept.level
-
-
-def _numbers(ratios: Tensor) -> dict[str, float]:
-    """What `unmixed` says of tokens with squared residuals of these ratios (S,) to the noise."""
-    return {"tokens": len(ratios), "residual": float(ratios.median())}
-
-
-def _from_sweeps(sweeps: PatchSweeps, swept: Swept, scales: Tensor) -> PlacedPatches:
-    """The patches of the sweeps, NaN where they are outside the limits."""
-    patches, deviation = sweeps.patches(swept.c), sweeps.deviation(swept.c, scales)
-    patches[~within_limits(patches, sweeps.limits)] = torch.nan
-    deviation[~swept.found] = torch.inf
-    return PlacedPatches(patches, deviation, swept.found, swept.ratios)
-
-
-def _near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:
-    """The patches, but the guess (N, P) where one that is not certified lies far from it, or was never seen.
-
-    Args:
-        unseen: (N,) bool.
-        share: a patch may lie as far from the guess as this share of the certified ones that were seen; in so much
-            noise that it mixes the rows of patches the guess is nearer than anything that is not certified: 0.
-    """
-    moved, certified = (placed.patches - guess).norm(dim=1), placed.found & ~unseen
-    if share and not certified.any():
-        return placed
-    limit = moved[certified].quantile(share) if share else 0.0
-    far = ~placed.found & (unseen | ~(moved <= limit))
-    return replace(placed, patches=torch.where(far[:, None], guess, placed.patches))
-
-
-def _within(placed: PlacedPatches, sweeps: PatchSweeps) -> PlacedPatches:
-    """The patches, of which those outside the limits do not count as found."""
-    return replace(placed, found=placed.found & within_limits(placed.patches, sweeps.limits))
 
 
 def finished(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from attacks.mjp.attended_tokens import AttendedSearch
+from attacks.mjp.known_attention import PatchSweeps
+from attacks.mjp.mlp_tokens import Optima
+from attacks.mjp.token_patches import PlacedPatches
 from fedmjp.models import BuiltModel, build_model
 
 
@@ -19,3 +24,10 @@ def models_of_rounds(count: int) -> list[BuiltModel]:
 def models() -> list[BuiltModel]:
     """Those of four rounds."""
     return models_of_rounds(4)
+
+
+class Nothing(AttendedSearch):
+    """No patch is found without the others' attention."""
+
+    def __call__(self, sweeps: PatchSweeps, c: torch.Tensor, scales: torch.Tensor) -> tuple[PlacedPatches, Optima]:
+        return PlacedPatches.none(sweeps.known), Optima(sweeps.base[:0], sweeps.base[:0, 0], sweeps.base[:0, 0])

@@ -49,7 +49,7 @@ def test_seen_patches_are_certified_among_wrong_ones(case) -> None:
     """With known attention, hardly a patch is certified as long as unseen ones are unknown."""
     sweeps, patches, scales = case
     start, seen = guessed(sweeps, patches), ~sweeps.known.unseen
-    found = AttendedSearch(rounds=0)(sweeps, start, scales)
+    found, _ = AttendedSearch(rounds=0)(sweeps, start, scales)
     error = ((found.patches - patches) * scales).square().mean(dim=1).sqrt()
     assert torch.equal(found.found, seen)
     assert float(error[seen].max()) < 1e-3
@@ -58,7 +58,7 @@ def test_seen_patches_are_certified_among_wrong_ones(case) -> None:
 
 def test_expected_deviations_cover_the_errors(case) -> None:
     sweeps, patches, scales = case
-    found = AttendedSearch(rounds=0)(sweeps, guessed(sweeps, patches), scales)
+    found, _ = AttendedSearch(rounds=0)(sweeps, guessed(sweeps, patches), scales)
     error = ((found.patches - patches) * scales).square().mean(dim=1).sqrt()[found.found]
     expected = found.deviation[found.found]
     assert float(expected.max()) < VOUCHED_DEVIATION
@@ -69,7 +69,7 @@ def test_expected_deviations_cover_the_errors(case) -> None:
 def test_patches_that_were_never_seen_come_from_random_starts() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="none")
     sweeps, patches, scales = sweeps_of(model, photographs(64, 3)[2:], gamma=0.1)
-    found, unseen = AttendedSearch()(sweeps, guessed(sweeps, patches), scales), sweeps.known.unseen
+    (found, _), unseen = AttendedSearch()(sweeps, guessed(sweeps, patches), scales), sweeps.known.unseen
     apart = torch.cdist(found.patches[unseen & found.found], patches[unseen])
     assert len(apart) >= 0.5 * int(unseen.sum())
     assert len(set(apart.argmin(dim=1).tolist())) == len(apart)
@@ -98,7 +98,7 @@ def test_linear_equations_leave_the_truth_in_the_family(case) -> None:
 
 def test_what_is_certified_from_a_senseless_guess_is_right(case) -> None:
     sweeps, patches, scales = case
-    found = AttendedSearch(rounds=0)(sweeps, sweeps.coefficients(patches) * 1e6, scales)
+    found, _ = AttendedSearch(rounds=0)(sweeps, sweeps.coefficients(patches) * 1e6, scales)
     error = ((found.patches - patches) * scales).square().mean(dim=1).sqrt()
     assert found.found.any()
     assert float(error[found.deviation.isfinite()].max()) < 1e-3

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from attacks import ATTACKS, find_tokenizer
-from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone, normalised
-from attacks.mjp.token_patches import PlacedPatches
 from fedmjp.models import ViT, build_model
+from tests.attacks.mjp.conftest import Nothing
 from tests.attacks.mjp.test_unmix import masked_update, psnr
 from tests.conftest import observe, photographs
 
@@ -72,13 +71,6 @@ class Uncertified(SweepSearch):
 
     def converged(self, sweeps: PatchSweeps, c: torch.Tensor, places: torch.Tensor) -> Swept:
         return Swept(c, torch.full_like(c[:, 0], 1000.0))
-
-
-class Nothing(AttendedSearch):
-    """No patch is found without the others' attention."""
-
-    def __call__(self, sweeps: PatchSweeps, c: torch.Tensor, scales: torch.Tensor) -> PlacedPatches:
-        return PlacedPatches.none(sweeps.known)
 
 
 def test_tokens_are_taken_where_sweeps_certify_nothing() -> None:

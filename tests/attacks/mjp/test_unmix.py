@@ -24,6 +24,7 @@ from attacks.mjp.unmix import pixel_limits
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import any_place, score
 from fedmjp.models import ViT, build_model
+from tests.attacks.mjp.conftest import Nothing
 from tests.conftest import observe, photographs
 
 
@@ -209,7 +210,9 @@ def test_known_attention_finds_what_tokens_alone_leave_open() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
     image = photographs(64, 3)[2:]
     view, _, _ = masked_update(model, image, gamma=0.1)
-    alone, swept = (ATTACKS.get("unmix")(sweep=sweep)([view]) for sweep in (SweepSearch(rounds=0), SweepSearch()))
+    alone, swept = (
+        ATTACKS.get("unmix")(attend=Nothing(), sweep=sweep)([view]) for sweep in (SweepSearch(rounds=0), SweepSearch())
+    )
     assert swept.details["found"] == 64 > alone.details["found"]
     assert psnr(swept.images, image) > psnr(alone.images, image) + 20  # 86.6 and 23.0 dB when this was written
 

@@ -1,0 +1,171 @@
+"""All patches of an update with masked positions, by three searches in turn.
+
+Where most patches are seen, they are searched from a guess, each with its attention in a span
+(`attacks.mjp.attended_tokens`); the tokens that are missing then, by what the tokens found leave of the first MLP's
+span (`attacks.mjp.mlp_tokens`); and sweeps with known attention (`attacks.mjp.known_attention`) refine the patches.
+Elsewhere all tokens are searched, their patches follow from linear equations (`attacks.mjp.token_patches`), and sweeps
+refine them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attacks.mjp.attended_tokens import AttendedSearch
+from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept, within_limits
+from attacks.mjp.mlp_tokens import Optima, TokenFamily, TokenSearch, cone
+from attacks.mjp.token_patches import PlacedPatches, TokenPatches
+from attacks.registry import UsageError
+
+NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of its gradients"
+# Most patches are seen where at most one in so many is not.
+MOST_SEEN = 4
+# Where one in MOST patches is found with its attention in a span, so many rounds of random starts serve the rest.
+MOST, FEW_ROUNDS, FEW_IDLE = 2, 12, 3
+# Patches that are not certified lie as near the guess as this share of the certified ones, or are left out.
+FARTHEST = 0.9
+
+
+class Searches(NamedTuple):
+    """For patches with their attention in a span, for patches with known attention, and for tokens."""
+
+    attend: AttendedSearch
+    sweep: SweepSearch
+    tokens: TokenSearch
+
+
+def unmixed(
+    searches: Searches, sweeps: PatchSweeps, start: Tensor, guess: Tensor, scales: Tensor
+) -> tuple[PlacedPatches, dict[str, float]]:
+    """Where most patches are seen, from the start; unless that finds these, tokens, their patches, and sweeps.
+
+    Args:
+        sweeps: of the patches of the update, at the first block.
+        start: (N, P) patches to start from, or none, where too little is known of them.
+        guess: (N, P), of patches whose token is not found.
+        scales: (P,) what a normalised pixel is in units of [0, 1].
+
+    Returns:
+        The patches, and for the details: tokens found, the median of their squared residuals over what the noise of
+        the message explains, and, where tokens were searched, the median squared misfit of the equations of patch and
+        attention.
+    """
+    block = sweeps.block
+    apart, swept, tokens = PlacedPatches.none(sweeps.known), None, None
+    starts = start[:0] @ block.projection.T
+    if len(start):
+        c = sweeps.coefficients(start)
+        if MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(start):
+            apart, swept, tokens = _from_seen(searches, sweeps, c, scales)
+            if swept.found.all():
+                return from_sweeps(sweeps, swept, scales), _numbers(swept.ratios)
+            c = swept.c
+        starts = sweeps.attended(c)
+    tokens = searches.tokens(block, starts) if tokens is None else tokens
+    if not len(tokens):
+        placed = apart if swept is None else from_sweeps(sweeps, swept, scales).completed(apart)
+        if not placed.found.any():
+            raise UsageError(NO_TOKEN)
+        return placed, _numbers(placed.misfit[placed.found])
+    placed, polished, numbers = of_tokens(tokens, searches.sweep, sweeps, guess, scales)
+    # Sweeps that certify no patch say less than tokens, each of which is certified alone.
+    if swept is not None and swept.found.any() and _standing(swept) > _standing(polished):
+        polished = swept
+    result = from_sweeps(sweeps, polished, scales).completed(apart).completed(within(placed, sweeps))
+    # What was not sure alone is no surer among patches that do not all fit.
+    unsure = apart.found & apart.deviation.isinf() & ~polished.found.all()
+    return replace(result, deviation=result.deviation.masked_fill(unsure, torch.inf)), numbers
+
+
+def _from_seen(
+    searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor
+) -> tuple[PlacedPatches, Swept, Optima | None]:
+    """Patches found apart, those of sweeps from there, and all tokens where most are found; from c (N, k) on."""
+    apart, tokens = searches.attend(sweeps, c, scales)
+    c = torch.where(apart.patches.isnan().any(dim=1)[:, None], c, sweeps.coefficients(apart.patches))
+    fixed, most = apart.found, MOST * int(apart.found.sum()) > len(c)
+    if most and not fixed.all():
+        missing = sweeps.attended(c)[sweeps.prefix :][~fixed]
+        every = replace(searches.tokens, rounds=FEW_ROUNDS, patience=FEW_IDLE)(sweeps.block, missing, tokens)
+        apart, c = _with_tokens(every[list(range(len(tokens), len(every)))], sweeps, apart, c, scales)
+        tokens = every
+    return apart, searches.sweep(sweeps, c, fixed), tokens if most else None
+
+
+def _with_tokens(
+    tokens: Optima, sweeps: PatchSweeps, apart: PlacedPatches, c: Tensor, scales: Tensor
+) -> tuple[PlacedPatches, Tensor]:
+    """Patches that were found apart, and c (N, k) of all, with the patches of further tokens."""
+    if not len(tokens):
+        return apart, c
+    block, known = sweeps.block, sweeps.known
+    placed = TokenPatches(block, known, scales).solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
+    placed = within(placed, sweeps)
+    # Places that no update shows are alike: those that tokens took may hold a patch already.
+    free = (known.unseen & ~apart.found).nonzero()[:, 0]
+    took = (known.unseen & placed.found).nonzero()[:, 0][: len(free)]
+    free = free[: len(took)]
+    seen = (~known.unseen & ~apart.found & placed.found).nonzero()[:, 0]
+    places, of = torch.cat([seen, free]), torch.cat([seen, took])
+    apart = apart.extended(places, placed.patches[of], placed.deviation[of], placed.misfit[of])
+    return apart, c.index_put((places,), sweeps.coefficients(apart.patches)[places])
+
+
+def of_tokens(
+    tokens: Optima, sweep: SweepSearch, sweeps: PatchSweeps, guess: Tensor, scales: Tensor
+) -> tuple[PlacedPatches, Swept, dict[str, float]]:
+    """The patches of tokens that were found, alone and with the attention of all, and numbers for the details.
+
+    Args:
+        guess: (N, P), from which the sweeps start where no token was found.
+    """
+    block, known = sweeps.block, sweeps.known
+    placed = TokenPatches(block, known, scales).solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
+    numbers = _numbers(tokens.losses / tokens.explained)
+    if placed.found.any():
+        numbers["misfit"] = float(placed.misfit[placed.found].median())
+    start = torch.where(within_limits(placed.patches, sweeps.limits)[:, None], placed.patches, guess)
+    return placed, sweep.converged(sweeps, sweeps.coefficients(start), ~placed.found), numbers
+
+
+def _standing(swept: Swept) -> tuple[int, float]:
+    """How many patches are certified, and how low the residuals are: the greater, the better."""
+    return int(swept.found.sum()), -swept.level
+
+
+def _numbers(ratios: Tensor) -> dict[str, float]:
+    """What `unmixed` says of tokens with squared residuals of these ratios (S,) to the noise."""
+    return {"tokens": len(ratios), "residual": float(ratios.median())}
+
+
+def from_sweeps(sweeps: PatchSweeps, swept: Swept, scales: Tensor) -> PlacedPatches:
+    """The patches of the sweeps, NaN where they are outside the limits."""
+    patches, deviation = sweeps.patches(swept.c), sweeps.deviation(swept.c, scales)
+    patches[~within_limits(patches, sweeps.limits)] = torch.nan
+    deviation[~swept.found] = torch.inf
+    return PlacedPatches(patches, deviation, swept.found, swept.ratios)
+
+
+def near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:
+    """The patches, but the guess (N, P) where one that is not surely certified lies far from it, or was never seen.
+
+    Args:
+        unseen: (N,) bool.
+        share: a patch may lie as far from the guess as this share of the certified ones that were seen; in so much
+            noise that it mixes the rows of patches the guess is nearer than anything that is not certified: 0.
+    """
+    moved, sure = (placed.patches - guess).norm(dim=1), placed.found & placed.deviation.isfinite()
+    if share and not (sure & ~unseen).any():
+        return placed
+    limit = moved[sure & ~unseen].quantile(share) if share else 0.0
+    far = torch.where(unseen, ~placed.found, ~sure & ~(moved <= limit))
+    return replace(placed, patches=torch.where(far[:, None], guess, placed.patches))
+
+
+def within(placed: PlacedPatches, sweeps: PatchSweeps) -> PlacedPatches:
+    """The patches, of which those outside the limits do not count as found."""
+    return replace(placed, found=placed.found & within_limits(placed.patches, sweeps.limits))
