@@ -48,9 +48,9 @@ def test_files(file: str) -> None:
 
 @pytest.mark.parametrize("name", shipped_names("long"))
 def test_a_longer_training_has_learned_more(name: str) -> None:
-    """At least 75 % of CIFAR-10, where the three epochs of `auto` reach 52 %."""
+    """At least 75 % of CIFAR-10, 70 without positions, where the three epochs of `auto` reach 52 %."""
     longer, shorter = (float(re.search(r"of this file \| ([\d.]+)%", card_of(f))[1]) for f in (f"{name}.long", name))
-    assert longer >= 75
+    assert longer >= (70 if name.endswith("_nope") else 75)
     assert shorter < 60
 
 
