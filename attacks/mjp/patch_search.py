@@ -28,6 +28,8 @@ MOST_SEEN = 4
 MOST, FEW_ROUNDS, FEW_IDLE = 2, 12, 3
 # Patches that are not certified lie as near the guess as this share of the certified ones, or are left out.
 FARTHEST = 0.9
+# One that was never seen is left out where its squared residual exceeds what the noise explains by this factor.
+PLAUSIBLE = 100.0
 
 
 class Searches(NamedTuple):
@@ -151,7 +153,7 @@ def from_sweeps(sweeps: PatchSweeps, swept: Swept, scales: Tensor) -> PlacedPatc
 
 
 def near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:
-    """The patches, but the guess (N, P) where one that is not surely certified lies far from it, or was never seen.
+    """The patches, but the guess (N, P) where one that is not surely certified lies far from it, or fits badly.
 
     Args:
         unseen: (N,) bool.
@@ -162,7 +164,8 @@ def near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: floa
     if share and not (sure & ~unseen).any():
         return placed
     limit = moved[sure & ~unseen].quantile(share) if share else 0.0
-    far = torch.where(unseen, ~placed.found, ~sure & ~(moved <= limit))
+    open_ones = ~placed.found & ~((placed.misfit < PLAUSIBLE) & (share > 0))
+    far = torch.where(unseen, open_ones, ~sure & ~(moved <= limit))
     return replace(placed, patches=torch.where(far[:, None], guess, placed.patches))
 
 
