@@ -20,8 +20,8 @@ UPDATES = {0.1: (1, 2, 3, 4, 6), 0.3: (1, 2, 4, 6, 9), 0.5: (1, 4, 8, 16, 24), 0
 OTHER_UPDATES = (1, 2, 4, 8)
 ATTACKS_USED = (
     f"{ATTACKS_HELP} Chosen for each gamma by its first clients' updates: at the default budget the closed forms (1 to "
-    "3 s an image of a DeiT-S on one core), and unmix where it takes less than 10 s (gamma up to 0.1). april runs on "
-    "APRIL's block, alone."
+    "3 s an image of a DeiT-S on one core), and unmix where it takes less than 10 s. april runs on APRIL's block "
+    "alone."
 )
 UPDATE_ATTACKS_USED = (
     "Attacks of the second experiment. auto and all: here those that read more than one update, chosen for each gamma "
