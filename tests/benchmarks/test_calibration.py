@@ -44,14 +44,14 @@ def test_named_attacks_follow_the_first_update_and_those_over_updates_the_others
 
 def test_auto_takes_what_the_updates_expose(tmp_path) -> None:
     out = tmp_path / "out"
-    assert run(out, "--gammas", "0", "0.1", "--attacks", "auto", "--budget", "1s") == 0
+    assert run(out, "--gammas", "0", "0.1", "--attacks", "auto", "--budget", "0.5s") == 0
     assert places(out) == {
         *(("none", "patch_embedding", 1), ("mjp", "patch_embedding", 1), ("mjp", "mjp_subspace", 1)),
         ("mjp", "mjp_rounds", 2),
     }
     reasons = json.loads((out / "run.json").read_text())["not_run"]
     assert "one image" in reasons["batch_rounds"]
-    assert "beyond the budget of 1 s" in reasons["dlg"]
+    assert "beyond the budget of 0.5 s" in reasons["dlg"]
 
 
 def test_no_attacks_is_a_mistake(tmp_path, capsys) -> None:

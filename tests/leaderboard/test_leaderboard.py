@@ -139,7 +139,7 @@ def test_verify_runs_a_tenth_again(added: Path, capsys) -> None:
     assert main(["verify", str(added), "--seed", "9", "--record"]) == 0
     printed = capsys.readouterr().out
     assert "again: active on parameters, vit_mini_32" in printed
-    assert "2 of 47 rows run again (seed 9)" in printed
+    assert "2 of 48 rows run again (seed 9)" in printed
     assert schema.read(added)["rerun"]["seed"] == 9
 
 
