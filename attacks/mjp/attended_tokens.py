@@ -29,7 +29,8 @@ from torch import Tensor
 
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.mlp_spans import FirstBlock
-from attacks.mjp.mlp_tokens import LEAST_STARTS, Optima, TokenFamily, repeated
+from attacks.mjp.mlp_tokens import CLEAR, LEAST_STARTS, TokenFamily
+from attacks.mjp.optima import Optima, repeated
 from attacks.mjp.token_patches import PlacedPatches
 
 # Standard deviation of the error of the guess's coefficients, in units of that of the coefficients among patches.
@@ -40,9 +41,8 @@ ABOVE_ERROR = 4.0
 # Singular values from which on linear equations settle a direction, and effects, in units of the noise of an entry,
 # from which on another stays free: for all seen patches, and for those not found then.
 LEVELS = ((2.0, 4.0), (20.0, 0.0))
-# A certified patch is sure where the noise leaves less than this share of the guess's expected error, and where it lies
-# no farther from the guess than so many times the median patch: in much noise other optima are certified, too.
-SETTLED, FARTHEST = 0.5, 10.0
+# A certified patch is sure where the noise leaves less than this share of the guess's expected error.
+SETTLED = 0.5
 # Others are searched where this share of the seen patches is found.
 ENOUGH = 0.9
 # Rounds of random starts go on while the next one is expected to find so many new patches.
@@ -198,7 +198,7 @@ class AttendedSearch:
         """
         seen, placed = ~sweeps.known.unseen, PlacedPatches.none(sweeps.known)
         spread = SPREAD * c[seen].std(dim=0).square().mean().sqrt() * torch.eye(c.shape[1]).to(c)
-        limit, tokens = None, _no_tokens(sweeps)
+        tokens = _no_tokens(sweeps)
         for level in LEVELS:
             rest = (seen & ~placed.found).nonzero()[:, 0]
             attention = AttentionScales.guessed(sweeps, c) if len(rest) else None
@@ -209,15 +209,12 @@ class AttendedSearch:
             own = context[sweeps.prefix :][rest]
             moved, optima = family.refine(own, attention.along(sweeps.block, own, context), self.steps)
             moved = c[rest] + moved
-            good = optima.found & sweeps.within(moved, rest)
+            good = (optima.ratios < CLEAR) & sweeps.within(moved, rest)
             optima, moved, places = optima[good], moved[good], rest[good]
             tokens = tokens.joined(optima)
             deviation, guessed = family.deviation(optima, sweeps.known.basis * scales)
-            steps = (moved - c[places]).norm(dim=1)
-            limit = FARTHEST * float(steps.median()) if limit is None and len(steps) else limit
-            sure = (deviation < SETTLED * guessed) & (steps <= (limit or 0.0))
             c = c.index_put((places,), moved)
-            deviation[~sure] = torch.inf
+            deviation[deviation >= SETTLED * guessed] = torch.inf
             placed = placed.extended(places, sweeps.patches(c)[places], deviation, optima.ratios)
         if int(placed.found.sum()) < ENOUGH * int(seen.sum()):
             return placed, tokens
@@ -244,7 +241,7 @@ class AttendedSearch:
             start = among[one] + DRAWN * noise @ family.coefficients
             own = token + start @ sweeps.family.directions
             moved, reached = family.refine(own, attention.along(sweeps.block, own, context), self.steps)
-            good = reached.found & sweeps.within(start + moved, places[:1])
+            good = (reached.ratios < CLEAR) & sweeps.within(start + moved, places[:1])
             every, optima = torch.cat([found, (start + moved)[good]]), optima.joined(reached[good])
             kept = family.distinct(optima)
             found, optima = every[kept], optima[kept]

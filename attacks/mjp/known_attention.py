@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from attacks.mjp.mlp_spans import FirstBlock
-from attacks.mjp.mlp_tokens import FOUND, Optima, StartedSearch, TokenFamily, repeated
+from attacks.mjp.mlp_tokens import StartedSearch, TokenFamily
+from attacks.mjp.optima import FOUND, Optima, repeated
 from attacks.mjp.token_patches import KnownPatches
 
 # A start has not converged where its squared residual exceeds the median one by this factor.
@@ -99,6 +100,12 @@ class PatchSweeps:
         losses, explained = self.family.losses(self.attended(c)[self.prefix :])
         ratios = losses / explained
         return Swept(c, torch.where(self.within(c), ratios, ratios.clamp(min=OUT_OF_RANGE)))
+
+    def ratios_among(self, c: Tensor, x: Tensor) -> Tensor:
+        """Ratios (N,) of the residuals of patches with x (N, k), each alone among the patches at c (N, k)."""
+        own = self.tokens(x)[self.prefix :]
+        losses, explained = self.family.losses(own + self.block.attend(own, self.tokens(c)))
+        return losses / explained
 
     def within(self, c: Tensor, places: Tensor | None = None) -> Tensor:
         """(S,) bool: whether the pixels of patches with c (S, k) lie between the limits.

@@ -60,6 +60,11 @@ class GradientSpan:
         along = inputs @ self.directions[:, :-1].T + self.directions[:, -1]
         return self.noise**2 * (along.square() / self.sizes.clamp(min=self.noise**2)).sum(dim=1)
 
+    def error_gradient(self, inputs: Tensor) -> Tensor:
+        """Half gradient (S, n) of `error` along the inputs (S, n)."""
+        along = inputs @ self.directions[:, :-1].T + self.directions[:, -1]
+        return self.noise**2 * (along / self.sizes.clamp(min=self.noise**2)) @ self.directions[:, :-1]
+
 
 @dataclass(frozen=True)
 class MLPBlock:

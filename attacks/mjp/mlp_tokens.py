@@ -17,22 +17,17 @@ Starts for tokens that are missing come from the duals of those found (`attacks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attacks.mjp.mlp_spans import MLPBlock
-from attacks.mjp.token_duals import dual_vectors, normalised, without
+from attacks.mjp.optima import FOUND, OWN, Optima, repeated
+from attacks.mjp.token_duals import Removed, normalised, without
 
-# A start has found a token where its squared residual is at most FOUND times what the noise of the message explains
-# there, and OWN of its inputs' squared length (round-off of a token whose gradient dominates the sums). Ratios at true
-# tokens are 0.7 to 2, up to 20 on photographs with flat areas; where a start has not converged, 500 and more, in flat
-# areas from 2 on: there it lies between patches that hardly differ.
-FOUND, OWN = 10.0, 1e-12
-# Two of them are one token where the squared residual rises by less than this share of itself from one to the other ...
-SAME = 0.2
-# ... or where they are as near as this, in lengths of a token: the noise cannot tell them apart.
+# Two optima as near as this, in lengths of a token, are one in any case: the noise cannot tell them apart.
 NEAR = 1e-4
 NEAR_KNOWN = 1e-2  # of tokens whose own optimum in the whole span was not sought
 FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-9, 1e8
@@ -41,6 +36,18 @@ GAIN, PATIENCE = 1e-2, 3
 # Entries that are held together: of Gauss-Newton matrices in memory, of Jacobians in the processor's cache.
 MATRIX_ENTRIES, JACOBIAN_ENTRIES = 16_000_000, 400_000
 LEAST_STARTS = 12
+# The noise explains more of the residuals where a token's own gradient is small, so that the least residual is a biased
+# answer: in flat areas it lies between tokens, at 2 to 6 times what the noise explains, while this ratio is 0.6 to 1.3
+# at true tokens and at its own optimum. The ratio is minimised from WEIGHED on where the family holds the tokens up to
+# the noise; elsewhere from a certified optimum on, and the result is kept where the ratio falls below CONSISTENT.
+WEIGHED, CONSISTENT = 30.0, 1.3
+# A patch alone is found where the ratio is below CLEAR: at right ones it is 0.9 to 1.5, at wrong ones from 2.3 on.
+CLEAR = 2.5
+# In the whole span the noise explains some points that are no token: it leaves them open by more than this, in lengths
+# of a token (4e-2 and more), while tokens are known to 1e-3, in flat areas to 1.6e-2.
+DETERMINED = 2e-2
+# An optimum that is no token attracts further starts where the ratio is below this: its gradient dominates the sums.
+ATTRACTS = 1e3
 POLISH = 12  # steps in the whole span after those among what the duals leave
 # A Gauss-Newton matrix serves for further steps as long as each leaves less than this share of the squared residual.
 KEPT = 0.3
@@ -100,9 +107,20 @@ class TokenFamily:
         hidden, slope = self.block.activate(mlp.fc1(first))
         return first, hidden, slope
 
-    def gradients(self, y: Tensor) -> Tensor:
-        """Half gradient (S, m) of the squared residuals at y (S, D) along Y."""
-        return self._half_gradient(_Linearised(self, y))
+    def gradients(self, y: Tensor, ratios: Tensor) -> Tensor:
+        """Half gradient (S, m) at y (S, D) along Y: of the squared residuals less ratios (S,) of the explained ones."""
+        at, (outer_span, inner_span) = _Linearised(self, y), self.block.spans
+        first = outer_span.outside(at.first, 1.0)[:, :-1] - ratios[:, None] * self._explained_gradient(0, at.first)
+        second = inner_span.outside(at.hidden, 1.0)[:, :-1] - ratios[:, None] * self._explained_gradient(1, at.hidden)
+        gradient = first @ self._moved.T - at.share * (first * at.bent).sum(dim=1, keepdim=True)
+        pulled = at.slope * second  # (S, H)
+        gradient = gradient + pulled @ self._before.T - at.share * (pulled * at.bent_before).sum(dim=1, keepdim=True)
+        return gradient / at.scale
+
+    def _explained_gradient(self, layer: int, inputs: Tensor) -> Tensor:
+        """Half gradient (S, n) of what the noise explains, along the inputs (S, n) of a layer."""
+        conditions = inputs.shape[1] + 1 - self.block.count
+        return conditions * self.block.spans[layer].error_gradient(inputs) + OWN * inputs
 
     def matrices(self, y: Tensor) -> Tensor:
         """Gauss-Newton matrices (S, m, m) of the squared residuals at y (S, D) along Y."""
@@ -122,14 +140,6 @@ class TokenFamily:
             inside = jacobian @ inner_span.directions[:, :-1].T  # (S, m, N')
             second.append(first.baddbmm(jacobian, jacobian.mT).baddbmm(inside, inside.mT, alpha=-1))
         return torch.cat(second) / at.scale[..., None].square()
-
-    def _half_gradient(self, at: _Linearised) -> Tensor:
-        outer_span, inner_span = self.block.spans
-        left = outer_span.outside(at.first, 1.0)
-        gradient = left @ self._outer.T - at.share * (left * outer_span.outside(at.bent)).sum(dim=1, keepdim=True)
-        pulled = at.slope * inner_span.outside(at.hidden, 1.0)[:, :-1]  # (S, H)
-        gradient = gradient + pulled @ self._before.T - at.share * (pulled * at.bent_before).sum(dim=1, keepdim=True)
-        return gradient / at.scale
 
     def errors(self, optima: Optima) -> Tensor:
         """Mean squared error of an entry of y, (S,), if what is left of the residuals is independent noise."""
@@ -160,17 +170,27 @@ class TokenFamily:
         """Starts whose matrices are held in memory together."""
         return max(MATRIX_ENTRIES // self._gram.numel(), 8)
 
-    def refine(self, y: Tensor, steps: int, *, keep_scale: bool = False) -> Optima:
+    def refine(self, y: Tensor, steps: int, *, keep_scale: bool = False, weighed: bool = False) -> Optima:
         """Levenberg-Marquardt from each of the starts y (S, D) along Y, at most so many steps.
 
         Args:
             keep_scale: return y plus the steps taken instead of its normalised form.
+            weighed: the family holds the tokens up to the noise, so that the ratio may be minimised in any case.
         """
-        parts = [self._refine_chunk(part, steps) for part in y.split(self._chunk())]
-        optima = Optima(*(torch.cat([getattr(part, n) for part in parts]) for n in Optima.__dataclass_fields__))
+        optima = self._refined(y, steps, WEIGHED if weighed else 0.0)
+        if not weighed:
+            near = optima.found.nonzero()[:, 0]
+            again = self._refined(optima.y[near], steps, torch.inf)
+            kept = again.ratios < CONSISTENT
+            optima = optima.replaced(near[kept], again[kept])
         return optima if keep_scale else replace(optima, y=normalised(optima.y))
 
-    def _refine_chunk(self, y: Tensor, steps: int) -> Optima:
+    def _refined(self, y: Tensor, steps: int, below: float) -> Optima:
+        parts = [self._refine_chunk(part, steps, below) for part in y.split(self._chunk())]
+        return Optima(*(torch.cat([getattr(part, n) for part in parts]) for n in Optima.__dataclass_fields__))
+
+    def _refine_chunk(self, y: Tensor, steps: int, below: float) -> Optima:
+        """Where the ratio of residuals to what the noise explains is `below`, it is minimised, elsewhere they are."""
         y, size = y.clone(), len(self.directions)
         losses, explained = self.losses(y)
         damping, idle = torch.full_like(losses, FIRST_DAMPING), torch.zeros_like(losses)
@@ -185,11 +205,15 @@ class TokenFamily:
             diagonal = matrix.diagonal(dim1=1, dim2=2)
             damped = damping[active, None] * diagonal + 1e-12 * diagonal.mean(dim=1, keepdim=True)
             root = torch.linalg.cholesky_ex(matrix + torch.diag_embed(damped)).L
-            step = -torch.cholesky_solve(self.gradients(at)[..., None], root)[..., 0] @ self.directions
-            reached, noise = self.losses(at + step)
+            ratios = before / explained[active]
+            weighed = ratios < below
+            gradient = self.gradients(at, torch.where(weighed, ratios, 0.0))
+            step = -torch.cholesky_solve(gradient[..., None], root)[..., 0] @ self.directions
+            left, noise = self.losses(at + step)
+            reached = torch.where(weighed, left * explained[active] / noise, left)
             better, new = reached < before, fresh[active]
             y[active] = torch.where(better[:, None], at + step, at)
-            losses[active] = torch.where(better, reached, before)
+            losses[active] = torch.where(better, left, before)
             explained[active] = torch.where(better, noise, explained[active])
             factor = torch.where(better, 1 / 6, torch.where(new, 6.0, 1.0))
             damping[active] = (damping[active] * factor).clamp(LEAST_DAMPING, MOST_DAMPING)
@@ -218,41 +242,6 @@ class _Linearised:
         self.share = unit @ family.directions.T / unit.shape[1]  # (S, m)
         self.bent = unit * norm.weight  # (S, D)
         self.bent_before = self.bent @ mlp.fc1.weight.T  # (S, H)
-
-
-@dataclass(frozen=True)
-class Optima:
-    """Local optima.
-
-    Attributes:
-        y: (S, D) tokens at the second norm, up to a factor and a constant: mean 0, length D^1/2 (unless the scale of
-            the starts is kept).
-        losses: (S,) squared residuals. explained: (S,) of them, what the noise of the message explains.
-    """
-
-    y: Tensor
-    losses: Tensor
-    explained: Tensor
-
-    def __getitem__(self, index: Tensor | list[int]) -> Optima:
-        return Optima(self.y[index], self.losses[index], self.explained[index])
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    @property
-    def found(self) -> Tensor:
-        """(S,) bool, those that are tokens."""
-        return self.losses <= FOUND * self.explained
-
-    @property
-    def ratios(self) -> Tensor:
-        """(S,) squared residuals over what the noise of the message explains."""
-        return self.losses / self.explained
-
-    def joined(self, other: Optima) -> Optima:
-        """These and others."""
-        return Optima(*(torch.cat([getattr(self, n), getattr(other, n)]) for n in Optima.__dataclass_fields__))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,32 +278,59 @@ class TokenSearch(StartedSearch):
     starts: int = 2
     steps: int = 40
 
-    def __call__(self, block: MLPBlock, guess: Tensor, known: Optima | None = None) -> Optima:
+    def __call__(self, block: MLPBlock, guess: Tensor) -> Optima:
         """The tokens that are found: at most N', or a few more where the noise splits one.
 
         Args:
             guess: (S, D) tokens at the second norm to start from, if any.
-            known: tokens that need not be searched, from a family with less freedom; the result begins with them.
         """
-        whole, generator = TokenFamily(block, cone(block)), self.generator()
+        whole = TokenFamily(block, cone(block))
         optima = whole.refine(whole.nearest(guess), self.steps)
-        tokens = optima[[]] if known is None else replace(known, y=normalised(known.y))
-        near = NEAR if known is None else NEAR_KNOWN
-        tokens = tokens.joined(distinct(whole, tokens, optima[optima.found], near))
-        duals, idle = tokens.y.new_zeros(0, block.count), 0
+        tokens = distinct(whole, optima[[]], optima[optima.found])
+        return self._with_missing(whole, tokens, lambda optima: optima.found)
+
+    def beside(self, block: MLPBlock, known: Optima) -> Optima:
+        """Tokens beside those that are known from a family with less freedom, each determined by its residuals."""
+        whole, known = TokenFamily(block, cone(block)), replace(known, y=normalised(known.y))
+
+        def good(optima: Optima) -> Tensor:
+            return (optima.ratios < CONSISTENT) & (whole.errors(optima) < DETERMINED**2)
+
+        every = self._with_missing(whole, known, good, near=NEAR_KNOWN, weighed=True)
+        return every[list(range(len(known), len(every)))]
+
+    def _with_missing(
+        self,
+        whole: TokenFamily,
+        tokens: Optima,
+        good: Callable[[Optima], Tensor],
+        *,
+        near: float = NEAR,
+        weighed: bool = False,
+    ) -> Optima:
+        """The tokens and those that rounds of random starts add.
+
+        Args:
+            good: which optima are tokens, (S,) bool.
+            near, weighed: see `distinct` and `TokenFamily.refine`.
+        """
+        block, generator, removed, idle = whole.block, self.generator(), Removed.of(whole.block, tokens.y), 0
         for _ in range(self.rounds):
-            if len(tokens) >= block.count or idle == self.patience:
+            if max(len(tokens), len(removed)) >= block.count or idle == self.patience:
                 break
-            duals = torch.cat([duals, dual_vectors(block, tokens.y[len(duals) :])])
-            count = max(self.starts * (block.count - len(tokens)), LEAST_STARTS)
-            starts = without(block, whole.draw(count, generator), tokens.y, duals)
-            if len(tokens):  # first among what the duals leave, which has fewer dimensions
-                left = torch.linalg.svd(duals, full_matrices=True).Vh[len(duals) :]  # (N' - n, N')
-                family = TokenFamily(block, left @ whole.directions)
-                starts = distinct(family, optima[[]], family.refine(starts, self.steps)).y
-            optima = whole.refine(starts, POLISH if len(tokens) else self.steps)
-            new = distinct(whole, tokens, optima[optima.found], near)
-            tokens, idle = tokens.joined(new), 0 if len(new) else idle + 1
+            count = max(self.starts * (block.count - len(removed)), LEAST_STARTS)
+            starts = without(block, whole.draw(count, generator), removed.y, removed.duals)
+            if len(removed):  # first among what the duals leave, which has fewer dimensions
+                family = TokenFamily(block, removed.left() @ whole.directions)
+                starts = distinct(family, tokens[[]], family.refine(starts, self.steps, weighed=weighed)).y
+            optima = whole.refine(starts, POLISH if len(removed) else self.steps, weighed=weighed)
+            certain = good(optima)
+            new = distinct(whole, tokens, optima[certain], near)
+            other = optima[(optima.ratios > FOUND) & (optima.ratios < ATTRACTS)]
+            gone = new.joined(distinct(whole, other[[]], other))
+            renewed = removed.renewed_by(optima[certain].y)
+            idle = 0 if len(gone) or renewed is not removed else idle + 1
+            tokens, removed = tokens.joined(new), renewed.extended(gone.y)
         return tokens
 
 
@@ -341,25 +357,3 @@ def distinct(family: TokenFamily, tokens: Optima, optima: Optima, near: float = 
     matrices = family.matrices(optima.y)
     apart = torch.cdist(joined.y, joined.y) >= near * joined.y.shape[1] ** 0.5
     return optima[repeated(points, joined.losses, matrices, before, apart)]
-
-
-def repeated(
-    points: Tensor, losses: Tensor, matrices: Tensor, before: int = 0, apart: Tensor | None = None
-) -> list[int]:
-    """Indices among the points (S, m) after the first `before` ones of those that repeat none before them.
-
-    Args:
-        points: coordinates, the later ones by rising losses (S,), squared residuals.
-        matrices: (S - before, m, m), Gauss-Newton matrices of the later ones.
-        apart: (S, S) bool, pairs that may differ; by default all.
-    """
-    kept = list(range(before))
-    for i in range(before, len(points)):
-        along = points[kept] - points[i]  # (n, m)
-        rise = ((along @ matrices[i - before]) * along).sum(dim=1)
-        same = rise < SAME * (losses[i] + losses[kept])
-        if apart is not None:
-            same = same | ~apart[i, kept]
-        if not same.any():
-            kept.append(i)
-    return [i - before for i in kept[before:]]

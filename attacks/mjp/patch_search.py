@@ -17,7 +17,8 @@ from torch import Tensor
 
 from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept, within_limits
-from attacks.mjp.mlp_tokens import Optima, TokenFamily, TokenSearch, cone
+from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
+from attacks.mjp.optima import Optima
 from attacks.mjp.token_patches import PlacedPatches, TokenPatches
 from attacks.registry import UsageError
 
@@ -25,7 +26,9 @@ NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of
 # Most patches are seen where at most one in so many is not.
 MOST_SEEN = 4
 # Where one in MOST patches is found with its attention in a span, so many rounds of random starts serve the rest.
-MOST, FEW_ROUNDS, FEW_IDLE = 2, 12, 3
+MOST, FEW_ROUNDS, FEW_IDLE, FEW_STARTS = 2, 12, 3, 1
+# A seen patch stays at its guess where that leaves less than so many times the residual of what was found.
+AS_GOOD = 1.3
 # Patches that are not certified lie as near the guess as this share of the certified ones, or are left out.
 FARTHEST = 0.9
 # One that was never seen is left out where its squared residual exceeds what the noise explains by this factor.
@@ -57,17 +60,21 @@ def unmixed(
         attention.
     """
     block = sweeps.block
-    apart, swept, tokens = PlacedPatches.none(sweeps.known), None, None
+    apart, swept = PlacedPatches.none(sweeps.known), None
     starts = start[:0] @ block.projection.T
     if len(start):
         c = sweeps.coefficients(start)
         if MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(start):
-            apart, swept, tokens = _from_seen(searches, sweeps, c, scales)
-            if swept.found.all():
-                return from_sweeps(sweeps, swept, scales), _numbers(swept.ratios)
+            apart, swept, most = _from_seen(searches, sweeps, c, scales)
+            if most or swept.found.all():
+                placed = better(apart, from_sweeps(sweeps, swept, scales))
+                # In flat areas what is found may lie as far off as the noise allows, and the guess much nearer.
+                guessed = swept.found & (sweeps.ratios_among(swept.c, c) < AS_GOOD * swept.ratios)
+                guessed = guessed & ~sweeps.known.unseen
+                return _with_guess(placed, guess, guessed), _numbers(swept.ratios)
             c = swept.c
         starts = sweeps.attended(c)
-    tokens = searches.tokens(block, starts) if tokens is None else tokens
+    tokens = searches.tokens(block, starts)
     if not len(tokens):
         placed = apart if swept is None else from_sweeps(sweeps, swept, scales).completed(apart)
         if not placed.found.any():
@@ -83,19 +90,15 @@ def unmixed(
     return replace(result, deviation=result.deviation.masked_fill(unsure, torch.inf)), numbers
 
 
-def _from_seen(
-    searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor
-) -> tuple[PlacedPatches, Swept, Optima | None]:
-    """Patches found apart, those of sweeps from there, and all tokens where most are found; from c (N, k) on."""
+def _from_seen(searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Swept, bool]:
+    """Patches found apart, those of sweeps from there, and whether most were found; from c (N, k) on."""
     apart, tokens = searches.attend(sweeps, c, scales)
     c = torch.where(apart.patches.isnan().any(dim=1)[:, None], c, sweeps.coefficients(apart.patches))
     fixed, most = apart.found, MOST * int(apart.found.sum()) > len(c)
     if most and not fixed.all():
-        missing = sweeps.attended(c)[sweeps.prefix :][~fixed]
-        every = replace(searches.tokens, rounds=FEW_ROUNDS, patience=FEW_IDLE)(sweeps.block, missing, tokens)
-        apart, c = _with_tokens(every[list(range(len(tokens), len(every)))], sweeps, apart, c, scales)
-        tokens = every
-    return apart, searches.sweep(sweeps, c, fixed), tokens if most else None
+        search = replace(searches.tokens, rounds=FEW_ROUNDS, patience=FEW_IDLE, starts=FEW_STARTS)
+        apart, c = _with_tokens(search.beside(sweeps.block, tokens), sweeps, apart, c, scales)
+    return apart, searches.sweep(sweeps, c, fixed), most
 
 
 def _with_tokens(
@@ -111,10 +114,11 @@ def _with_tokens(
     free = (known.unseen & ~apart.found).nonzero()[:, 0]
     took = (known.unseen & placed.found).nonzero()[:, 0][: len(free)]
     free = free[: len(took)]
+    apart = apart.extended(free, placed.patches[took], placed.deviation[took], placed.misfit[took])
+    # In flat areas the patch of a token alone may be farther off than its guess: it serves as a start.
     seen = (~known.unseen & ~apart.found & placed.found).nonzero()[:, 0]
-    places, of = torch.cat([seen, free]), torch.cat([seen, took])
-    apart = apart.extended(places, placed.patches[of], placed.deviation[of], placed.misfit[of])
-    return apart, c.index_put((places,), sweeps.coefficients(apart.patches)[places])
+    c = c.index_put((free,), sweeps.coefficients(apart.patches)[free])
+    return apart, c.index_put((seen,), sweeps.coefficients(placed.patches)[seen])
 
 
 def of_tokens(
@@ -150,6 +154,19 @@ def from_sweeps(sweeps: PatchSweeps, swept: Swept, scales: Tensor) -> PlacedPatc
     patches[~within_limits(patches, sweeps.limits)] = torch.nan
     deviation[~swept.found] = torch.inf
     return PlacedPatches(patches, deviation, swept.found, swept.ratios)
+
+
+def _with_guess(placed: PlacedPatches, guess: Tensor, instead: Tensor) -> PlacedPatches:
+    """The patches, but the guess (N, P), which is not sure, at the places of `instead` (N,) bool."""
+    patches = torch.where(instead[:, None], guess, placed.patches)
+    return replace(placed, patches=patches, deviation=placed.deviation.masked_fill(instead, torch.inf))
+
+
+def better(apart: PlacedPatches, swept: PlacedPatches) -> PlacedPatches:
+    """Of each patch that which leaves less of the residuals, in units of what the noise explains."""
+    keep = apart.found & ~(swept.misfit < apart.misfit)
+    pairs = zip(vars(apart).values(), vars(swept).values(), strict=True)
+    return PlacedPatches(*(torch.where(keep[:, None] if a.ndim > 1 else keep, a, b) for a, b in pairs))
 
 
 def near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:

@@ -7,7 +7,7 @@ import torch
 
 from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps
-from attacks.mjp.mlp_tokens import Optima
+from attacks.mjp.optima import Optima
 from attacks.mjp.token_patches import PlacedPatches
 from fedmjp.models import BuiltModel, build_model
 
