@@ -46,6 +46,8 @@ CLEAR = 2.5
 # In the whole span the noise explains some points that are no token: it leaves them open by more than this, in lengths
 # of a token (4e-2 and more), while tokens are known to 1e-3, in flat areas to 1.6e-2.
 DETERMINED = 2e-2
+# Others are taken where fewer than this share of the tokens are determined.
+MOST = 0.95
 # An optimum that is no token attracts further starts where the ratio is below this: its gradient dominates the sums.
 ATTRACTS = 1e3
 POLISH = 12  # steps in the whole span after those among what the duals leave
@@ -297,6 +299,8 @@ class TokenSearch(StartedSearch):
             return (optima.ratios < CONSISTENT) & (whole.errors(optima) < DETERMINED**2)
 
         every = self._with_missing(whole, known, good, near=NEAR_KNOWN, weighed=True)
+        if len(every) < MOST * block.count:  # in more noise the others are not determined: any certified one
+            every = self._with_missing(whole, every, lambda optima: optima.found, near=NEAR_KNOWN)
         return every[list(range(len(known), len(every)))]
 
     def _with_missing(
