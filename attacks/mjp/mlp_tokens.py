@@ -320,8 +320,12 @@ class TokenSearch(StartedSearch):
         """
         block, generator, removed, idle = whole.block, self.generator(), Removed.of(whole.block, tokens.y), 0
         for _ in range(self.rounds):
-            if max(len(tokens), len(removed)) >= block.count or idle == self.patience:
+            if len(tokens) >= block.count or idle == self.patience:
                 break
+            if len(removed) >= block.count:  # by optima that are no token, or repeat one: from the tokens alone again
+                if len(tokens) == block.count - 1:
+                    break
+                removed, idle = Removed.of(block, tokens.y), idle + 1
             count = max(self.starts * (block.count - len(removed)), LEAST_STARTS)
             starts = without(block, whole.draw(count, generator), removed.y, removed.duals)
             if len(removed):  # first among what the duals leave, which has fewer dimensions
@@ -331,6 +335,7 @@ class TokenSearch(StartedSearch):
             certain = good(optima)
             new = distinct(whole, tokens, optima[certain], near)
             other = optima[(optima.ratios > FOUND) & (optima.ratios < ATTRACTS)]
+            other = other[whole.errors(other) < DETERMINED**2]
             gone = new.joined(distinct(whole, other[[]], other))
             renewed = removed.renewed_by(optima[certain].y)
             idle = 0 if len(gone) or renewed is not removed else idle + 1

@@ -59,12 +59,9 @@ class Removed:
             return self
         which = nearest[order].unique()
         mine = torch.stack([order[nearest[order] == one][-1] for one in which])
-        changed = [
-            self.y.index_put((which,), y[mine]),
-            self.duals.index_put((which,), dual_vectors(self.block, y[mine])),
-        ]
+        duals = self.duals.index_put((which,), dual_vectors(self.block, y[mine]))
         renewed = self.renewed.index_fill(0, which, True)
-        return replace(self, y=changed[0], duals=changed[1], renewed=renewed)
+        return replace(self, y=self.y.index_put((which,), y[mine]), duals=duals, renewed=renewed)
 
     def extended(self, y: Tensor) -> Removed:
         """With further tokens y (S, D), at most N' in all."""

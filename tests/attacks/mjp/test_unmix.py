@@ -101,7 +101,7 @@ def test_normal_equations_agree_with_automatic_differentiation(block) -> None:
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(2, 192, generator=generator, dtype=torch.float64)
     family = TokenFamily(block, torch.randn(3, 192, generator=generator, dtype=torch.float64))
-    matrix, gradient = family.matrices(y), family.gradients(y)
+    matrix, gradient = family.matrices(y), family.gradients(y, torch.zeros(2, dtype=torch.float64))
 
     def residuals(u: torch.Tensor, i: int) -> torch.Tensor:
         first = block.module.norm2(y[i : i + 1] + u @ family.directions)
