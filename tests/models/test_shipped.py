@@ -17,6 +17,9 @@ from fedmjp.models.weights import SHIPPED, classes_of, shipped_names
 from tests.conftest import shared_file
 
 LARGEST = 8_000_000  # bytes
+# Top-1 accuracy of weights of a longer training, in percent.
+LEAST = {f"vit_mini_{size}{variant}": least for size, least in ((32, 75), (64, 25)) for variant in ("", "_mjp")}
+LEAST |= {"vit_mini_32_nope": 70, "vit_mini_64_nope": 25}
 FILES = sorted(path.name.removesuffix(".safetensors") for path in SHIPPED.glob("*.safetensors"))
 
 
@@ -48,10 +51,10 @@ def test_files(file: str) -> None:
 
 @pytest.mark.parametrize("name", shipped_names("long"))
 def test_a_longer_training_has_learned_more(name: str) -> None:
-    """At least 75 % of CIFAR-10, 70 without positions, where the three epochs of `auto` reach 52 %."""
+    """Than three epochs of CIFAR-10, which reach 52 %, or six of Tiny-ImageNet, which reach 12 %."""
     longer, shorter = (float(re.search(r"of this file \| ([\d.]+)%", card_of(f))[1]) for f in (f"{name}.long", name))
-    assert longer >= (70 if name.endswith("_nope") else 75)
-    assert shorter < 60
+    assert longer >= LEAST[name]
+    assert shorter < longer - 10
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -85,9 +88,9 @@ def test_accuracy_is_that_of_the_card(file: str) -> None:
 
 
 def test_weights_of_a_longer_training_are_the_small_models_alone() -> None:
-    words = "no weights 'long' of vit_mini_64 ship; pass --weights auto, or choose from: vit_mini_32, vit_mini_32_mjp"
+    words = "no weights 'long' of vit_ti_mjp ship; pass --weights auto, or choose from: vit_mini_32, vit_mini_32_mjp"
     with pytest.raises(UsageError, match=words):
-        build_model("vit_mini_64", num_classes=200, weights="long")
+        build_model("vit_ti_mjp", num_classes=200, weights="long")
 
 
 def test_a_copy_without_its_weights_is_refused(tmp_path, monkeypatch) -> None:
