@@ -27,7 +27,7 @@ class ModelConfig:
     they need by themselves."""
     weights: str = "auto"
     """random, timm (published weights), auto (shipped weights of that name, else random), long (shipped weights of a
-    longer training, for the variants of vit_mini_32), or a checkpoint's path."""
+    longer training, for the variants of vit_mini_32 and vit_mini_64), or a checkpoint's path."""
     block: Literal["standard", "april"] = "standard"
     """First block: as people train it, or APRIL's without norm and residual, for which its closed form is exact."""
     image_size: int | None = None

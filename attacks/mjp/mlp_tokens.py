@@ -10,8 +10,8 @@ points the tokens are those whose [h, 1] lies in the second:
 H + 1 - N' equations for m <= N' unknowns. Nothing couples a token to another: no attention, no labels, no positions. So
 the search is the same for one masked patch and for all patches of an image, with or without positions, and an answer is
 certified token by token, by a residual at the noise of the message. On trained small ViTs every random start converges
-to a token (192 of 192 on each of three photographs). Near a token, the ratio of this sum to what the noise of the message
-explains of it is minimised instead (total least squares: the spans themselves have errors).
+to a token (192 of 192 on each of three photographs). Near a token, the ratio of this sum to what the noise of the
+message explains of it is minimised instead (total least squares: the spans themselves have errors).
 
 Starts for tokens that are missing come from the duals of those found (`attacks.mjp.token_duals`).
 """
