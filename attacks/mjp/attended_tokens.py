@@ -148,7 +148,7 @@ class AttendedFamily:
         y = tokens + self.block.attention_branch(mixed) + self.block.attention_bias
         moved = -self._outside(y) @ self.solve
         start = y + moved @ self.rows
-        optima = self.family.refine(start, steps, keep_scale=True)
+        optima = self.family.refine_consistent(start, steps)
         moved = moved + (optima.y - start) @ self.solved @ self.free
         return moved[:, : self.k] @ self.coefficients, optima
 

@@ -145,7 +145,7 @@ class PatchSweeps:
         return tokens
 
     def _refined(self, c: Tensor, attended: Tensor, steps: int) -> tuple[Tensor, Optima]:
-        optima = self.family.refine(attended, steps, keep_scale=True)
+        optima = self.family.refine_consistent(attended, steps)
         return c + (optima.y - attended) @ self.solved, optima
 
 

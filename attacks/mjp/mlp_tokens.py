@@ -173,23 +173,25 @@ class TokenFamily:
         """Starts whose matrices are held in memory together."""
         return max(MATRIX_ENTRIES // self._gram.numel(), 8)
 
-    def refine(self, y: Tensor, steps: int, *, keep_scale: bool = False, weighed: bool = False) -> Optima:
+    def refine(self, y: Tensor, steps: int, *, weighed: bool = False) -> Optima:
         """Levenberg-Marquardt from each of the starts y (S, D) along Y, at most so many steps.
 
         Args:
-            keep_scale: return y plus the steps taken instead of its normalised form.
-            weighed: the family holds the tokens up to the noise, so that the ratio may be minimised in any case.
+            weighed: the family holds the tokens up to the noise, so that the ratio may be minimised near them.
         """
         optima = self.refined(y, steps, below=WEIGHED if weighed else 0.0)
-        if not weighed:
-            near = optima.found.nonzero()[:, 0]
-            again = self.refined(optima.y[near], steps, below=torch.inf)
-            kept = again.ratios < CONSISTENT
-            optima = optima.replaced(near[kept], again[kept])
-        return optima if keep_scale else replace(optima, y=normalised(optima.y))
+        return replace(optima, y=normalised(optima.y))
+
+    def refine_consistent(self, y: Tensor, steps: int) -> Optima:
+        """The least residual, or from there the least ratio where it is consistent; with y plus the steps taken."""
+        optima = self.refined(y, steps, below=0.0)
+        near = optima.found.nonzero()[:, 0]
+        again = self.refined(optima.y[near], steps, below=torch.inf)
+        kept = again.ratios < CONSISTENT
+        return optima.replaced(near[kept], again[kept])
 
     def refined(self, y: Tensor, steps: int, *, below: float) -> Optima:
-        """`refine` in one pass, with y plus the steps taken: the ratio is minimised where it is `below`."""
+        """`refine` with y plus the steps taken: the ratio is minimised where it is `below`, elsewhere the residual."""
         parts = [self._refine_chunk(part, steps, below) for part in y.split(self._chunk())]
         return Optima(*(torch.cat([getattr(part, n) for part in parts]) for n in Optima.__dataclass_fields__))
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from attacks.mjp.mlp_spans import MLPBlock
 
@@ -46,7 +45,7 @@ class Removed:
 
     def left(self) -> Tensor:
         """Directions (N' - n, N') that the duals leave, orthonormal."""
-        return torch.linalg.svd(normalize(self.duals), full_matrices=True).Vh[len(self) :]
+        return torch.linalg.svd(self.duals, full_matrices=True).Vh[len(self) :]
 
     def renewed_by(self, y: Tensor) -> Removed:
         """With tokens y (S, D) in the place of those that they repeat; the same object where they repeat none."""
