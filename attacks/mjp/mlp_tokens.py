@@ -173,13 +173,14 @@ class TokenFamily:
         """Starts whose matrices are held in memory together."""
         return max(MATRIX_ENTRIES // self._gram.numel(), 8)
 
-    def refine(self, y: Tensor, steps: int, *, weighed: bool = False) -> Optima:
-        """Levenberg-Marquardt from each of the starts y (S, D) along Y, at most so many steps.
+    def refine(self, y: Tensor, steps: int) -> Optima:
+        """Levenberg-Marquardt from each of the starts y (S, D) along Y, at most so many steps."""
+        optima = self.refined(y, steps, below=0.0)
+        return replace(optima, y=normalised(optima.y))
 
-        Args:
-            weighed: the family holds the tokens up to the noise, so that the ratio may be minimised near them.
-        """
-        optima = self.refined(y, steps, below=WEIGHED if weighed else 0.0)
+    def refine_weighed(self, y: Tensor, steps: int) -> Optima:
+        """`refine` by the ratio, once it is near: for families that hold the tokens up to the noise."""
+        optima = self.refined(y, steps, below=WEIGHED)
         return replace(optima, y=normalised(optima.y))
 
     def refine_consistent(self, y: Tensor, steps: int) -> Optima:
@@ -292,7 +293,7 @@ class TokenSearch(StartedSearch):
         whole = TokenFamily(block, cone(block))
         optima = whole.refine(whole.nearest(guess), self.steps)
         tokens = distinct(whole, optima[[]], optima[optima.found])
-        return self._with_missing(whole, tokens, lambda optima: optima.found)
+        return self._with_missing(whole, tokens, _certified, TokenFamily.refine)
 
     def beside(self, block: MLPBlock, known: Optima) -> Optima:
         """Tokens beside those that are known from a family with less freedom, each determined by its residuals."""
@@ -301,9 +302,9 @@ class TokenSearch(StartedSearch):
         def good(optima: Optima) -> Tensor:
             return (optima.ratios < CONSISTENT) & (whole.errors(optima) < DETERMINED**2)
 
-        every = self._with_missing(whole, known, good, near=NEAR_KNOWN, weighed=True)
+        every = self._with_missing(whole, known, good, TokenFamily.refine_weighed, beside=True)
         if len(every) < MOST * block.count:  # in more noise the others are not determined: any certified one
-            every = self._with_missing(whole, every, lambda optima: optima.found, near=NEAR_KNOWN)
+            every = self._with_missing(whole, every, _certified, TokenFamily.refine_consistent, beside=True)
         return every[list(range(len(known), len(every)))]
 
     def _with_missing(
@@ -311,15 +312,16 @@ class TokenSearch(StartedSearch):
         whole: TokenFamily,
         tokens: Optima,
         good: Callable[[Optima], Tensor],
+        refine: Callable[[TokenFamily, Tensor, int], Optima],
         *,
-        near: float = NEAR,
-        weighed: bool = False,
+        beside: bool = False,
     ) -> Optima:
         """The tokens and those that rounds of random starts add.
 
         Args:
             good: which optima are tokens, (S,) bool.
-            near, weighed: see `distinct` and `TokenFamily.refine`.
+            refine: from starts, in so many steps.
+            beside: the tokens are of a family with less freedom: what is found may repeat them, or be no token.
         """
         block, generator, removed, idle = whole.block, self.generator(), Removed.of(whole.block, tokens.y), 0
         for _ in range(self.rounds):
@@ -333,12 +335,13 @@ class TokenSearch(StartedSearch):
             starts = without(block, whole.draw(count, generator), removed.y, removed.duals)
             if len(removed):  # first among what the duals leave, which has fewer dimensions
                 family = TokenFamily(block, removed.left() @ whole.directions)
-                starts = distinct(family, tokens[[]], family.refine(starts, self.steps, weighed=weighed)).y
-            optima = whole.refine(starts, POLISH if len(removed) else self.steps, weighed=weighed)
+                starts = distinct(family, tokens[[]], refine(family, starts, self.steps)).y
+            optima = refine(whole, starts, POLISH if len(removed) else self.steps)
+            optima = replace(optima, y=normalised(optima.y))
             certain = good(optima)
-            new = distinct(whole, tokens, optima[certain], near)
+            new = distinct(whole, tokens, optima[certain], NEAR_KNOWN if beside else NEAR)
             gone, renewed = new, removed
-            if weighed:
+            if beside:
                 other = optima[(optima.ratios > FOUND) & (optima.ratios < ATTRACTS)]
                 other = other[whole.errors(other) < DETERMINED**2]
                 gone = new.joined(distinct(whole, other[[]], other))
@@ -346,6 +349,10 @@ class TokenSearch(StartedSearch):
             idle = 0 if len(gone) or renewed is not removed else idle + 1
             tokens, removed = tokens.joined(new), renewed.extended(gone.y)
         return tokens
+
+
+def _certified(optima: Optima) -> Tensor:
+    return optima.found
 
 
 def cone(block: MLPBlock) -> Tensor:

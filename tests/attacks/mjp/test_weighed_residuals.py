@@ -54,7 +54,7 @@ def test_the_least_ratio_is_nearer_to_the_token_than_the_least_residual(hazy) ->
     """From the true tokens on, in an area of little contrast."""
     block, truth = hazy
     family, flat = TokenFamily(block, cone(block)), truth[1:33]
-    ratio, residual = family.refine(flat, 40, weighed=True), family.refined(flat, 40, below=0.0)
+    ratio, residual = family.refine_weighed(flat, 40), family.refined(flat, 40, below=0.0)
     moved = [(normalised(one.y) - flat).norm(dim=1).median() for one in (ratio, residual)]
     assert float(moved[0]) < 0.6 * float(moved[1])
     assert float(ratio.ratios.max()) < CONSISTENT
@@ -102,7 +102,7 @@ def test_points_that_noise_explains_but_leaves_open_are_no_tokens(hazy) -> None:
     """In the whole span there are some, with the least ratio of all."""
     block, truth = hazy
     family, hidden = TokenFamily(block, cone(block)), hidden_tokens(truth)
-    optima = family.refine(family.draw(40, torch.Generator().manual_seed(1)), 40, weighed=True)
+    optima = family.refine_weighed(family.draw(40, torch.Generator().manual_seed(1)), 40)
     low = optima[optima.ratios < CONSISTENT]
     far = distances(low.y, truth) > 5e-2
     assert int(far.sum()) > 0
