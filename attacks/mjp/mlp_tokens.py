@@ -300,6 +300,7 @@ class TokenSearch(StartedSearch):
         whole, known = TokenFamily(block, cone(block)), replace(known, y=normalised(known.y))
 
         def good(optima: Optima) -> Tensor:
+            """(S,) bool: the noise explains the residuals, and does not leave the token open."""
             return (optima.ratios < CONSISTENT) & (whole.errors(optima) < DETERMINED**2)
 
         every = self._with_missing(whole, known, good, TokenFamily.refine_weighed, beside=True)
@@ -352,6 +353,7 @@ class TokenSearch(StartedSearch):
 
 
 def _certified(optima: Optima) -> Tensor:
+    """(S,) bool: what tokens are where each is a local optimum of the residual in the whole span."""
     return optima.found
 
 

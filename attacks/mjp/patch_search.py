@@ -164,9 +164,7 @@ def _with_guess(placed: PlacedPatches, guess: Tensor, instead: Tensor) -> Placed
 
 def better(apart: PlacedPatches, swept: PlacedPatches) -> PlacedPatches:
     """Of each patch that which leaves less of the residuals, in units of what the noise explains."""
-    keep = apart.found & ~(swept.misfit < apart.misfit)
-    pairs = zip(vars(apart).values(), vars(swept).values(), strict=True)
-    return PlacedPatches(*(torch.where(keep[:, None] if a.ndim > 1 else keep, a, b) for a, b in pairs))
+    return apart.replaced(~apart.found | (swept.misfit < apart.misfit), swept)
 
 
 def near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:

@@ -115,7 +115,10 @@ class PlacedPatches:
 
     def completed(self, other: PlacedPatches) -> PlacedPatches:
         """With what another search found where this one did not."""
-        take = other.found & ~self.found
+        return self.replaced(other.found & ~self.found, other)
+
+    def replaced(self, take: Tensor, other: PlacedPatches) -> PlacedPatches:
+        """With the patches of another search at the places of `take` (N,) bool."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return PlacedPatches(*(torch.where(take[:, None] if a.ndim > 1 else take, b, a) for a, b in pairs))
 
