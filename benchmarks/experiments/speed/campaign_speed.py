@@ -32,6 +32,7 @@ from fedmjp.records import provenance
 from fedmjp.records.files import write_whole
 from fedmjp.records.rows import RowLog
 from fedmjp.records.run_record import note_run
+from fedmjp.report.columns import TEXT
 from fedmjp.workers import HERE, WorkerConfig, in_order
 
 MASKED = Setting("masked", defended=True, hidden=True, against="original")
@@ -128,7 +129,7 @@ def measure(options: CampaignOptions, console: Console, known: pd.DataFrame) -> 
 def run(options: CampaignOptions, console: Console) -> None:
     """Measure, write and print the table."""
     file = options.out / "runs.csv"
-    known = pd.read_csv(file) if options.resume and file.exists() else pd.DataFrame()
+    known = pd.read_csv(file, dtype=TEXT) if options.resume and file.exists() else pd.DataFrame()
     options.out.mkdir(parents=True, exist_ok=True)
     runs = known
     for runs in measure(options, console, known):
