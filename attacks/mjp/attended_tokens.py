@@ -17,20 +17,21 @@ masked, 19 or 20 of 215. Within them Levenberg-Marquardt minimises the residuals
 `TokenFamily` does, and a patch is certified as a token is: by a residual at the noise of the message, with no other
 patch in it.
 
-Patches that no update shows solve the same equations from random starts.
+Class and register tokens solve the same equations with nothing left open but their attention. Patches that no update
+shows follow from what all these leave of the first MLP's span (`TokenSearch.beside`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.mlp_spans import FirstBlock
-from attacks.mjp.mlp_tokens import CLEAR, LEAST_STARTS, TokenFamily
-from attacks.mjp.optima import Optima, repeated
+from attacks.mjp.mlp_tokens import ATTRACTS, CLEAR, TokenFamily
+from attacks.mjp.optima import Optima
 from attacks.mjp.token_patches import PlacedPatches
 
 # Standard deviation of the error of the guess's coefficients, in units of that of the coefficients among patches.
@@ -43,12 +44,6 @@ ABOVE_ERROR = 4.0
 LEVELS = ((2.0, 4.0), (20.0, 0.0))
 # A certified patch is sure where the noise leaves less than this share of the guess's expected error.
 SETTLED = 0.5
-# Others are searched where this share of the seen patches is found.
-ENOUGH = 0.9
-# Rounds of random starts go on while the next one is expected to find so many new patches.
-EXPECTED = 0.5
-# Random starts: so many standard deviations of the seen patches around a seen one; variance that each direction has.
-DRAWN, LEAST_VARIANCE = 1.5, 1e-3
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class AttendedFamily:
     Args:
         sweeps: of the update's patches.
         scales: of attention.
-        coefficients: (k, k), rows that c is a standard normal combination of.
+        coefficients: (k, k), rows that c is a standard normal combination of; (0, k) where no patch is open.
         cut: singular value from which on linear equations settle a direction.
         effect: length on y from which on another stays free, in units of the noise of an entry.
     """
@@ -126,15 +121,16 @@ class AttendedFamily:
         self.inside = torch.linalg.qr((outer[:, :-1] - outer[:, -1:] * norm.bias).T).Q.T  # (N', D)
         self.unit = scales.scale * scales.noise
         left, sizes, right = torch.linalg.svd(self._outside(self.rows), full_matrices=True)
-        settled = int((sizes >= cut).sum())
+        settled = min(int((sizes >= cut).sum()), len(self.rows) - 1)  # one direction stays free in any case
         self.solve = right[:settled].T / sizes[:settled] @ left[:, :settled].T  # (D, k + N' - 1)
         known = torch.cat([sizes, sizes.new_zeros(max(len(self.rows) - len(sizes), 0))])[: len(self.rows)]
         free = (left / (1 + known.square()).sqrt())[:, settled:].T  # (k + N' - 1 - settled, k + N' - 1)
         moved = free @ self.rows
         own, effects, _ = torch.linalg.svd(moved - moved.mean(dim=1, keepdim=True), full_matrices=False)
-        least = torch.clamp(effects[0], max=effect * self.unit)  # one direction stays free in any case
+        least = torch.clamp(effects[0], max=effect * self.unit)
         self.free = own[:, effects >= least].T @ free  # (free, k + N' - 1)
         self.family = TokenFamily(block, self.free @ self.rows)
+        self.thinned = TokenFamily(block.thinned, self.family.directions)
         self.solved = torch.linalg.pinv(self.family.directions)
 
     def _outside(self, y: Tensor) -> Tensor:
@@ -143,14 +139,17 @@ class AttendedFamily:
         return (moved - (moved @ self.inside.T) @ self.inside) / self.unit
 
     def refine(self, tokens: Tensor, along: Tensor, steps: int) -> tuple[Tensor, Optima]:
-        """Steps of c (S, k) from tokens (S, D) and coordinates of attention (S, N'), and the optima reached."""
+        """Steps of c (S, k) from tokens (S, D) and coordinates of attention (S, N'), and the optima reached.
+
+        A part of the hidden units leads to them, the whole block says what they leave.
+        """
         mixed = along @ self.block.attention.directions[:, :-1]
         y = tokens + self.block.attention_branch(mixed) + self.block.attention_bias
         moved = -self._outside(y) @ self.solve
         start = y + moved @ self.rows
-        optima = self.family.refine_consistent(start, steps)
-        moved = moved + (optima.y - start) @ self.solved @ self.free
-        return moved[:, : self.k] @ self.coefficients, optima
+        reached = self.thinned.refine_consistent(start, steps).y
+        moved = moved + (reached - start) @ self.solved @ self.free
+        return moved[:, : self.k] @ self.coefficients, Optima(reached, *self.family.losses(reached))
 
     def deviation(self, optima: Optima, pixels: Tensor) -> tuple[Tensor, float]:
         """Expected rms error (S,) of a patch's pixels, and that of the guess, if what is left of residuals is noise.
@@ -165,40 +164,29 @@ class AttendedFamily:
         form = moved @ moved.T / pixels.shape[1]
         return (inverse * form).sum(dim=(1, 2)).sqrt(), float(form.trace().sqrt())
 
-    def distinct(self, optima: Optima) -> list[int]:
-        """Indices of the optima, by rising residual, that repeat none before them."""
-        order = optima.losses.argsort()
-        points, matrices = optima.y[order] @ self.solved, self.family.matrices(optima.y[order])
-        return order[repeated(points, optima.losses[order], matrices)].tolist()
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttendedSearch:
-    """Seen patches from their guess, then rounds of random starts for the others, while new ones are to be expected.
+    """Seen patches from their guess, each alone.
 
     Attributes:
-        rounds: at most.
-        starts: of a round, for each patch that is missing.
         steps: Levenberg-Marquardt steps of a start, at most.
-        seed: of the random starts.
     """
 
-    rounds: int = 12
-    starts: int = 3
     steps: int = 40
-    seed: int = 0
 
-    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Optima]:
-        """The patches that are certified, from c (N, k) on, and their tokens; the deviation is infinite where not sure.
-
-        Patches that no update shows stand in the first of their places, with copies of them in the others.
+    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Optima, Tensor]:
+        """The patches that are certified, from c (N, k) on; the deviation is infinite where they are not sure.
 
         Args:
             scales: (P,) what a normalised pixel is in units of [0, 1].
+
+        Returns:
+            The patches, their tokens, and roughly those of the class and the registers, (n, D).
         """
         seen, placed = ~sweeps.known.unseen, PlacedPatches.none(sweeps.known)
         spread = SPREAD * c[seen].std(dim=0).square().mean().sqrt() * torch.eye(c.shape[1]).to(c)
-        tokens = _no_tokens(sweeps)
+        tokens = Optima(sweeps.base[:0], sweeps.base[:0, 0], sweeps.base[:0, 0])
         for level in LEVELS:
             rest = (seen & ~placed.found).nonzero()[:, 0]
             attention = AttentionScales.guessed(sweeps, c) if len(rest) else None
@@ -216,59 +204,14 @@ class AttendedSearch:
             c = c.index_put((places,), moved)
             deviation[deviation >= SETTLED * guessed] = torch.inf
             placed = placed.extended(places, sweeps.patches(c)[places], deviation, optima.ratios)
-        if int(placed.found.sum()) < ENOUGH * int(seen.sum()):
-            return placed, tokens
-        placed, others = self._with_unseen(sweeps, c, placed, scales)
-        return placed, tokens.joined(others)
+        return placed, tokens, self._prefix(sweeps, c)
 
-    def _with_unseen(
-        self, sweeps: PatchSweeps, c: Tensor, placed: PlacedPatches, scales: Tensor
-    ) -> tuple[PlacedPatches, Optima]:
-        """The patches with those found of places that no update shows, among seen ones with c (N, k); their tokens."""
-        unseen, generator = sweeps.known.unseen, torch.Generator().manual_seed(self.seed)
-        attention = AttentionScales.guessed(sweeps, c) if unseen.any() else None
+    def _prefix(self, sweeps: PatchSweeps, c: Tensor) -> Tensor:
+        """Class and register tokens, (n, D), among patches with c (N, k); their gradient may dominate the noise."""
+        attention = AttentionScales.guessed(sweeps, c) if sweeps.prefix else None
         if attention is None:
-            return placed, _no_tokens(sweeps)
-        among, context = c[~unseen], sweeps.tokens(c)
-        family = AttendedFamily(sweeps, attention, _spread(among), *LEVELS[0])
-        places = unseen.nonzero()[:, 0]
-        token = sweeps.base[sweeps.prefix :][places[:1]]
-        found, counts, optima = c[:0], c[:0, 0], _no_tokens(sweeps)
-        for _ in range(self.rounds):
-            count = max(self.starts * (len(places) - len(found)), LEAST_STARTS)
-            one = torch.randint(len(among), (count,), generator=generator).to(c.device)
-            noise = torch.randn(count, len(family.coefficients), generator=generator, dtype=torch.float64).to(c)
-            start = among[one] + DRAWN * noise @ family.coefficients
-            own = token + start @ sweeps.family.directions
-            moved, reached = family.refine(own, attention.along(sweeps.block, own, context), self.steps)
-            good = (reached.ratios < CLEAR) & sweeps.within(start + moved, places[:1])
-            every, optima = torch.cat([found, (start + moved)[good]]), optima.joined(reached[good])
-            kept = family.distinct(optima)
-            found, optima = every[kept], optima[kept]
-            if not len(found):
-                break
-            hits = torch.cat([counts, torch.ones_like(every[len(counts) :, 0])])
-            counts = torch.zeros_like(found[:, 0]).index_add(0, torch.cdist(every, found).argmin(dim=1), hits)
-            # Good and Turing: the next start is a new one about as often as starts so far hit what no other hit.
-            if len(found) >= len(places) or count * (counts == 1).sum() < EXPECTED * counts.sum():
-                break
-        if not len(found):
-            return placed, optima
-        optima = optima[list(range(min(len(found), len(places))))]
-        some, others = places[: len(optima)], places[len(optima) :]
-        deviation = family.deviation(optima, sweeps.known.basis * scales)[0]
-        patches = sweeps.known.rows[places] + found[torch.arange(len(places)) % len(optima)] @ sweeps.known.basis
-        placed = placed.extended(some, patches[: len(some)], deviation, optima.ratios)
-        # What is missing agrees with what was found up to the noise, or lies in narrower basins: a copy to start from.
-        return replace(placed, patches=placed.patches.index_put((others,), patches[len(some) :])), optima
-
-
-def _no_tokens(sweeps: PatchSweeps) -> Optima:
-    return Optima(sweeps.base[:0], sweeps.base[:0, 0], sweeps.base[:0, 0])
-
-
-def _spread(coefficients: Tensor) -> Tensor:
-    """(k, k) rows of which a standard normal combination varies as coefficients (S, k) do."""
-    parts = torch.linalg.svd(coefficients - coefficients.mean(dim=0), full_matrices=False)
-    variances = parts.S.square() / len(coefficients)
-    return variances.clamp(min=LEAST_VARIANCE * variances.mean()).sqrt()[:, None] * parts.Vh
+            return sweeps.base[:0]
+        family, context = AttendedFamily(sweeps, attention, c[:0], *LEVELS[0]), sweeps.tokens(c)
+        own = context[: sweeps.prefix]
+        optima = family.refine(own, attention.along(sweeps.block, own, context), self.steps)[1]
+        return optima.y[optima.ratios < ATTRACTS]

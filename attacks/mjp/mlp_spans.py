@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
 LAYERS = ("attn.proj", "mlp.fc1", "mlp.fc2")
+# Hidden units, by tokens, whose conditions are enough for all but the last steps of a search in few dimensions.
+UNITS = 3
 NEEDED = ("norm1", "attn.qkv", "norm2", *LAYERS, "mlp.act")
 
 
@@ -49,6 +52,20 @@ class GradientSpan:
     columns: Tensor
     factor: Tensor
     noise: float
+
+    def of_inputs(self, kept: Tensor) -> GradientSpan:
+        """The span of some of the layer's inputs, by their indices (n',), and of the constant one."""
+        columns = torch.cat([kept, kept.new_tensor([self.directions.shape[1] - 1])])
+        singular = self.sizes.sqrt()[:, None]
+        basis, rows = torch.linalg.qr(self.directions[:, columns].T)  # apart from the sizes, which differ by much
+        left, values, directions = torch.linalg.svd(singular * rows.T)
+        factor = self.factor / singular.T @ (left * values)
+        return GradientSpan(directions @ basis.T, values.square(), self.columns, factor, self.noise)
+
+    def of_outputs(self, kept: Tensor) -> GradientSpan:
+        """The span of the layer with some of its outputs, by their indices (R',)."""
+        columns, factor = torch.linalg.qr(self.columns[kept])
+        return GradientSpan(self.directions, self.sizes, columns, factor @ self.factor, self.noise)
 
     def outside(self, inputs: Tensor, constant: float = 0.0) -> Tensor:
         """[inputs, constant] (I - V^T V), (S, n + 1), for inputs (S, n)."""
@@ -83,9 +100,31 @@ class MLPBlock:
         """N', number of tokens."""
         return len(self.spans[0].directions)
 
+    @cached_property
+    def thinned(self) -> MLPBlock:
+        """The block with `UNITS` N' of the MLP's hidden units, evenly spread; itself, where it has not twice as many.
+
+        Every condition that they put on a token holds in the whole block, too.
+        """
+        mlp, count = self.module.mlp, UNITS * self.count
+        hidden = len(mlp.fc1.weight)
+        if 2 * count > hidden:
+            return self
+        kept = torch.linspace(0, hidden - 1, count, device=mlp.fc1.weight.device).round().long()
+        module = copy.deepcopy(self.module)
+        module.mlp.fc1 = _linear(mlp.fc1.weight[kept], mlp.fc1.bias[kept])
+        module.mlp.fc2 = _linear(mlp.fc2.weight[:, kept], mlp.fc2.bias)
+        return MLPBlock(module, (self.spans[0].of_outputs(kept), self.spans[1].of_inputs(kept)))
+
     def activate(self, before: Tensor) -> tuple[Tensor, Tensor]:
         """The MLP's activation and its slope."""
         return jvp(self.module.mlp.act, (before,), (torch.ones_like(before),))
+
+
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    layer = nn.Linear(*weight.T.shape, device="meta")
+    layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
+    return layer
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ Starts for tokens that are missing come from the duals of those found (`attacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,12 +43,8 @@ LEAST_STARTS = 12
 WEIGHED, CONSISTENT = 30.0, 1.3
 # A patch alone is found where the ratio is below CLEAR: at right ones it is 0.9 to 1.5, at wrong ones from 2.3 on.
 CLEAR = 2.5
-# In the whole span the noise explains some points that are no token: it leaves them open by more than this, in lengths
-# of a token (4e-2 and more), while tokens are known to 1e-3, in flat areas to 1.6e-2.
-DETERMINED = 2e-2
-# Others are taken where fewer than this share of the tokens are determined.
-MOST = 0.95
-# An optimum that is no token attracts further starts where the ratio is below this: its gradient dominates the sums.
+# A token whose gradient dominates the sums has a ratio of up to some hundreds; in what roughly known tokens leave,
+# others have as much. Where there is no token it is higher.
 ATTRACTS = 1e3
 POLISH = 12  # steps in the whole span after those among what the duals leave
 # A Gauss-Newton matrix serves for further steps as long as each leaves less than this share of the squared residual.
@@ -293,68 +288,57 @@ class TokenSearch(StartedSearch):
         whole = TokenFamily(block, cone(block))
         optima = whole.refine(whole.nearest(guess), self.steps)
         tokens = distinct(whole, optima[[]], optima[optima.found])
-        return self._with_missing(whole, tokens, _certified, TokenFamily.refine)
-
-    def beside(self, block: MLPBlock, known: Optima) -> Optima:
-        """Tokens beside those that are known from a family with less freedom, each determined by its residuals."""
-        whole, known = TokenFamily(block, cone(block)), replace(known, y=normalised(known.y))
-
-        def good(optima: Optima) -> Tensor:
-            """(S,) bool: the noise explains the residuals, and does not leave the token open."""
-            return (optima.ratios < CONSISTENT) & (whole.errors(optima) < DETERMINED**2)
-
-        every = self._with_missing(whole, known, good, TokenFamily.refine_weighed, beside=True)
-        if len(every) < MOST * block.count:  # in more noise the others are not determined: any certified one
-            every = self._with_missing(whole, every, _certified, TokenFamily.refine_consistent, beside=True)
-        return every[list(range(len(known), len(every)))]
-
-    def _with_missing(
-        self,
-        whole: TokenFamily,
-        tokens: Optima,
-        good: Callable[[Optima], Tensor],
-        refine: Callable[[TokenFamily, Tensor, int], Optima],
-        *,
-        beside: bool = False,
-    ) -> Optima:
-        """The tokens and those that rounds of random starts add.
-
-        Args:
-            good: which optima are tokens, (S,) bool.
-            refine: from starts, in so many steps.
-            beside: the tokens are of a family with less freedom: what is found may repeat them, or be no token.
-        """
-        block, generator, removed, idle = whole.block, self.generator(), Removed.of(whole.block, tokens.y), 0
+        generator, removed, idle = self.generator(), Removed.of(block, tokens.y), 0
         for _ in range(self.rounds):
             if len(tokens) >= block.count or idle == self.patience:
                 break
-            if len(removed) >= block.count:  # by optima that are no token, or repeat one: from the tokens alone again
-                if len(tokens) == block.count - 1:
-                    break
-                removed, idle = Removed.of(block, tokens.y), idle + 1
-            count = max(self.starts * (block.count - len(removed)), LEAST_STARTS)
+            count = max(self.starts * (block.count - len(tokens)), LEAST_STARTS)
             starts = without(block, whole.draw(count, generator), removed.y, removed.duals)
-            if len(removed):  # first among what the duals leave, which has fewer dimensions
+            if len(tokens):  # first among what the duals leave, which has fewer dimensions
                 family = TokenFamily(block, removed.left() @ whole.directions)
-                starts = distinct(family, tokens[[]], refine(family, starts, self.steps)).y
-            optima = refine(whole, starts, POLISH if len(removed) else self.steps)
-            optima = replace(optima, y=normalised(optima.y))
-            certain = good(optima)
-            new = distinct(whole, tokens, optima[certain], NEAR_KNOWN if beside else NEAR)
-            gone, renewed = new, removed
-            if beside:
-                other = optima[(optima.ratios > FOUND) & (optima.ratios < ATTRACTS)]
-                other = other[whole.errors(other) < DETERMINED**2]
-                gone = new.joined(distinct(whole, other[[]], other))
-                renewed = removed.renewed_by(optima[certain].y)
-            idle = 0 if len(gone) or renewed is not removed else idle + 1
-            tokens, removed = tokens.joined(new), renewed.extended(gone.y)
+                starts = distinct(family, tokens[[]], family.refine(starts, self.steps)).y
+            optima = whole.refine(starts, POLISH if len(tokens) else self.steps)
+            new = distinct(whole, tokens, optima[optima.found])
+            idle = 0 if len(new) else idle + 1
+            removed = removed.joined(Removed.of(block, new[: block.count - len(tokens)].y))
+            tokens = tokens.joined(new)
         return tokens
 
+    def beside(self, block: MLPBlock, known: Optima, aside: Tensor) -> Optima:
+        """Tokens beside those that are known from a family with less freedom, of what the duals of these leave.
 
-def _certified(optima: Optima) -> Tensor:
-    """(S,) bool: what tokens are where each is a local optimum of the residual in the whole span."""
-    return optima.found
+        Where most are known, few dimensions are left, and there the residuals single out tokens that hardly differ, to
+        which nearly every start leads. Starts are also kept off the tokens found so far and off those `aside`; what
+        these leave is known less well, so that tokens are certified in what the known ones leave.
+
+        Args:
+            aside: (n, D) tokens that are known too roughly to be removed (a class token, whose gradient dominates).
+        """
+        whole, removed = TokenFamily(block, cone(block)), Removed.of(block.thinned, normalised(known.y))
+        family = TokenFamily(block, removed.left() @ whole.directions)
+        aside = normalised(family.refine(normalised(aside), POLISH).y)
+        tokens, beyond, generator, idle = known[[]], Removed.of(block, aside), self.generator(), 0
+        for number in range(self.rounds):
+            missing = block.count - len(removed) - len(aside)
+            if missing <= 0 or idle == self.patience:
+                break
+            every = removed.joined(beyond)
+            rough = TokenFamily(block.thinned, (every if number % 2 else removed).left() @ whole.directions)
+            draw = whole.draw(max(self.starts * missing, LEAST_STARTS), generator)
+            starts = rough.refine(without(block, draw, every.y, every.duals), self.steps)
+            starts = distinct(rough, tokens[[]], starts[starts.ratios < ATTRACTS])
+            optima = family.refine_weighed(starts.y, POLISH)
+            new = distinct(family, tokens, optima[_apart(optima, aside)])
+            new = new if len(new) else starts[_apart(starts, aside)]  # the family holds less apart what hardly differs
+            new, idle = new[:missing], 0 if len(new) else idle + 1
+            tokens, removed = tokens.joined(new), removed.joined(Removed.of(block, new.y))
+        return Optima(tokens.y, *whole.losses(tokens.y))
+
+
+def _apart(optima: Optima, aside: Tensor) -> Tensor:
+    """(S,) bool: tokens that are none of those aside (n, D)."""
+    near = torch.cdist(optima.y, aside) < NEAR_KNOWN * aside.shape[1] ** 0.5
+    return optima.found & ~near.any(dim=1)
 
 
 def cone(block: MLPBlock) -> Tensor:

@@ -30,7 +30,7 @@ class Optima:
     losses: Tensor
     explained: Tensor
 
-    def __getitem__(self, index: Tensor | list[int]) -> Optima:
+    def __getitem__(self, index: Tensor | list[int] | slice) -> Optima:
         return Optima(self.y[index], self.losses[index], self.explained[index])
 
     def __len__(self) -> int:

@@ -26,8 +26,9 @@ NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of
 # Most patches are seen where at most one in so many is not.
 MOST_SEEN = 4
 # Where one in MOST patches is found with its attention in a span, so many rounds of random starts serve the rest.
-MOST, FEW_ROUNDS, FEW_IDLE, FEW_STARTS = 2, 12, 3, 1
-# A seen patch stays at its guess where that leaves less than so many times the residual of what was found.
+MOST, FEW_ROUNDS, FEW_IDLE, FEW_STARTS = 2, 24, 4, 1
+# What has less freedom, the guess or a patch with known attention, is as good where it leaves less than so many times
+# the residual.
 AS_GOOD = 1.3
 # Patches that are not certified lie as near the guess as this share of the certified ones, or are left out.
 FARTHEST = 0.9
@@ -92,12 +93,12 @@ def unmixed(
 
 def _from_seen(searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Swept, bool]:
     """Patches found apart, those of sweeps from there, and whether most were found; from c (N, k) on."""
-    apart, tokens = searches.attend(sweeps, c, scales)
-    c = torch.where(apart.patches.isnan().any(dim=1)[:, None], c, sweeps.coefficients(apart.patches))
+    apart, tokens, prefix = searches.attend(sweeps, c, scales)
+    c = torch.where(apart.found[:, None], sweeps.coefficients(apart.patches), c)
     fixed, most = apart.found, MOST * int(apart.found.sum()) > len(c)
     if most and not fixed.all():
         search = replace(searches.tokens, rounds=FEW_ROUNDS, patience=FEW_IDLE, starts=FEW_STARTS)
-        apart, c = _with_tokens(search.beside(sweeps.block, tokens), sweeps, apart, c, scales)
+        apart, c = _with_tokens(search.beside(sweeps.block, tokens, prefix), sweeps, apart, c, scales)
     return apart, searches.sweep(sweeps, c, fixed), most
 
 
@@ -163,8 +164,8 @@ def _with_guess(placed: PlacedPatches, guess: Tensor, instead: Tensor) -> Placed
 
 
 def better(apart: PlacedPatches, swept: PlacedPatches) -> PlacedPatches:
-    """Of each patch that which leaves less of the residuals, in units of what the noise explains."""
-    return apart.replaced(~apart.found | (swept.misfit < apart.misfit), swept)
+    """The patches of the sweeps, which have less freedom, but those found apart where these fit clearly better."""
+    return apart.replaced(~apart.found | (swept.misfit < AS_GOOD * apart.misfit), swept)
 
 
 def near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:

@@ -10,7 +10,7 @@ errors do not enter the answers).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from torch import Tensor
 from attacks.mjp.mlp_spans import MLPBlock
 
 SHIFT, INVERSE_STEPS = 1e-12, 4  # of the inverse iteration for a token's dual vector
-# An optimum as near to a token that was removed, in lengths of a token, is that token, and replaces it once.
-REPEATED = 0.05
 
 
 @dataclass(frozen=True)
@@ -27,18 +25,16 @@ class Removed:
     """Tokens that are removed from starts.
 
     Attributes:
-        y: (n, D). duals: (n, N'). renewed: (n,) bool, those that an optimum in the whole span has replaced.
+        y: (n, D). duals: (n, N').
     """
 
-    block: MLPBlock
     y: Tensor
     duals: Tensor
-    renewed: Tensor
 
     @classmethod
     def of(cls, block: MLPBlock, y: Tensor) -> Removed:
-        """Tokens y (n, D)."""
-        return cls(block, y, dual_vectors(block, y), torch.zeros(len(y), dtype=torch.bool, device=y.device))
+        """Tokens y (n, D); a part of the hidden units (`MLPBlock.thinned`) gives their duals, too, less exactly."""
+        return cls(y, dual_vectors(block, y))
 
     def __len__(self) -> int:
         return len(self.y)
@@ -47,27 +43,9 @@ class Removed:
         """Directions (N' - n, N') that the duals leave, orthonormal."""
         return torch.linalg.svd(self.duals, full_matrices=True).Vh[len(self) :]
 
-    def renewed_by(self, y: Tensor) -> Removed:
-        """With tokens y (S, D) in the place of those that they repeat; the same object where they repeat none."""
-        if not len(self) or not len(y):
-            return self
-        distances, nearest = (torch.cdist(y, self.y) / y.shape[1] ** 0.5).min(dim=1)
-        order = distances.argsort(descending=True)  # the nearest one last: it stands
-        order = order[(distances[order] < REPEATED) & ~self.renewed[nearest[order]]]
-        if not len(order):
-            return self
-        which = nearest[order].unique()
-        mine = torch.stack([order[nearest[order] == one][-1] for one in which])
-        duals = self.duals.index_put((which,), dual_vectors(self.block, y[mine]))
-        renewed = self.renewed.index_fill(0, which, True)
-        return replace(self, y=self.y.index_put((which,), y[mine]), duals=duals, renewed=renewed)
-
-    def extended(self, y: Tensor) -> Removed:
-        """With further tokens y (S, D), at most N' in all."""
-        y = y[: self.block.count - len(self)]
-        more = Removed.of(self.block, y)
-        pairs = ((self.y, more.y), (self.duals, more.duals), (self.renewed, torch.ones_like(more.renewed)))
-        return Removed(self.block, *(torch.cat(pair) for pair in pairs))
+    def joined(self, other: Removed) -> Removed:
+        """These and others."""
+        return Removed(torch.cat([self.y, other.y]), torch.cat([self.duals, other.duals]))
 
 
 def normalised(y: Tensor) -> Tensor:

@@ -29,5 +29,8 @@ def models() -> list[BuiltModel]:
 class Nothing(AttendedSearch):
     """No patch is found without the others' attention."""
 
-    def __call__(self, sweeps: PatchSweeps, c: torch.Tensor, scales: torch.Tensor) -> tuple[PlacedPatches, Optima]:
-        return PlacedPatches.none(sweeps.known), Optima(sweeps.base[:0], sweeps.base[:0, 0], sweeps.base[:0, 0])
+    def __call__(
+        self, sweeps: PatchSweeps, c: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[PlacedPatches, Optima, torch.Tensor]:
+        nothing = sweeps.base[:0]
+        return PlacedPatches.none(sweeps.known), Optima(nothing, nothing[:, 0], nothing[:, 0]), nothing

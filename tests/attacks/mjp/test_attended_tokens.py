@@ -12,6 +12,7 @@ from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.attended_tokens import AttendedFamily, AttendedSearch, AttentionScales
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.mlp_spans import read_first_block
+from attacks.mjp.mlp_tokens import TokenSearch, normalised
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches
 from attacks.mjp.unmix import pixel_limits, pixel_scales
 from fedmjp.models import build_model
@@ -49,7 +50,7 @@ def test_seen_patches_are_certified_among_wrong_ones(case) -> None:
     """With known attention, hardly a patch is certified as long as unseen ones are unknown."""
     sweeps, patches, scales = case
     start, seen = guessed(sweeps, patches), ~sweeps.known.unseen
-    found, _ = AttendedSearch(rounds=0)(sweeps, start, scales)
+    found, *_ = AttendedSearch()(sweeps, start, scales)
     error = ((found.patches - patches) * scales).square().mean(dim=1).sqrt()
     assert torch.equal(found.found, seen)
     assert float(error[seen].max()) < 1e-3
@@ -58,7 +59,7 @@ def test_seen_patches_are_certified_among_wrong_ones(case) -> None:
 
 def test_expected_deviations_cover_the_errors(case) -> None:
     sweeps, patches, scales = case
-    found, _ = AttendedSearch(rounds=0)(sweeps, guessed(sweeps, patches), scales)
+    found, *_ = AttendedSearch()(sweeps, guessed(sweeps, patches), scales)
     error = ((found.patches - patches) * scales).square().mean(dim=1).sqrt()[found.found]
     expected = found.deviation[found.found]
     assert float(expected.max()) < VOUCHED_DEVIATION
@@ -66,15 +67,29 @@ def test_expected_deviations_cover_the_errors(case) -> None:
     assert not found.deviation[~found.found].isfinite().any()
 
 
-def test_patches_that_were_never_seen_come_from_random_starts() -> None:
+@pytest.fixture(scope="module")
+def sent() -> tuple[PatchSweeps, torch.Tensor, torch.Tensor]:
+    """A message in float32."""
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="none")
-    sweeps, patches, scales = sweeps_of(model, photographs(64, 3)[2:], gamma=0.1)
-    (found, _), unseen = AttendedSearch()(sweeps, guessed(sweeps, patches), scales), sweeps.known.unseen
-    apart = torch.cdist(found.patches[unseen & found.found], patches[unseen])
-    assert len(apart) >= 0.5 * int(unseen.sum())
-    assert len(set(apart.argmin(dim=1).tolist())) == len(apart)
-    assert float(apart.min(dim=1).values.max()) < 0.01 * float(patches.norm(dim=1).median())
-    assert not found.patches.isnan().any()  # a copy where none was found
+    return sweeps_of(model, photographs(64, 3)[2:], gamma=0.1)
+
+
+def test_class_and_register_tokens_need_no_patch(sent) -> None:
+    sweeps, patches, scales = sent
+    truth = normalised(sweeps.attended(sweeps.coefficients(patches)))[: sweeps.prefix]
+    prefix = AttendedSearch()(sweeps, guessed(sweeps, patches), scales)[-1]
+    assert len(prefix) == sweeps.prefix == 1
+    assert float((normalised(prefix) - truth).norm(dim=1).max()) < 1e-2 * truth.shape[1] ** 0.5
+
+
+def test_tokens_that_were_never_seen_are_found_in_what_the_seen_ones_leave(sent) -> None:
+    sweeps, patches, scales = sent
+    truth = normalised(sweeps.attended(sweeps.coefficients(patches)))[sweeps.prefix :][sweeps.known.unseen]
+    apart, tokens, prefix = AttendedSearch()(sweeps, guessed(sweeps, patches), scales)
+    assert not (apart.found & sweeps.known.unseen).any()
+    found = TokenSearch(rounds=24, starts=1).beside(sweeps.block, tokens, prefix)
+    distances = torch.cdist(truth, found.y).amin(dim=1) / truth.shape[1] ** 0.5
+    assert int((distances < 1e-2).sum()) >= len(truth) - 1
 
 
 def test_linear_equations_leave_the_truth_in_the_family(case) -> None:
@@ -98,7 +113,7 @@ def test_linear_equations_leave_the_truth_in_the_family(case) -> None:
 
 def test_what_is_certified_from_a_senseless_guess_is_right(case) -> None:
     sweeps, patches, scales = case
-    found, _ = AttendedSearch(rounds=0)(sweeps, sweeps.coefficients(patches) * 1e6, scales)
+    found, *_ = AttendedSearch()(sweeps, sweeps.coefficients(patches) * 1e6, scales)
     error = ((found.patches - patches) * scales).square().mean(dim=1).sqrt()
     assert found.found.any()
     assert float(error[found.deviation.isfinite()].max()) < 1e-3

@@ -7,9 +7,9 @@ import torch
 from torch.func import grad
 
 from attacks import find_tokenizer
-from attacks.mjp.mlp_spans import FirstBlock, read_first_block
-from attacks.mjp.mlp_tokens import CONSISTENT, DETERMINED, TokenFamily, TokenSearch, cone, normalised
-from attacks.mjp.optima import Optima
+from attacks.mjp.mlp_spans import UNITS, FirstBlock, read_first_block
+from attacks.mjp.mlp_tokens import ATTRACTS, CONSISTENT, TokenFamily, TokenSearch, cone, normalised
+from attacks.mjp.optima import FOUND, Optima
 from attacks.mjp.token_duals import Removed, coordinates
 from fedmjp.models import build_model
 from tests.conftest import observe, photographs
@@ -62,7 +62,7 @@ def test_the_least_ratio_is_nearer_to_the_token_than_the_least_residual(hazy) ->
 
 
 def hidden_tokens(truth: torch.Tensor) -> torch.Tensor:
-    """(N',) bool, every third one of the lower half."""
+    """(N',) bool, every third one of the lower half; the class token is the first."""
     places = torch.arange(len(truth))
     return (places > 32) & (places % 3 == 0)
 
@@ -77,36 +77,59 @@ def test_duals_of_known_tokens_leave_the_others(hazy) -> None:
     assert float((outside.norm(dim=1) / rows.norm(dim=1)).median()) < 0.02
 
 
-def test_a_token_that_is_found_again_replaces_the_one_it_repeats_once(hazy) -> None:
+def test_a_part_of_the_hidden_units_gives_duals_as_well(hazy) -> None:
     block, truth = hazy
-    coarse = truth[40:44] + 0.01 * torch.randn(4, truth.shape[1], generator=torch.Generator().manual_seed(0)).double()
-    removed = Removed.of(block, coarse)
-    assert removed.renewed_by(truth[50:52]) is removed
-    renewed = removed.renewed_by(truth[41:42])
-    torch.testing.assert_close(renewed.y[1], truth[41])
-    torch.testing.assert_close(renewed.y[[0, 2, 3]], coarse[[0, 2, 3]])
-    torch.testing.assert_close(renewed.duals[1], Removed.of(block, truth[41:42]).duals[0])
-    assert renewed.renewed_by(truth[41:42]) is renewed
-    assert len(renewed.extended(truth)) == len(truth)
+    hidden = hidden_tokens(truth)
+    few, every = (Removed.of(one, truth[~hidden]) for one in (block.thinned, block))
+    agree = torch.nn.functional.cosine_similarity(few.duals, every.duals).abs()
+    assert float(agree.median()) > 0.99
+    torch.testing.assert_close(
+        Removed(few.y[:2], few.duals[:2]).joined(Removed(few.y[2:], few.duals[2:])).duals, few.duals
+    )
 
 
-def test_tokens_are_found_beside_known_ones(hazy) -> None:
+def test_a_part_of_the_hidden_units_puts_the_same_conditions_on_tokens(hazy) -> None:
     block, truth = hazy
-    family, hidden = TokenFamily(block, cone(block)), hidden_tokens(truth)
-    found = TokenSearch(rounds=12, starts=1).beside(block, Optima(truth[~hidden], *family.losses(truth[~hidden])))
-    assert len(found) >= int(hidden.sum()) - 1
-    assert int((distances(truth[hidden], found.y) < 1e-2).sum()) >= 8
+    part = block.thinned
+    units = len(part.module.mlp.fc1.weight)
+    assert units == UNITS * block.count < len(block.module.mlp.fc1.weight)
+    assert part.thinned is part  # which has not twice as many
+    kept = (block.module.mlp.fc1.weight[:, None] == part.module.mlp.fc1.weight).all(dim=2).nonzero()[:, 0]
+    assert len(kept) == units
+    for layer, rows, columns in ((0, kept, slice(None)), (1, slice(None), torch.cat([kept, torch.tensor([-1])]))):
+        few, every = part.spans[layer], block.spans[layer]
+        gradient = every.columns @ every.factor @ every.directions
+        torch.testing.assert_close(few.columns @ few.factor @ few.directions, gradient[rows][:, columns])
+    # The noise explains what tokens leave, and a start as far off as the difference of two tokens leaves far more.
+    family = TokenFamily(part, truth[:2])
+    ratios = [losses / explained for losses, explained in map(family.losses, (truth, truth.flip(1)))]
+    assert float(ratios[0][1:].median()) < FOUND
+    assert float(ratios[1].min()) > ATTRACTS
 
 
-def test_points_that_noise_explains_but_leaves_open_are_no_tokens(hazy) -> None:
-    """In the whole span there are some, with the least ratio of all."""
+@pytest.fixture(scope="module")
+def beside(hazy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden tokens (S, D), and those found beside the others and the class token."""
     block, truth = hazy
-    family, hidden = TokenFamily(block, cone(block)), hidden_tokens(truth)
+    hidden = hidden_tokens(truth)
+    known = truth[1:][~hidden[1:]]
+    family = TokenFamily(block, cone(block))
+    found = TokenSearch(rounds=16, starts=1).beside(block, Optima(known, *family.losses(known)), truth[:1])
+    return truth[hidden], found.y
+
+
+def test_tokens_are_found_beside_known_ones_and_those_aside_are_not_repeated(hazy, beside) -> None:
+    hidden, found = beside
+    assert len(found) <= len(hidden)
+    assert int((distances(hidden, found) < 1e-2).sum()) >= len(hidden) - 3
+    assert float(distances(found, hazy[1][:1]).min()) > 1e-2
+
+
+def test_points_that_noise_explains_in_the_whole_span_are_no_tokens(hazy, beside) -> None:
+    """There are some, with the least ratio of all; in what known tokens leave there are none."""
+    block, truth = hazy
+    family = TokenFamily(block, cone(block))
     optima = family.refine_weighed(family.draw(40, torch.Generator().manual_seed(1)), 40)
     low = optima[optima.ratios < CONSISTENT]
-    far = distances(low.y, truth) > 5e-2
-    assert int(far.sum()) > 0
-    known = Optima(truth[~hidden], *family.losses(truth[~hidden]))
-    found = TokenSearch(rounds=12, starts=1).beside(block, known)
-    assert float(distances(found.y, truth).max()) < 5e-2
-    assert float(family.errors(low[far]).min()) > DETERMINED**2
+    assert int((distances(low.y, truth) > 5e-2).sum()) > 0
+    assert float(distances(beside[1], truth).max()) < 5e-2
