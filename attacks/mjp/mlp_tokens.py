@@ -314,6 +314,8 @@ class TokenSearch(StartedSearch):
         Args:
             aside: (n, D) tokens that are known too roughly to be removed (a class token, whose gradient dominates).
         """
+        if len(known) + len(aside) >= block.count:
+            return known[[]]
         whole, removed = TokenFamily(block, cone(block)), Removed.of(block.thinned, normalised(known.y))
         family = TokenFamily(block, removed.left() @ whole.directions)
         aside = normalised(family.refine(normalised(aside), POLISH).y)

@@ -41,12 +41,12 @@ from attacks.mjp.mlp_spans import LAYERS, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
 from attacks.mjp.patch_search import (
     FARTHEST,
-    MOST_SEEN,
     NO_TOKEN,
     Searches,
     from_sweeps,
     near_guess,
     of_tokens,
+    seen_enough,
     unmixed,
     within,
 )
@@ -57,9 +57,9 @@ from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstr
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
-# Seconds of one CPU core: of the search, by tokens squared and entries of the hidden layer, of all tokens or where most
-# are seen; of the placement, by pieces squared.
-SECONDS_OF_A_PAIR, SECONDS_OF_A_SEEN_PAIR, SECONDS_OF_A_PLACE = 7e-7, 1.8e-7, 8e-4
+# Seconds of one CPU core: of the search of all tokens, by tokens squared and entries of the hidden layer; of the search
+# beside seen ones, by patches, unseen ones, and the same entries; of the placement, by pieces squared.
+SECONDS_OF_A_PAIR, SECONDS_OF_AN_UNSEEN_PAIR, SECONDS_OF_A_PLACE = 7e-7, 1e-6, 8e-4
 # Of the random starts of patches that no update shows, beside seen ones, on the small models.
 SECONDS_OF_STARTS = 0.9
 # Weights of the first attention's layer whose gradient stands in for the position rows.
@@ -113,10 +113,10 @@ class Unmix(PlacingAttack):
         unseen = int(torch.stack([r.masked for r in rows if r.masked.shape == rows[-1].masked.shape]).all(dim=0).sum())
         solves = super().estimated_seconds(observations) * len(rows)
         tokenizer = rows[-1].tokenizer
-        if MOST_SEEN * unseen > tokenizer.num_patches:
+        if not seen_enough(unseen, tokenizer.num_patches):
             return solves + seconds_of_search(observations[-1], tokenizer, unseen)
-        starts = SECONDS_OF_STARTS if unseen else 0.0
-        return solves + starts + seconds_of_search(observations[-1], tokenizer, unseen, SECONDS_OF_A_SEEN_PAIR)
+        starts, rate = SECONDS_OF_STARTS if unseen else 0.0, SECONDS_OF_AN_UNSEEN_PAIR * unseen / tokenizer.num_patches
+        return solves + starts + seconds_of_search(observations[-1], tokenizer, unseen, rate)
 
     def _updates_of_image(self, observations: Sequence[Observation]) -> Sequence[PositionRows | SpanUpdate]:
         used = self.updates(observations)

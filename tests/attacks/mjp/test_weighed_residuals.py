@@ -125,6 +125,12 @@ def test_tokens_are_found_beside_known_ones_and_those_aside_are_not_repeated(haz
     assert float(distances(found, hazy[1][:1]).min()) > 1e-2
 
 
+def test_there_is_no_search_beside_all_tokens(hazy) -> None:
+    block, truth = hazy
+    known = Optima(truth[1:], *TokenFamily(block, truth[:1]).losses(truth[1:]))
+    assert not len(TokenSearch().beside(block, known, truth[:1]))
+
+
 def test_points_that_noise_explains_in_the_whole_span_are_no_tokens(hazy, beside) -> None:
     """There are some, with the least ratio of all; in what known tokens leave there are none."""
     block, truth = hazy
