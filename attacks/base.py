@@ -26,6 +26,7 @@ from attacks.tokenizer import SecondTable, find_tokenizer
 T = TypeVar("T")
 
 # What asks for smaller batches (`attack_many`), and is no failure of an attack.
+FAILED = "the attack failed"  # begins the diagnosis where an attack raised what it should not
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # A linear solve of 224-pixel images on one CPU core; smaller images take less in proportion.
 SECONDS_OF_A_SOLVE, PIXELS_OF_A_SOLVE = 0.5, 3 * 224 * 224
@@ -206,7 +207,7 @@ def _found_or_why_not(work: Callable[[], T]) -> T | str:
         raise
     except Exception as error:  # an attack may be anybody's code, and a run goes on without it
         logging.getLogger(__name__).debug("an attack failed", exc_info=True)
-        return f"the attack failed: {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+        return f"{FAILED}: {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
 def _finite(found: Reconstruction) -> Reconstruction:

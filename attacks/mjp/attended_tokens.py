@@ -32,6 +32,7 @@ from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.mlp_spans import FirstBlock
 from attacks.mjp.mlp_tokens import ATTRACTS, CLEAR, TokenFamily
 from attacks.mjp.optima import Optima
+from attacks.mjp.token_duals import Removed, normalised
 from attacks.mjp.token_patches import PlacedPatches
 
 # Standard deviation of the error of the guess's coefficients, in units of that of the coefficients among patches.
@@ -175,18 +176,18 @@ class AttendedSearch:
 
     steps: int = 40
 
-    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Optima, Tensor]:
+    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Removed, Tensor]:
         """The patches that are certified, from c (N, k) on; the deviation is infinite where they are not sure.
 
         Args:
             scales: (P,) what a normalised pixel is in units of [0, 1].
 
         Returns:
-            The patches, their tokens, and roughly those of the class and the registers, (n, D).
+            The patches, their tokens with duals, and roughly the tokens of the class and the registers, (n, D).
         """
         seen, placed = ~sweeps.known.unseen, PlacedPatches.none(sweeps.known)
         spread = SPREAD * c[seen].std(dim=0).square().mean().sqrt() * torch.eye(c.shape[1]).to(c)
-        tokens = Optima(sweeps.base[:0], sweeps.base[:0, 0], sweeps.base[:0, 0])
+        y, where = sweeps.base[:0], torch.arange(0, device=c.device)
         for level in LEVELS:
             rest = (seen & ~placed.found).nonzero()[:, 0]
             attention = AttentionScales.guessed(sweeps, c) if len(rest) else None
@@ -199,12 +200,14 @@ class AttendedSearch:
             moved = c[rest] + moved
             good = (optima.ratios < CLEAR) & sweeps.within(moved, rest)
             optima, moved, places = optima[good], moved[good], rest[good]
-            tokens = tokens.joined(optima)
+            y, where = torch.cat([y, optima.y]), torch.cat([where, places])
             deviation, guessed = family.deviation(optima, sweeps.known.basis * scales)
             c = c.index_put((places,), moved)
             deviation[deviation >= SETTLED * guessed] = torch.inf
             placed = placed.extended(places, sweeps.patches(c)[places], deviation, optima.ratios)
-        return placed, tokens, self._prefix(sweeps, c)
+        tokens = Removed.of(sweeps.block.thinned, normalised(y))
+        mixed = tokens.mixed(sweeps.block)
+        return placed.without(where[mixed]), tokens[~mixed], self._prefix(sweeps, c)
 
     def _prefix(self, sweeps: PatchSweeps, c: Tensor) -> Tensor:
         """Class and register tokens, (n, D), among patches with c (N, k); their gradient may dominate the noise."""

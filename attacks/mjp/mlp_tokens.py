@@ -304,7 +304,7 @@ class TokenSearch(StartedSearch):
             tokens = tokens.joined(new)
         return tokens
 
-    def beside(self, block: MLPBlock, known: Optima, aside: Tensor) -> Optima:
+    def beside(self, block: MLPBlock, known: Removed, aside: Tensor) -> Optima:
         """Tokens beside those that are known from a family with less freedom, of what the duals of these leave.
 
         Where most are known, few dimensions are left, and there the residuals single out tokens that hardly differ, to
@@ -314,12 +314,13 @@ class TokenSearch(StartedSearch):
         Args:
             aside: (n, D) tokens that are known too roughly to be removed (a class token, whose gradient dominates).
         """
+        whole, removed, generator, idle = TokenFamily(block, cone(block)), known, self.generator(), 0
+        tokens = Optima(known.y[:0], known.y[:0, 0], known.y[:0, 0])
         if len(known) + len(aside) >= block.count:
-            return known[[]]
-        whole, removed = TokenFamily(block, cone(block)), Removed.of(block.thinned, normalised(known.y))
+            return tokens
         family = TokenFamily(block, removed.left() @ whole.directions)
         aside = normalised(family.refine(normalised(aside), POLISH).y)
-        tokens, beyond, generator, idle = known[[]], Removed.of(block, aside), self.generator(), 0
+        beyond = Removed.of(block, aside)
         for number in range(self.rounds):
             missing = block.count - len(removed) - len(aside)
             if missing <= 0 or idle == self.patience:

@@ -26,8 +26,9 @@ NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of
 # Seen patches are searched apart where they are this share of all, and the other tokens beside them where this share of
 # all is found: of DeiT-S at 224 pixels all tokens were found beside 44 of 197.
 LEAST_SEEN, LEAST_KNOWN = 0.25, 1 / 6
-# Of the search beside them.
+# Of the search beside them; and of sweeps after it, whose own random starts it leaves little to find.
 FEW_ROUNDS, FEW_IDLE, FEW_STARTS = 24, 4, 1
+FEW_SWEEPS = 2
 # What has less freedom, the guess or a patch with known attention, is as good where it leaves less than so many times
 # the residual.
 AS_GOOD = 1.3
@@ -105,7 +106,8 @@ def _from_seen(searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tenso
     if enough and not fixed.all():
         search = replace(searches.tokens, rounds=FEW_ROUNDS, patience=FEW_IDLE, starts=FEW_STARTS)
         apart, c = _with_tokens(search.beside(sweeps.block, tokens, prefix), sweeps, apart, c, scales)
-    return apart, searches.sweep(sweeps, c, fixed), enough
+    sweep = replace(searches.sweep, rounds=min(searches.sweep.rounds, FEW_SWEEPS)) if enough else searches.sweep
+    return apart, sweep(sweeps, c, fixed), enough
 
 
 def _with_tokens(

@@ -18,6 +18,9 @@ from torch import Tensor
 from attacks.mjp.mlp_spans import MLPBlock
 
 SHIFT, INVERSE_STEPS = 1e-12, 4  # of the inverse iteration for a token's dual vector
+# A point between tokens has parts along others of this length together: 2.3 to 5.4 were measured in uniform areas of
+# DeiT-S at 224 pixels, where the noise explains such points, and 0.42 at most at tokens.
+MIXED = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,15 @@ class Removed:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def __getitem__(self, index: Tensor) -> Removed:
+        return Removed(self.y[index], self.duals[index])
+
+    def mixed(self, block: MLPBlock) -> Tensor:
+        """(n,) bool: tokens with parts along others of them, as their duals say: no token has any."""
+        along = self.duals @ coordinates(block, self.y).T
+        along = along / along.diagonal()[:, None]
+        return along.fill_diagonal_(0.0).norm(dim=0) > MIXED
 
     def left(self) -> Tensor:
         """Directions (N' - n, N') that the duals leave, orthonormal."""

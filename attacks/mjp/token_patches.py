@@ -113,6 +113,16 @@ class PlacedPatches:
         old = (self.patches, self.deviation, self.found, self.misfit)
         return PlacedPatches(*(a.index_put((places,), b) for a, b in zip(old, new, strict=True)))
 
+    def without(self, places: Tensor) -> PlacedPatches:
+        """Without the patches at these places (S,)."""
+        lost = torch.zeros_like(self.found).index_fill(0, places, True)
+        return PlacedPatches(
+            self.patches.masked_fill(lost[:, None], torch.nan),
+            self.deviation.masked_fill(lost, torch.inf),
+            self.found & ~lost,
+            self.misfit.masked_fill(lost, torch.inf),
+        )
+
     def completed(self, other: PlacedPatches) -> PlacedPatches:
         """With what another search found where this one did not."""
         return self.replaced(other.found & ~self.found, other)

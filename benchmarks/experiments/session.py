@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attacks import ATTACKS, Attack, Observation, ThreatModel
+from attacks.base import FAILED
 from attacks.registry import UsageError
 from experiments.rendering import Rendering, read_rows
 from experiments.scaffold import AttackOptions, DeviceOptions, Failure, RowOptions, WorkerOptions
@@ -193,6 +194,8 @@ class Session:
         lines = {"joined": {"left_out": self.left_out}}
         lines |= {"not_attacked": self.not_attacked} if isinstance(self.options, WorkerOptions) else {}
         note_rows(self.out, program, rows, not self.not_attacked, **lines, **self.notes(rows), **more)
+        for line in failures(rows):
+            self.say(line)
         rendering.write(self.out)
         self.console.print(f"tables and figures: {self.out}", soft_wrap=True, highlight=False)
         return rows
@@ -200,6 +203,18 @@ class Session:
     def notes(self, rows: pd.DataFrame) -> dict[str, Any]:
         """Entries of run.json that a kind of command adds."""
         return {}
+
+
+def failures(rows: pd.DataFrame) -> list[str]:
+    """A line for each attack that raised an error on some of its rows."""
+    if "diagnosis" not in rows:
+        return []
+    failed = rows[rows["diagnosis"].fillna("").str.startswith(FAILED)]
+    counts = rows["attack"].value_counts()
+    return [
+        f"{name} failed in {len(own)} of its {counts[name]} rows, which show nothing: {own['diagnosis'].iloc[0]}"
+        for name, own in failed.groupby("attack", sort=True)
+    ]
 
 
 class AttackSession(Session):

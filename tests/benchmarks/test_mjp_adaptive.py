@@ -14,9 +14,11 @@ import torch
 from experiments.adaptive import protocol, updates
 from experiments.adaptive.render import mask_block
 from experiments.rendering import spread_table
+from experiments.session import failures
 from rich.console import Console
 
 from attacks import ATTACKS, Capability
+from attacks.base import FAILED
 from fedmjp.audit.victims import drifted
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import load_rows
@@ -258,3 +260,30 @@ def test_several_seeds_of_one_image_count_as_one_image() -> None:
     assert (line["psnr_mean"], line["psnr_low"], line["psnr_high"]) == pytest.approx(expected[:3])
     assert line["psnr_median"] == 60.0
     assert line["psnr_share_recognisable"] == pytest.approx(7 / 9)
+
+
+def test_attacks_that_raised_are_named() -> None:
+    said = [("unmix", f"{FAILED}: IndexError: index 0"), ("unmix", None), ("april", "no positions"), ("dlg", "")]
+    rows = pd.DataFrame(said, columns=["attack", "diagnosis"])
+    assert failures(rows) == [f"unmix failed in 1 of its 2 rows, which show nothing: {FAILED}: IndexError: index 0"]
+    assert failures(rows[1:]) == []
+
+
+def test_a_run_says_which_attacks_raised(tmp_path, monkeypatch, capsys) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("no pivot")
+
+    monkeypatch.setattr(ATTACKS.get("mjp_subspace"), "reconstruct", fail)
+    given = [
+        "--model",
+        "vit_mini_32",
+        "--num-images",
+        "1",
+        "--gammas",
+        "0.5",
+        "--update-gammas",
+        "--out",
+        str(tmp_path),
+    ]
+    assert mjp_adaptive.main([*given, "--attacks", "mjp_subspace", "--schedules", "paper"]) == 0
+    assert "mjp_subspace failed in 1 of its 1 rows" in " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,7 @@ import torch
 
 from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps
-from attacks.mjp.optima import Optima
+from attacks.mjp.token_duals import Removed
 from attacks.mjp.token_patches import PlacedPatches
 from fedmjp.models import BuiltModel, build_model
 
@@ -31,6 +31,6 @@ class Nothing(AttendedSearch):
 
     def __call__(
         self, sweeps: PatchSweeps, c: torch.Tensor, scales: torch.Tensor
-    ) -> tuple[PlacedPatches, Optima, torch.Tensor]:
+    ) -> tuple[PlacedPatches, Removed, torch.Tensor]:
         nothing = sweeps.base[:0]
-        return PlacedPatches.none(sweeps.known), Optima(nothing, nothing[:, 0], nothing[:, 0]), nothing
+        return PlacedPatches.none(sweeps.known), Removed.of(sweeps.block, nothing), nothing

@@ -220,7 +220,7 @@ def test_known_attention_finds_what_tokens_alone_leave_open() -> None:
 
 def test_does_not_vouch_for_a_fit_that_failed() -> None:
     model = build_model("vit_mini_64_mjp", num_classes=8, weights="random")
-    view, _, _ = masked_update(model, photographs(64, 1), gamma=0.5)
+    view, _, _ = masked_update(model, photographs(64, 1), gamma=0.8)
     found = ATTACKS.get("unmix")(search=TokenSearch(rounds=0, steps=1), sweep=SweepSearch(rounds=0))([view])
     assert "in the spans of its gradients" in found.diagnosis or "the first MLP's gradients admit" in found.diagnosis
     assert found.images is None or not found.known.any()

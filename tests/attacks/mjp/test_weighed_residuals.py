@@ -9,7 +9,7 @@ from torch.func import grad
 from attacks import find_tokenizer
 from attacks.mjp.mlp_spans import UNITS, FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import ATTRACTS, CONSISTENT, TokenFamily, TokenSearch, cone, normalised
-from attacks.mjp.optima import FOUND, Optima
+from attacks.mjp.optima import FOUND
 from attacks.mjp.token_duals import Removed, coordinates
 from fedmjp.models import build_model
 from tests.conftest import observe, photographs
@@ -113,8 +113,7 @@ def beside(hazy) -> tuple[torch.Tensor, torch.Tensor]:
     block, truth = hazy
     hidden = hidden_tokens(truth)
     known = truth[1:][~hidden[1:]]
-    family = TokenFamily(block, cone(block))
-    found = TokenSearch(rounds=16, starts=1).beside(block, Optima(known, *family.losses(known)), truth[:1])
+    found = TokenSearch(rounds=16, starts=1).beside(block, Removed.of(block.thinned, known), truth[:1])
     return truth[hidden], found.y
 
 
@@ -127,8 +126,16 @@ def test_tokens_are_found_beside_known_ones_and_those_aside_are_not_repeated(haz
 
 def test_there_is_no_search_beside_all_tokens(hazy) -> None:
     block, truth = hazy
-    known = Optima(truth[1:], *TokenFamily(block, truth[:1]).losses(truth[1:]))
-    assert not len(TokenSearch().beside(block, known, truth[:1]))
+    assert not len(TokenSearch().beside(block, Removed.of(block.thinned, truth[1:]), truth[:1]))
+
+
+def test_points_between_tokens_are_told_by_the_duals(hazy) -> None:
+    block, truth = hazy
+    tokens = truth[1:][~hidden_tokens(truth)[1:]].clone()
+    tokens[[3, 20]] = normalised(tokens[[4, 21]] + tokens[[5, 22]] - tokens[[6, 23]])
+    removed = Removed.of(block.thinned, tokens)
+    assert removed.mixed(block).nonzero()[:, 0].tolist() == [3, 20]
+    assert len(removed[~removed.mixed(block)]) == len(tokens) - 2
 
 
 def test_points_that_noise_explains_in_the_whole_span_are_no_tokens(hazy, beside) -> None:
