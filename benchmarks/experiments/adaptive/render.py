@@ -87,6 +87,7 @@ RENDERINGS = (
     _rendering("mjp_adaptive_mixture_fitted", "adaptive_mixture_fitted"),
     _rendering("mjp_adaptive_released", "adaptive_released"),
     _rendering("mjp_adaptive_trained", "adaptive_trained"),
+    _rendering("mjp_adaptive_long", "adaptive_long"),
     _rendering("mjp_adaptive_vit_ti", "adaptive_vit_ti"),
     _rendering("mjp_adaptive_vit_ti_224", "adaptive_vit_ti_224"),
     MASKS,

@@ -70,7 +70,7 @@ def piece_block(folder: Path) -> str:
     ]
     lines = [
         [
-            row.model,
+            row.model + (", longer training" if ".long." in row.weights else ""),
             (f"{row.gamma:g}" if row.gamma else "no positions")
             + (f", {row.withheld} withheld" if row.withheld else ""),
             f"`{row.attack}`",
