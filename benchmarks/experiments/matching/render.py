@@ -63,6 +63,7 @@ def rendering(folder: str, **blocks) -> Rendering:
 RENDERINGS = (
     rendering("gradient_matching/vit_mini_32", matching=matching_block),
     rendering("gradient_matching/vit_mini_32_trained", matching_trained=matching_block),
+    rendering("gradient_matching/vit_mini_32_long", matching_long=matching_block),
     rendering("gradient_matching/vit_mini_32_tuned", matching_tuned=matching_block),
     rendering("gradient_matching/vit_mini_64_trained"),
     rendering("gradient_matching/vit_ti_trained", matching_vit_ti=matching_block),
