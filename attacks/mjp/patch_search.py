@@ -70,7 +70,7 @@ def unmixed(
         if seen_enough(int(sweeps.known.unseen.sum()), len(start)):
             apart, swept, enough = _from_seen(searches, sweeps, c, scales)
             if enough or swept.found.all():
-                placed = better(apart, from_sweeps(sweeps, swept, scales))
+                placed = better(apart, from_sweeps(sweeps, swept, scales), sweeps.known.unseen)
                 # In flat areas what is found may lie as far off as the noise allows, and the guess much nearer.
                 guessed = swept.found & (sweeps.ratios_among(swept.c, c) < AS_GOOD * swept.ratios)
                 guessed = guessed & ~sweeps.known.unseen
@@ -171,9 +171,13 @@ def _with_guess(placed: PlacedPatches, guess: Tensor, instead: Tensor) -> Placed
     return replace(placed, patches=patches, deviation=placed.deviation.masked_fill(instead, torch.inf))
 
 
-def better(apart: PlacedPatches, swept: PlacedPatches) -> PlacedPatches:
-    """The patches of the sweeps, which have less freedom, but those found apart where these fit clearly better."""
-    return apart.replaced(~apart.found | (swept.misfit < AS_GOOD * apart.misfit), swept)
+def better(apart: PlacedPatches, swept: PlacedPatches, unseen: Tensor) -> PlacedPatches:
+    """The patches of the sweeps, which have less freedom, but those found apart where these fit clearly better.
+
+    Args:
+        unseen: (N,) bool, places whose patches sweeps may have exchanged: those of the sweeps are taken together.
+    """
+    return apart.replaced(unseen | ~apart.found | (swept.misfit < AS_GOOD * apart.misfit), swept)
 
 
 def near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:

@@ -13,6 +13,7 @@ from attacks.mjp.attended_tokens import AttendedFamily, AttendedSearch, Attentio
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.mlp_spans import read_first_block
 from attacks.mjp.mlp_tokens import TokenSearch, normalised
+from attacks.mjp.patch_search import better
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches
 from attacks.mjp.unmix import pixel_limits, pixel_scales
 from fedmjp.models import build_model
@@ -129,6 +130,19 @@ def test_results_of_two_searches_are_joined(case) -> None:
     assert torch.equal(joined.patches[2:4], known.rows[2:4] + torch.tensor([[1.0], [-1.0]]))
     assert joined.deviation[2:4].tolist() == [1, 2]
     assert joined.patches[0].isnan().all()
+
+
+def test_patches_that_sweeps_exchanged_are_taken_together(case) -> None:
+    """One of each place alone repeated some of the patches that no update shows, and lost others."""
+    known = case[0].known
+    places = torch.arange(len(known.rows))
+    low, high = torch.full((len(places),), 1.0).double(), torch.full((len(places),), 2.0).double()
+    apart = PlacedPatches.none(known).extended(places, known.rows, low, low)
+    swept = PlacedPatches.none(known).extended(places, known.rows + 1, high, high)
+    taken = better(apart, swept, known.unseen)
+    assert torch.equal((taken.patches == swept.patches).all(dim=1), known.unseen)
+    near = PlacedPatches.none(known).extended(places, known.rows + 1, 1.2 * low, 1.2 * low)
+    assert torch.equal(better(apart, near, known.unseen).patches, near.patches)
 
 
 def test_deit_s_at_224() -> None:
