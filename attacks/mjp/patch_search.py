@@ -26,6 +26,8 @@ NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of
 # Seen patches are searched apart where they are this share of all, and the other tokens beside them where this share of
 # all is found: of DeiT-S at 224 pixels all tokens were found beside 44 of 197.
 LEAST_SEEN, LEAST_KNOWN = 0.25, 1 / 6
+# Where at most one in so many is unseen, all tokens are not searched again for the few that are missing then.
+MOST_SEEN = 4
 # Of the search beside them; and of sweeps after it, whose own random starts it leaves little to find.
 FEW_ROUNDS, FEW_IDLE, FEW_STARTS = 24, 4, 1
 FEW_SWEEPS = 2
@@ -69,7 +71,7 @@ def unmixed(
         c = sweeps.coefficients(start)
         if seen_enough(int(sweeps.known.unseen.sum()), len(start)):
             apart, swept, enough = _from_seen(searches, sweeps, c, scales)
-            if enough or swept.found.all():
+            if swept.found.all() or (enough and MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(start)):
                 placed = better(apart, from_sweeps(sweeps, swept, scales), sweeps.known.unseen)
                 # In flat areas what is found may lie as far off as the noise allows, and the guess much nearer.
                 guessed = swept.found & (sweeps.ratios_among(swept.c, c) < AS_GOOD * swept.ratios)
