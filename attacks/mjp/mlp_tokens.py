@@ -29,7 +29,7 @@ from attacks.mjp.token_duals import Removed, normalised, without
 
 # Two optima as near as this, in lengths of a token, are one in any case: the noise cannot tell them apart.
 NEAR = 1e-4
-NEAR_KNOWN = 1e-2  # of tokens whose own optimum in the whole span was not sought
+NEAR_ASIDE = 1e-2  # of a token that is known roughly, whose gradient dominates: others are far from it
 FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-9, 1e8
 # A start that has gained less than GAIN of its squared residual in PATIENCE steps has converged.
 GAIN, PATIENCE = 1e-2, 3
@@ -340,7 +340,7 @@ class TokenSearch(StartedSearch):
 
 def _apart(optima: Optima, aside: Tensor) -> Tensor:
     """(S,) bool: tokens that are none of those aside (n, D)."""
-    near = torch.cdist(optima.y, aside) < NEAR_KNOWN * aside.shape[1] ** 0.5
+    near = torch.cdist(optima.y, aside) < NEAR_ASIDE * aside.shape[1] ** 0.5
     return optima.found & ~near.any(dim=1)
 
 
@@ -351,13 +351,10 @@ def cone(block: MLPBlock) -> Tensor:
     return inputs / norm.weight
 
 
-def distinct(family: TokenFamily, tokens: Optima, optima: Optima, near: float = NEAR) -> Optima:
+def distinct(family: TokenFamily, tokens: Optima, optima: Optima) -> Optima:
     """Those of the optima that are no token found before, nor each other's repetition, the best one of each.
 
     Two are one token if the residual's quadratic model at one of them hardly rises towards the other.
-
-    Args:
-        near: lengths of a token within which two are one in any case.
     """
     if not len(optima):
         return optima
@@ -365,5 +362,5 @@ def distinct(family: TokenFamily, tokens: Optima, optima: Optima, near: float = 
     joined, before = tokens.joined(optima), len(tokens)
     points = joined.y @ torch.linalg.pinv(family.directions)
     matrices = family.matrices(optima.y)
-    apart = torch.cdist(joined.y, joined.y) >= near * joined.y.shape[1] ** 0.5
+    apart = torch.cdist(joined.y, joined.y) >= NEAR * joined.y.shape[1] ** 0.5
     return optima[repeated(points, joined.losses, matrices, before, apart)]
