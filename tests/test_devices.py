@@ -24,8 +24,8 @@ from torch.nn import functional
 from attacks import ATTACKS, Observation
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.known_attention import SweepSearch
-from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import Placement
+from attacks.mjp.token_search import TokenSearch
 from fedmjp.audit import Watcher, audit_gradient
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.mjp.mlp_tokens import normalised
+from attacks.mjp.token_duals import normalised
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 

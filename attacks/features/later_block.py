@@ -39,8 +39,8 @@ from attacks.linear.completion import VOUCHED_DEVIATION, filled, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.position_rows import places_unknown, position_gradient, unmet_assumptions
 from attacks.mjp.mlp_spans import LAYERS, MLPBlock, check_spans, mlp_spans, pre_norm_block
-from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.token_patches import known_span
+from attacks.mjp.token_search import TokenSearch
 from attacks.mjp.unmix import pixel_scales, seconds_of_search
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError

@@ -24,16 +24,18 @@ shows follow from what all these leave of the first MLP's span (`TokenSearch.bes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.mlp_spans import FirstBlock
-from attacks.mjp.mlp_tokens import ATTRACTS, CLEAR, TokenFamily
+from attacks.mjp.mlp_tokens import CLEAR, TokenFamily
 from attacks.mjp.optima import Optima
 from attacks.mjp.token_duals import Removed, normalised
 from attacks.mjp.token_patches import PlacedPatches
+from attacks.mjp.token_search import ATTRACTS
 
 # Standard deviation of the error of the guess's coefficients, in units of that of the coefficients among patches.
 SPREAD = 0.3
@@ -166,6 +168,21 @@ class AttendedFamily:
         return (inverse * form).sum(dim=(1, 2)).sqrt(), float(form.trace().sqrt())
 
 
+class Attended(NamedTuple):
+    """What is found with attention in a span.
+
+    Attributes:
+        placed: the patches that are certified; the deviation is infinite where they are not sure.
+        tokens: theirs, with duals. places: (S,) indices, theirs.
+        prefix: (n, D) roughly the tokens of the class and the registers.
+    """
+
+    placed: PlacedPatches
+    tokens: Removed
+    places: Tensor
+    prefix: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttendedSearch:
     """Seen patches from their guess, each alone.
@@ -176,14 +193,11 @@ class AttendedSearch:
 
     steps: int = 40
 
-    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Removed, Tensor]:
-        """The patches that are certified, from c (N, k) on; the deviation is infinite where they are not sure.
+    def __call__(self, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> Attended:
+        """The patches that are certified, from c (N, k) on.
 
         Args:
             scales: (P,) what a normalised pixel is in units of [0, 1].
-
-        Returns:
-            The patches, their tokens with duals, and roughly the tokens of the class and the registers, (n, D).
         """
         seen, placed = ~sweeps.known.unseen, PlacedPatches.none(sweeps.known)
         spread = SPREAD * c[seen].std(dim=0).square().mean().sqrt() * torch.eye(c.shape[1]).to(c)
@@ -207,7 +221,7 @@ class AttendedSearch:
             placed = placed.extended(places, sweeps.patches(c)[places], deviation, optima.ratios)
         tokens = Removed.of(sweeps.block.thinned, normalised(y))
         mixed = tokens.mixed(sweeps.block)
-        return placed.without(where[mixed]), tokens[~mixed], self._prefix(sweeps, c)
+        return Attended(placed.without(where[mixed]), tokens[~mixed], where[~mixed], self._prefix(sweeps, c))
 
     def _prefix(self, sweeps: PatchSweeps, c: Tensor) -> Tensor:
         """Class and register tokens, (n, D), among patches with c (N, k); their gradient may dominate the noise."""

@@ -30,9 +30,11 @@ from attacks.linear.completion import VOUCHED_DEVIATION, filled
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.jigsaw_solver import border_costs
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
-from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone, normalised
+from attacks.mjp.mlp_tokens import TokenFamily, cone
 from attacks.mjp.optima import FOUND
+from attacks.mjp.token_duals import normalised
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches, TokenPatches
+from attacks.mjp.token_search import TokenSearch
 from attacks.mjp.unmix import layers_of, pixel_scales, seconds_of_search
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError

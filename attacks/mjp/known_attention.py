@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from attacks.mjp.mlp_spans import FirstBlock
-from attacks.mjp.mlp_tokens import StartedSearch, TokenFamily
+from attacks.mjp.mlp_tokens import TokenFamily
 from attacks.mjp.optima import FOUND, Optima, repeated
 from attacks.mjp.token_patches import KnownPatches
+from attacks.mjp.token_search import StartedSearch
 
 # A start has not converged where its squared residual exceeds the median one by this factor.
 NOT_CONVERGED = 20.0
@@ -127,6 +128,22 @@ class PatchSweeps:
         """Patches of unseen places from x (S, k) on, at the attention that each has among the patches at c (N, k)."""
         own = self.base[self.prefix :][self.known.unseen][:1] + x @ self.family.directions
         return self._refined(x, own + self.block.attend(own, self.tokens(c)), steps)
+
+    def of_tokens(self, c: Tensor, y: Tensor) -> Tensor:
+        """Coefficients (S, k) of unseen patches whose tokens are nearest y (S, D), among the patches at c (N, k).
+
+        Args:
+            y: each up to a factor and a constant.
+        """
+        context, directions = self.tokens(c), self.family.directions
+        own = context[self.prefix :][self.known.unseen].mean(dim=0)
+        received = (own - own.mean() + self.block.attend(own[None], context)[0]).expand_as(y)
+        received = received - received.mean(dim=1, keepdim=True)
+        y = y - y.mean(dim=1, keepdim=True)
+        moved = directions - directions.mean(dim=1, keepdim=True)
+        equations = torch.cat([moved.T.expand(len(y), -1, -1), -y[:, :, None]], dim=2)  # (S, D, k + 1)
+        moved = torch.linalg.lstsq(equations, -received[:, :, None]).solution[:, :-1, 0]
+        return c[self.known.unseen].mean(dim=0) + moved
 
     def deviation(self, c: Tensor, scales: Tensor) -> Tensor:
         """Expected rms error (N,) of a patch's pixels at c (N, k), if what is left of the residuals is noise.

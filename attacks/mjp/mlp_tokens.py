@@ -12,8 +12,6 @@ the search is the same for one masked patch and for all patches of an image, wit
 certified token by token, by a residual at the noise of the message. On trained small ViTs every random start converges
 to a token (192 of 192 on each of three photographs). Near a token, the ratio of this sum to what the noise of the
 message explains of it is minimised instead (total least squares: the spans themselves have errors).
-
-Starts for tokens that are missing come from the duals of those found (`attacks.mjp.token_duals`).
 """
 
 from __future__ import annotations
@@ -24,18 +22,14 @@ import torch
 from torch import Tensor
 
 from attacks.mjp.mlp_spans import MLPBlock
-from attacks.mjp.optima import FOUND, OWN, Optima, repeated
-from attacks.mjp.token_duals import Removed, normalised, without
+from attacks.mjp.optima import FOUND, OWN, Optima
+from attacks.mjp.token_duals import normalised
 
-# Two optima as near as this, in lengths of a token, are one in any case: the noise cannot tell them apart.
-NEAR = 1e-4
-NEAR_ASIDE = 1e-2  # of a token that is known roughly, whose gradient dominates: others are far from it
 FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-9, 1e8
 # A start that has gained less than GAIN of its squared residual in PATIENCE steps has converged.
 GAIN, PATIENCE = 1e-2, 3
 # Entries that are held together: of Gauss-Newton matrices in memory, of Jacobians in the processor's cache.
 MATRIX_ENTRIES, JACOBIAN_ENTRIES = 16_000_000, 400_000
-LEAST_STARTS = 12
 # The noise explains more of the residuals where a token's own gradient is small, so that the least residual is a biased
 # answer: in flat areas it lies between tokens, at 2 to 6 times what the noise explains, while this ratio is 0.6 to 1.3
 # at true tokens and at its own optimum. The ratio is minimised from WEIGHED on where the family holds the tokens up to
@@ -43,10 +37,6 @@ LEAST_STARTS = 12
 WEIGHED, CONSISTENT = 30.0, 1.3
 # A patch alone is found where the ratio is below CLEAR: at right ones it is 0.9 to 1.5, at wrong ones from 2.3 on.
 CLEAR = 2.5
-# A token whose gradient dominates the sums has a ratio of up to some hundreds; in what roughly known tokens leave,
-# others have as much. Where there is no token it is higher.
-ATTRACTS = 1e3
-POLISH = 12  # steps in the whole span after those among what the duals leave
 # A Gauss-Newton matrix serves for further steps as long as each leaves less than this share of the squared residual.
 KEPT = 0.3
 
@@ -245,122 +235,8 @@ class _Linearised:
         self.bent_before = self.bent @ mlp.fc1.weight.T  # (S, H)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartedSearch:
-    """Rounds of random starts for what is missing.
-
-    Attributes:
-        rounds: at most.
-        starts: of a round, for each token or patch that is missing.
-        patience: rounds without a gain before giving up.
-        seed: of the random starts.
-    """
-
-    rounds: int
-    starts: int
-    patience: int = 2
-    seed: int = 0
-
-    def generator(self) -> torch.Generator:
-        """That of the random starts, at its beginning."""
-        return torch.Generator().manual_seed(self.seed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenSearch(StartedSearch):
-    """Refines guesses, then rounds of random starts, until all tokens are found; a new token is a gain.
-
-    Attributes:
-        steps: Levenberg-Marquardt steps of a start, at most.
-    """
-
-    rounds: int = 16
-    patience: int = 4
-    starts: int = 2
-    steps: int = 40
-
-    def __call__(self, block: MLPBlock, guess: Tensor) -> Optima:
-        """The tokens that are found: at most N', or a few more where the noise splits one.
-
-        Args:
-            guess: (S, D) tokens at the second norm to start from, if any.
-        """
-        whole = TokenFamily(block, cone(block))
-        optima = whole.refine(whole.nearest(guess), self.steps)
-        tokens = distinct(whole, optima[[]], optima[optima.found])
-        generator, removed, idle = self.generator(), Removed.of(block, tokens.y), 0
-        for _ in range(self.rounds):
-            if len(tokens) >= block.count or idle == self.patience:
-                break
-            count = max(self.starts * (block.count - len(tokens)), LEAST_STARTS)
-            starts = without(block, whole.draw(count, generator), removed.y, removed.duals)
-            if len(tokens):  # first among what the duals leave, which has fewer dimensions
-                family = TokenFamily(block, removed.left() @ whole.directions)
-                starts = distinct(family, tokens[[]], family.refine(starts, self.steps)).y
-            optima = whole.refine(starts, POLISH if len(tokens) else self.steps)
-            new = distinct(whole, tokens, optima[optima.found])
-            idle = 0 if len(new) else idle + 1
-            removed = removed.joined(Removed.of(block, new[: block.count - len(tokens)].y))
-            tokens = tokens.joined(new)
-        return tokens
-
-    def beside(self, block: MLPBlock, known: Removed, aside: Tensor) -> Optima:
-        """Tokens beside those that are known from a family with less freedom, of what the duals of these leave.
-
-        Where most are known, few dimensions are left, and there the residuals single out tokens that hardly differ, to
-        which nearly every start leads. Starts are also kept off the tokens found so far and off those `aside`; what
-        these leave is known less well, so that tokens are certified in what the known ones leave.
-
-        Args:
-            aside: (n, D) tokens that are known too roughly to be removed (a class token, whose gradient dominates).
-        """
-        whole, removed, generator, idle = TokenFamily(block, cone(block)), known, self.generator(), 0
-        tokens = Optima(known.y[:0], known.y[:0, 0], known.y[:0, 0])
-        if len(known) + len(aside) >= block.count:
-            return tokens
-        family = TokenFamily(block, removed.left() @ whole.directions)
-        aside = normalised(family.refine(normalised(aside), POLISH).y)
-        beyond = Removed.of(block, aside)
-        for number in range(self.rounds):
-            missing = block.count - len(removed) - len(aside)
-            if missing <= 0 or idle == self.patience:
-                break
-            every = removed.joined(beyond)
-            rough = TokenFamily(block.thinned, (every if number % 2 else removed).left() @ whole.directions)
-            draw = whole.draw(max(self.starts * missing, LEAST_STARTS), generator)
-            starts = rough.refine(without(block, draw, every.y, every.duals), self.steps)
-            starts = distinct(rough, tokens[[]], starts[starts.ratios < ATTRACTS])
-            optima = family.refine_weighed(starts.y, POLISH)
-            new = distinct(family, tokens, optima[_apart(optima, aside)])
-            new = new if len(new) else starts[_apart(starts, aside)]  # the family holds less apart what hardly differs
-            new, idle = new[:missing], 0 if len(new) else idle + 1
-            tokens, removed = tokens.joined(new), removed.joined(Removed.of(block, new.y))
-        return Optima(tokens.y, *whole.losses(tokens.y))
-
-
-def _apart(optima: Optima, aside: Tensor) -> Tensor:
-    """(S,) bool: tokens that are none of those aside (n, D)."""
-    near = torch.cdist(optima.y, aside) < NEAR_ASIDE * aside.shape[1] ** 0.5
-    return optima.found & ~near.any(dim=1)
-
-
 def cone(block: MLPBlock) -> Tensor:
     """Y (N', D): what the second norm receives of each row of V, up to a factor and a constant."""
     norm, span = block.module.norm2, block.spans[0]
     inputs = span.directions[:, :-1] - span.directions[:, -1:] * norm.bias
     return inputs / norm.weight
-
-
-def distinct(family: TokenFamily, tokens: Optima, optima: Optima) -> Optima:
-    """Those of the optima that are no token found before, nor each other's repetition, the best one of each.
-
-    Two are one token if the residual's quadratic model at one of them hardly rises towards the other.
-    """
-    if not len(optima):
-        return optima
-    optima = optima[optima.losses.argsort()]
-    joined, before = tokens.joined(optima), len(tokens)
-    points = joined.y @ torch.linalg.pinv(family.directions)
-    matrices = family.matrices(optima.y)
-    apart = torch.cdist(joined.y, joined.y) >= NEAR * joined.y.shape[1] ** 0.5
-    return optima[repeated(points, joined.losses, matrices, before, apart)]

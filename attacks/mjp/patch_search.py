@@ -17,20 +17,23 @@ from torch import Tensor
 
 from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept, within_limits
-from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
+from attacks.mjp.mlp_spans import FirstBlock
+from attacks.mjp.mlp_tokens import TokenFamily, cone
+from attacks.mjp.open_attention import OpenAttention
 from attacks.mjp.optima import Optima
 from attacks.mjp.token_patches import PlacedPatches, TokenPatches
+from attacks.mjp.token_search import TokenSearch
 from attacks.registry import UsageError
 
 NO_TOKEN = "no token was found whose inputs of the first MLP lie in the spans of its gradients"
 # Seen patches are searched apart where they are this share of all, and the other tokens beside them where this share of
 # all is found: of DeiT-S at 224 pixels all tokens were found beside 44 of 197.
 LEAST_SEEN, LEAST_KNOWN = 0.25, 1 / 6
-# Where at most one in so many is unseen, all tokens are not searched again for the few that are missing then.
-MOST_SEEN = 4
+# Where so many of all patches are found apart or beside these, or seen, all tokens are not searched again for the rest.
+MOST_FOUND, MOST_SEEN = 0.9, 0.75
 # Of the search beside them; and of sweeps after it, whose own random starts it leaves little to find.
 FEW_ROUNDS, FEW_IDLE, FEW_STARTS = 24, 4, 1
-FEW_SWEEPS = 2
+FEW_SWEEPS = 1
 # What has less freedom, the guess or a patch with known attention, is as good where it leaves less than so many times
 # the residual.
 AS_GOOD = 1.3
@@ -41,9 +44,10 @@ PLAUSIBLE = 100.0
 
 
 class Searches(NamedTuple):
-    """For patches with their attention in a span, for patches with known attention, and for tokens."""
+    """For patches with their attention in a span, with open and with known attention, and for tokens."""
 
     attend: AttendedSearch
+    opened: OpenAttention
     sweep: SweepSearch
     tokens: TokenSearch
 
@@ -64,34 +68,31 @@ def unmixed(
         the message explains, and, where tokens were searched, the median squared misfit of the equations of patch and
         attention.
     """
-    block = sweeps.block
-    apart, swept = PlacedPatches.none(sweeps.known), None
-    starts = start[:0] @ block.projection.T
+    block, unseen = sweeps.block, sweeps.known.unseen
+    placed, enough, starts = PlacedPatches.none(sweeps.known), False, start[:0] @ block.projection.T
     if len(start):
         c = sweeps.coefficients(start)
-        if seen_enough(int(sweeps.known.unseen.sum()), len(start)):
-            apart, swept, enough = _from_seen(searches, sweeps, c, scales)
-            if swept.found.all() or (enough and MOST_SEEN * int(sweeps.known.unseen.sum()) <= len(start)):
-                placed = better(apart, from_sweeps(sweeps, swept, scales), sweeps.known.unseen)
+        if seen_enough(int(unseen.sum()), len(start)):
+            placed, c, enough = _from_seen(searches, sweeps, c, scales)
+            if placed.found.all() or (enough and _hardly_any_left(placed, unseen)):
                 # In flat areas what is found may lie as far off as the noise allows, and the guess much nearer.
-                guessed = swept.found & (sweeps.ratios_among(swept.c, c) < AS_GOOD * swept.ratios)
-                guessed = guessed & ~sweeps.known.unseen
-                return _with_guess(placed, guess, guessed), _numbers(swept.ratios)
-            c = swept.c
+                guessed = placed.found & (sweeps.ratios_among(c, sweeps.coefficients(start)) < AS_GOOD * placed.misfit)
+                return _with_guess(placed, guess, guessed & ~unseen), _numbers(placed.misfit)
         starts = sweeps.attended(c)
     tokens = searches.tokens(block, starts)
     if not len(tokens):
-        placed = apart if swept is None else from_sweeps(sweeps, swept, scales).completed(apart)
         if not placed.found.any():
             raise UsageError(NO_TOKEN)
         return placed, _numbers(placed.misfit[placed.found])
-    placed, polished, numbers = of_tokens(tokens, searches.sweep, sweeps, guess, scales)
-    # Sweeps that certify no patch say less than tokens, each of which is certified alone.
-    if swept is not None and swept.found.any() and _standing(swept) > _standing(polished):
-        polished = swept
-    result = from_sweeps(sweeps, polished, scales).completed(apart).completed(within(placed, sweeps))
-    # What was not sure alone is no surer among patches that do not all fit.
-    unsure = apart.found & apart.deviation.isinf() & ~polished.found.all()
+    alone, swept, numbers = of_tokens(tokens, searches.sweep, sweeps, guess, scales)
+    found = from_sweeps(sweeps, swept, scales).completed(within(alone, sweeps), unseen)
+    if swept.found.all():
+        return found, numbers
+    first, second = sorted((found, placed), key=lambda one: -int(one.found.sum()))
+    result = first.completed(second, unseen)
+    # What was sure alone stays, and what was not is no surer among patches that do not all fit.
+    result = result.replaced(placed.found & placed.deviation.isfinite() & ~unseen, placed)
+    unsure = placed.deviation.isinf() & (placed.found | (enough & ~unseen))
     return replace(result, deviation=result.deviation.masked_fill(unsure, torch.inf)), numbers
 
 
@@ -100,36 +101,71 @@ def seen_enough(unseen: int, patches: int) -> bool:
     return patches - unseen >= LEAST_SEEN * patches
 
 
-def _from_seen(searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> tuple[PlacedPatches, Swept, bool]:
-    """Patches found apart, those of sweeps from there, and whether these were enough; from c (N, k) on."""
-    apart, tokens, prefix = searches.attend(sweeps, c, scales)
+def _hardly_any_left(placed: PlacedPatches, unseen: Tensor) -> bool:
+    """Whether few patches were not seen, or few were not found."""
+    seen, found = float((~unseen).double().mean()), float(placed.found.double().mean())
+    return seen >= MOST_SEEN or found >= MOST_FOUND
+
+
+def _from_seen(
+    searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor
+) -> tuple[PlacedPatches, Tensor, bool]:
+    """Patches found from c (N, k) on, the last c, and whether the seen ones sufficed for a search beside them."""
+    attended = searches.attend(sweeps, c, scales)
+    apart, unseen = attended.placed, sweeps.known.unseen
     c = torch.where(apart.found[:, None], sweeps.coefficients(apart.patches), c)
     fixed, enough = apart.found, int(apart.found.sum()) > LEAST_KNOWN * len(c)
     if enough and not fixed.all():
         search = replace(searches.tokens, rounds=FEW_ROUNDS, patience=FEW_IDLE, starts=FEW_STARTS)
-        apart, c = _with_tokens(search.beside(sweeps.block, tokens, prefix), sweeps, apart, c, scales)
+        apart, c = _with_tokens(search.beside(sweeps.block, attended.tokens, attended.prefix), sweeps, apart, c, scales)
     sweep = replace(searches.sweep, rounds=min(searches.sweep.rounds, FEW_SWEEPS)) if enough else searches.sweep
-    return apart, sweep(sweeps, c, fixed), enough
+    swept = sweep(sweeps, c, fixed)
+    if not enough or swept.found.all():
+        return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough
+    c, opened = searches.opened(sweeps, swept.c, attended, scales)
+    swept = sweep.converged(sweeps, c, torch.zeros_like(fixed))
+    # Both number unseen places alike.
+    opened = opened.replaced(swept.found & (swept.ratios < AS_GOOD * opened.misfit), from_sweeps(sweeps, swept, scales))
+    placed = better(apart, opened, unseen)
+    if float(opened.found.double().mean()) < MOST_FOUND:
+        # Open directions may be those of what wrong patches have in common: sure is what was so without them.
+        placed = replace(placed, deviation=placed.deviation.masked_fill(apart.deviation.isinf() & ~unseen, torch.inf))
+    return placed, swept.c, enough
 
 
 def _with_tokens(
-    tokens: Optima, sweeps: PatchSweeps, apart: PlacedPatches, c: Tensor, scales: Tensor
+    found: tuple[Optima, Tensor], sweeps: PatchSweeps, apart: PlacedPatches, c: Tensor, scales: Tensor
 ) -> tuple[PlacedPatches, Tensor]:
-    """Patches that were found apart, and c (N, k) of all, with the patches of further tokens."""
-    if not len(tokens):
-        return apart, c
-    block, known = sweeps.block, sweeps.known
-    placed = TokenPatches(block, known, scales).solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
-    placed = within(placed, sweeps)
-    # Places that no update shows are alike: those that tokens took may hold a patch already.
-    free = (known.unseen & ~apart.found).nonzero()[:, 0]
-    took = (known.unseen & placed.found).nonzero()[:, 0][: len(free)]
-    free = free[: len(took)]
-    apart = apart.extended(free, placed.patches[took], placed.deviation[took], placed.misfit[took])
-    # In flat areas the patch of a token alone may be farther off than its guess: it serves as a start.
-    seen = (~known.unseen & ~apart.found & placed.found).nonzero()[:, 0]
-    c = c.index_put((free,), sweeps.coefficients(apart.patches)[free])
-    return apart, c.index_put((seen,), sweeps.coefficients(placed.patches)[seen])
+    """Patches that were found apart, and c (N, k) of all, with the patches of further tokens.
+
+    Args:
+        found: see `TokenSearch.beside`; points between tokens serve as starts.
+    """
+    tokens, between = found
+    unseen = sweeps.known.unseen
+    if len(tokens):
+        placed = TokenPatches(sweeps.block, sweeps.known, scales).solve(tokens.y, errors_of(sweeps.block, tokens))
+        placed = within(placed, sweeps)
+        # Places that no update shows are alike: those that tokens took may hold a patch already.
+        free = (unseen & ~apart.found).nonzero()[:, 0]
+        took = (unseen & placed.found).nonzero()[:, 0][: len(free)]
+        free = free[: len(took)]
+        apart = apart.extended(free, placed.patches[took], placed.deviation[took], placed.misfit[took])
+        c = c.index_put((free,), sweeps.coefficients(apart.patches)[free])
+        # In flat areas the patch of a token alone may be farther off than its guess: it serves as a start.
+        seen = (~unseen & ~apart.found & placed.found).nonzero()[:, 0]
+        c = c.index_put((seen,), sweeps.coefficients(placed.patches)[seen])
+    free = (unseen & ~apart.found).nonzero()[:, 0]
+    if len(free) and len(between):
+        x = sweeps.of_tokens(c, between)
+        x = x[sweeps.within(x, free[:1])][: len(free)]
+        c = c.index_put((free[: len(x)],), x)
+    return apart, c
+
+
+def errors_of(block: FirstBlock, tokens: Optima) -> Tensor:
+    """Mean squared error of an entry of tokens, (S,)."""
+    return TokenFamily(block, cone(block)).errors(tokens)
 
 
 def of_tokens(
@@ -141,17 +177,12 @@ def of_tokens(
         guess: (N, P), from which the sweeps start where no token was found.
     """
     block, known = sweeps.block, sweeps.known
-    placed = TokenPatches(block, known, scales).solve(tokens.y, TokenFamily(block, cone(block)).errors(tokens))
+    placed = TokenPatches(block, known, scales).solve(tokens.y, errors_of(block, tokens))
     numbers = _numbers(tokens.losses / tokens.explained)
     if placed.found.any():
         numbers["misfit"] = float(placed.misfit[placed.found].median())
     start = torch.where(within_limits(placed.patches, sweeps.limits)[:, None], placed.patches, guess)
     return placed, sweep.converged(sweeps, sweeps.coefficients(start), ~placed.found), numbers
-
-
-def _standing(swept: Swept) -> tuple[int, float]:
-    """How many patches are certified, and how low the residuals are: the greater, the better."""
-    return int(swept.found.sum()), -swept.level
 
 
 def _numbers(ratios: Tensor) -> dict[str, float]:
@@ -177,9 +208,10 @@ def better(apart: PlacedPatches, swept: PlacedPatches, unseen: Tensor) -> Placed
     """The patches of the sweeps, which have less freedom, but those found apart where these fit clearly better.
 
     Args:
-        unseen: (N,) bool, places whose patches sweeps may have exchanged: those of the sweeps are taken together.
+        unseen: (N,) bool, places whose patches sweeps may have exchanged: there a certified one is as good as any.
     """
-    return apart.replaced(unseen | ~apart.found | (swept.misfit < AS_GOOD * apart.misfit), swept)
+    fits_better = ~unseen & apart.found & ~(swept.misfit < AS_GOOD * apart.misfit)
+    return swept.completed(apart, unseen).replaced(fits_better, apart)
 
 
 def near_guess(placed: PlacedPatches, guess: Tensor, unseen: Tensor, share: float) -> PlacedPatches:

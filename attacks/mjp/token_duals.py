@@ -45,11 +45,24 @@ class Removed:
     def __getitem__(self, index: Tensor) -> Removed:
         return Removed(self.y[index], self.duals[index])
 
-    def mixed(self, block: MLPBlock) -> Tensor:
-        """(n,) bool: tokens with parts along others of them, as their duals say: no token has any."""
+    def mixed(self, block: MLPBlock, sure: int = 0) -> Tensor:
+        """(n,) bool: tokens with parts along others of them, as their duals say: no token has any.
+
+        The one with most is taken first; its own dual, which is none, then says nothing of the others.
+
+        Args:
+            sure: so many of them, the first, are tokens in any case.
+        """
         along = self.duals @ coordinates(block, self.y).T
-        along = along / along.diagonal()[:, None]
-        return along.fill_diagonal_(0.0).norm(dim=0) > MIXED
+        squares = (along / along.diagonal()[:, None]).fill_diagonal_(0.0).square()
+        mixed = torch.zeros(len(self), dtype=torch.bool, device=self.y.device)
+        for _ in range(sure, len(self)):
+            parts = squares[~mixed].sum(dim=0).masked_fill(mixed, 0.0)
+            parts[:sure] = 0.0
+            if float(parts.max()) <= MIXED**2:
+                break
+            mixed[parts.argmax()] = True
+        return mixed
 
     def left(self) -> Tensor:
         """Directions (N' - n, N') that the duals leave, orthonormal."""

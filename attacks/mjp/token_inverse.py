@@ -35,8 +35,8 @@ from attacks.closed_form.token_equations import prefix_tokens
 from attacks.linear.completion import render
 from attacks.linear.position_rows import places_unknown, unmet_assumptions
 from attacks.mjp.mlp_spans import FirstBlock, layer_span, read_first_block
-from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.patch_search import NO_TOKEN
+from attacks.mjp.token_search import TokenSearch
 from attacks.mjp.unmix import QUERIES, layers_of, pixel_scales, seconds_of_search
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError

@@ -123,9 +123,22 @@ class PlacedPatches:
             self.misfit.masked_fill(lost, torch.inf),
         )
 
-    def completed(self, other: PlacedPatches) -> PlacedPatches:
-        """With what another search found where this one did not."""
-        return self.replaced(other.found & ~self.found, other)
+    def completed(self, other: PlacedPatches, unseen: Tensor) -> PlacedPatches:
+        """With what another search found where this one did not.
+
+        Args:
+            unseen: (N,) bool, places that every search fills in an order of its own: there each patch of the other
+                search stands for the one here that it is assigned to, by the least sum of distances.
+        """
+        result = self.replaced(other.found & ~self.found & ~unseen, other)
+        theirs, places = (unseen & other.found).nonzero()[:, 0], unseen.nonzero()[:, 0]
+        distances = torch.cdist(other.patches[theirs], self.patches[places])
+        distances = distances.nan_to_num(float(distances.nan_to_num(0.0).sum()) + 1.0)  # nothing is here
+        one, another = scipy.optimize.linear_sum_assignment(distances.cpu().numpy())
+        theirs, places = theirs[torch.as_tensor(one)], places[torch.as_tensor(another)]
+        new = ~self.found[places]
+        theirs, places = theirs[new], places[new]
+        return result.extended(places, *(part[theirs] for part in (other.patches, other.deviation, other.misfit)))
 
     def replaced(self, take: Tensor, other: PlacedPatches) -> PlacedPatches:
         """With the patches of another search at the places of `take` (N,) bool."""

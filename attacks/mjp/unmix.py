@@ -38,7 +38,8 @@ from attacks.mjp.joined_updates import (
 )
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch
 from attacks.mjp.mlp_spans import LAYERS, read_first_block
-from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone
+from attacks.mjp.mlp_tokens import TokenFamily, cone
+from attacks.mjp.open_attention import OpenAttention
 from attacks.mjp.patch_search import (
     FARTHEST,
     NO_TOKEN,
@@ -53,6 +54,7 @@ from attacks.mjp.patch_search import (
 from attacks.mjp.placement import Placement, PlacingAttack
 from attacks.mjp.span_update import SpanUpdate
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches, known_span, masked_by_tokens
+from attacks.mjp.token_search import TokenSearch
 from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -79,12 +81,14 @@ class Unmix(PlacingAttack):
     Attributes:
         search: for the tokens.
         attend: for the patches, with the attention of each in a span.
+        opened: for the patches while some are wrong yet, with attention open.
         sweep: for the patches, with known attention.
         prior: gives the start of the search.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
     attend: AttendedSearch = field(default_factory=AttendedSearch)
+    opened: OpenAttention = field(default_factory=OpenAttention)
     sweep: SweepSearch = field(default_factory=SweepSearch)
     prior: VectorialVariation = field(default_factory=VectorialVariation)
 
@@ -148,7 +152,7 @@ class Unmix(PlacingAttack):
         start = guess if known.apart else guess[:0]
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, guess.device))
         scales = pixel_scales(tokenizer, observation.std, guess.device)
-        searches = Searches(self.attend, self.sweep, self.search)
+        searches = Searches(self.attend, self.opened, self.sweep, self.search)
         placed, numbers = unmixed(searches, sweeps, start, guess, scales)
         placed = near_guess(placed, guess, known.unseen, 0.0 if joined.last.mixed else FARTHEST)
         words = mask_in_words(joined.last.masked, sent=position_gradient(observation, tokenizer) is not None)
@@ -194,7 +198,7 @@ class Unmix(PlacingAttack):
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
         placed, swept, numbers = of_tokens(tokens, self.sweep, sweeps, known.rows, scales)
         placed, details = (
-            from_sweeps(sweeps, swept, scales).completed(within(placed, sweeps)),
+            from_sweeps(sweeps, swept, scales).completed(within(placed, sweeps), masked),
             {"masked": int(masked.sum())} | numbers,
         )
         words = "the update holds neither the position gradient nor that of the first attention"

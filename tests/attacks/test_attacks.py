@@ -15,9 +15,9 @@ from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, Th
 from attacks.closed_form.patch_embedding import PatchEmbedding
 from attacks.linear.image_prior import VectorialVariation
 from attacks.mjp.known_attention import SweepSearch
-from attacks.mjp.mlp_tokens import TokenSearch
 from attacks.mjp.placement import Placement
 from attacks.mjp.subspace import MJPSubspace
+from attacks.mjp.token_search import TokenSearch
 from attacks.registry import Registry
 from fedmjp.metrics import score
 from fedmjp.models import build_model

@@ -14,8 +14,9 @@ from attacks.features.later_block import first_sent_block, known_patches, read_m
 from attacks.features.noise_images import PlaceLikelihood, noise_images, place_likelihood
 from attacks.features.placed_tokens import NONE, PlacedTokens
 from attacks.mjp.mlp_spans import MLPBlock
-from attacks.mjp.mlp_tokens import TokenSearch, normalised
 from attacks.mjp.optima import Optima
+from attacks.mjp.token_duals import normalised
+from attacks.mjp.token_search import TokenSearch
 from fedmjp.defenses.parameter_groups import belongs
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model

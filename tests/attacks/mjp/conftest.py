@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attacks.mjp.attended_tokens import AttendedSearch
+from attacks.mjp.attended_tokens import Attended, AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.token_duals import Removed
 from attacks.mjp.token_patches import PlacedPatches
@@ -29,8 +29,6 @@ def models() -> list[BuiltModel]:
 class Nothing(AttendedSearch):
     """No patch is found without the others' attention."""
 
-    def __call__(
-        self, sweeps: PatchSweeps, c: torch.Tensor, scales: torch.Tensor
-    ) -> tuple[PlacedPatches, Removed, torch.Tensor]:
-        nothing = sweeps.base[:0]
-        return PlacedPatches.none(sweeps.known), Removed.of(sweeps.block, nothing), nothing
+    def __call__(self, sweeps: PatchSweeps, c: torch.Tensor, scales: torch.Tensor) -> Attended:
+        nothing, places = sweeps.base[:0], torch.arange(0)
+        return Attended(PlacedPatches.none(sweeps.known), Removed.of(sweeps.block, nothing), places, nothing)

@@ -12,9 +12,10 @@ from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.attended_tokens import AttendedFamily, AttendedSearch, AttentionScales
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.mlp_spans import read_first_block
-from attacks.mjp.mlp_tokens import TokenSearch, normalised
 from attacks.mjp.patch_search import better
+from attacks.mjp.token_duals import normalised
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches
+from attacks.mjp.token_search import TokenSearch
 from attacks.mjp.unmix import pixel_limits, pixel_scales
 from fedmjp.models import build_model
 from tests.attacks.mjp.test_unmix import masked_update
@@ -86,9 +87,9 @@ def test_class_and_register_tokens_need_no_patch(sent) -> None:
 def test_tokens_that_were_never_seen_are_found_in_what_the_seen_ones_leave(sent) -> None:
     sweeps, patches, scales = sent
     truth = normalised(sweeps.attended(sweeps.coefficients(patches)))[sweeps.prefix :][sweeps.known.unseen]
-    apart, tokens, prefix = AttendedSearch()(sweeps, guessed(sweeps, patches), scales)
+    apart, tokens, _, prefix = AttendedSearch()(sweeps, guessed(sweeps, patches), scales)
     assert not (apart.found & sweeps.known.unseen).any()
-    found = TokenSearch(rounds=24, starts=1).beside(sweeps.block, tokens, prefix)
+    found, _ = TokenSearch(rounds=24, starts=1).beside(sweeps.block, tokens, prefix)
     distances = torch.cdist(truth, found.y).amin(dim=1) / truth.shape[1] ** 0.5
     assert int((distances < 1e-2).sum()) >= len(truth) - 1
 
@@ -125,11 +126,26 @@ def test_results_of_two_searches_are_joined(case) -> None:
     one = torch.ones(1, dtype=torch.float64)
     first = PlacedPatches.none(known).extended(torch.tensor([2]), known.rows[2:3] + 1, one, one)
     second = PlacedPatches.none(known).extended(torch.tensor([2, 3]), known.rows[2:4] - 1, 2 * one, 2 * one)
-    joined = first.completed(second)
+    joined = first.completed(second, torch.zeros_like(known.unseen))
     assert joined.found.nonzero()[:, 0].tolist() == [2, 3]
     assert torch.equal(joined.patches[2:4], known.rows[2:4] + torch.tensor([[1.0], [-1.0]]))
     assert joined.deviation[2:4].tolist() == [1, 2]
     assert joined.patches[0].isnan().all()
+
+
+def test_what_another_search_found_in_another_order_is_neither_lost_nor_repeated(case) -> None:
+    known = case[0].known
+    places = known.unseen.nonzero()[:, 0]
+    one = torch.ones(len(places), dtype=torch.float64)
+    patches = known.rows[places] + torch.arange(len(places))[:, None]
+    complete = PlacedPatches.none(known).extended(places, patches.flip(0), one, one)
+    # This search lacks two of the patches, and holds something near one of them.
+    near = PlacedPatches.none(known).extended(places[2:], patches[2:], one[2:], one[2:])
+    near.patches[places[0]] = patches[0] + 0.1
+    joined = near.completed(complete, known.unseen)
+    assert torch.equal(joined.patches[places], patches)
+    assert joined.found[known.unseen].all()
+    assert not joined.found[~known.unseen].any()
 
 
 def test_patches_that_sweeps_exchanged_are_taken_together(case) -> None:

@@ -8,7 +8,7 @@ import torch
 from attacks import ATTACKS, find_tokenizer
 from attacks.certificate import certify
 from attacks.mjp.mlp_spans import read_first_block
-from attacks.mjp.mlp_tokens import normalised
+from attacks.mjp.token_duals import normalised
 from attacks.mjp.token_inverse import first_tokens
 from fedmjp.metrics import patch_recovery, score
 from fedmjp.models import BuiltModel, build_model

@@ -11,7 +11,9 @@ import torch
 from attacks import ATTACKS, find_tokenizer
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
-from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, cone, normalised
+from attacks.mjp.mlp_tokens import TokenFamily, cone
+from attacks.mjp.token_duals import normalised
+from attacks.mjp.token_search import TokenSearch
 from fedmjp.models import ViT, build_model
 from tests.attacks.mjp.conftest import Nothing
 from tests.attacks.mjp.test_unmix import masked_update, psnr

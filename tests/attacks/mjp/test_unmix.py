@@ -17,10 +17,11 @@ from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.jigsaw_solver import _Board, border_costs
 from attacks.mjp.known_attention import OUT_OF_RANGE, PatchSweeps, SweepSearch, most_spanning
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
-from attacks.mjp.mlp_tokens import TokenFamily, TokenSearch, normalised
+from attacks.mjp.mlp_tokens import TokenFamily
 from attacks.mjp.placement import Placement
-from attacks.mjp.token_duals import coordinates, dual_vectors
+from attacks.mjp.token_duals import coordinates, dual_vectors, normalised
 from attacks.mjp.token_patches import KnownPatches, TokenPatches
+from attacks.mjp.token_search import TokenSearch
 from attacks.mjp.unmix import pixel_limits
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import any_place, score

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS
-from attacks.mjp.mlp_tokens import TokenSearch
+from attacks.mjp.token_search import TokenSearch
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from tests.attacks.mjp.test_unmix import masked_update

@@ -8,9 +8,10 @@ from torch.func import grad
 
 from attacks import find_tokenizer
 from attacks.mjp.mlp_spans import UNITS, FirstBlock, read_first_block
-from attacks.mjp.mlp_tokens import ATTRACTS, CONSISTENT, TokenFamily, TokenSearch, cone, normalised
+from attacks.mjp.mlp_tokens import CONSISTENT, TokenFamily, cone
 from attacks.mjp.optima import FOUND
-from attacks.mjp.token_duals import Removed, coordinates
+from attacks.mjp.token_duals import Removed, coordinates, normalised
+from attacks.mjp.token_search import ATTRACTS, TokenSearch
 from fedmjp.models import build_model
 from tests.conftest import observe, photographs
 
@@ -108,25 +109,38 @@ def test_a_part_of_the_hidden_units_puts_the_same_conditions_on_tokens(hazy) -> 
 
 
 @pytest.fixture(scope="module")
-def beside(hazy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden tokens (S, D), and those found beside the others and the class token."""
+def beside(hazy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden tokens (S, D), those found beside the others and the class token, and points between the rest."""
     block, truth = hazy
     hidden = hidden_tokens(truth)
     known = truth[1:][~hidden[1:]]
-    found = TokenSearch(rounds=16, starts=1).beside(block, Removed.of(block.thinned, known), truth[:1])
-    return truth[hidden], found.y
+    found, between = TokenSearch(rounds=16, starts=1).beside(block, Removed.of(block.thinned, known), truth[:1])
+    return truth[hidden], found.y, between
 
 
 def test_tokens_are_found_beside_known_ones_and_those_aside_are_not_repeated(hazy, beside) -> None:
-    hidden, found = beside
+    hidden, found, between = beside
     assert len(found) <= len(hidden)
+    assert len(found) + len(between) in (len(found), len(hidden))
     assert int((distances(hidden, found) < 1e-2).sum()) >= len(hidden) - 3
     assert float(distances(found, hazy[1][:1]).min()) > 1e-2
 
 
+def test_points_stand_for_tokens_that_are_not_told_apart(hazy) -> None:
+    """Without a round of the search nothing is found: the points are all in what the known tokens leave."""
+    block, truth = hazy
+    hidden = hidden_tokens(truth)
+    known = truth[1:][~hidden[1:]]
+    found, between = TokenSearch(rounds=0).beside(block, Removed.of(block.thinned, known), truth[:1])
+    assert not len(found)
+    assert len(between) == int(hidden.sum())
+    assert float(distances(between, truth[hidden]).max()) < float(distances(between, known).min())
+
+
 def test_there_is_no_search_beside_all_tokens(hazy) -> None:
     block, truth = hazy
-    assert not len(TokenSearch().beside(block, Removed.of(block.thinned, truth[1:]), truth[:1]))
+    found, between = TokenSearch().beside(block, Removed.of(block.thinned, truth[1:]), truth[:1])
+    assert not len(found) + len(between)
 
 
 def test_points_between_tokens_are_told_by_the_duals(hazy) -> None:
@@ -135,6 +149,7 @@ def test_points_between_tokens_are_told_by_the_duals(hazy) -> None:
     tokens[[3, 20]] = normalised(tokens[[4, 21]] + tokens[[5, 22]] - tokens[[6, 23]])
     removed = Removed.of(block.thinned, tokens)
     assert removed.mixed(block).nonzero()[:, 0].tolist() == [3, 20]
+    assert removed.mixed(block, sure=4).nonzero()[:, 0].tolist() == [20]
     assert len(removed[~removed.mixed(block)]) == len(tokens) - 2
 
 
