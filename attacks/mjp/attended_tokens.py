@@ -200,7 +200,7 @@ class AttendedSearch:
             scales: (P,) what a normalised pixel is in units of [0, 1].
         """
         seen, placed = ~sweeps.known.unseen, PlacedPatches.none(sweeps.known)
-        spread = SPREAD * c[seen].std(dim=0).square().mean().sqrt() * torch.eye(c.shape[1]).to(c)
+        spread = spread_of(sweeps, c) * torch.eye(c.shape[1]).to(c)
         y, where = sweeps.base[:0], torch.arange(0, device=c.device)
         for level in LEVELS:
             rest = (seen & ~placed.found).nonzero()[:, 0]
@@ -232,3 +232,8 @@ class AttendedSearch:
         own = context[: sweeps.prefix]
         optima = family.refine(own, attention.along(sweeps.block, own, context), self.steps)[1]
         return optima.y[optima.ratios < ATTRACTS]
+
+
+def spread_of(sweeps: PatchSweeps, c: Tensor) -> float:
+    """Expected deviation of the guess's coefficients, from those of seen patches among c (N, k)."""
+    return SPREAD * float(c[~sweeps.known.unseen].std(dim=0).square().mean().sqrt())

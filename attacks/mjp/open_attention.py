@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attacks.mjp.attended_tokens import Attended
+from attacks.mjp.attended_tokens import SETTLED, Attended, spread_of
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.mlp_tokens import CLEAR, TokenFamily
 from attacks.mjp.token_patches import PlacedPatches
@@ -51,7 +51,7 @@ class OpenAttention:
     def __call__(
         self, sweeps: PatchSweeps, c: Tensor, attended: Attended, scales: Tensor
     ) -> tuple[Tensor, PlacedPatches]:
-        """Coefficients (N, k) from c (N, k) on, and the patches that are certified.
+        """Coefficients (N, k) from c (N, k) on, and the patches that are certified, sure or not as in `Attended`.
 
         Args:
             scales: (P,) what a normalised pixel is in units of [0, 1].
@@ -73,7 +73,9 @@ class OpenAttention:
             places = found.nonzero()[:, 0]
             tokens = optima.y[places]
         pixels = F.pad(sweeps.known.basis * scales, (0, 0, 0, len(family.directions) - c.shape[1]))
-        deviation = family.expected(optima, pixels @ pixels.T / len(scales)).sqrt()
+        form = pixels @ pixels.T / len(scales)
+        deviation = family.expected(optima, form).sqrt()
+        deviation[deviation >= SETTLED * spread_of(sweeps, c) * float(form.trace().sqrt())] = torch.inf
         return c, PlacedPatches(sweeps.patches(c), deviation, found, optima.ratios)
 
     def _leading(self, errors: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept, within_limits
 from attacks.mjp.mlp_spans import FirstBlock
@@ -33,7 +34,7 @@ LEAST_SEEN, LEAST_KNOWN = 0.25, 1 / 6
 MOST_FOUND, MOST_SEEN = 0.9, 0.75
 # Of the search beside them; and of sweeps after it, whose own random starts it leaves little to find.
 FEW_ROUNDS, FEW_IDLE, FEW_STARTS = 24, 4, 1
-FEW_SWEEPS = 1
+FEW_SWEEPS = 2
 # What has less freedom, the guess or a patch with known attention, is as good where it leaves less than so many times
 # the residual.
 AS_GOOD = 1.3
@@ -85,15 +86,17 @@ def unmixed(
             raise UsageError(NO_TOKEN)
         return placed, _numbers(placed.misfit[placed.found])
     alone, swept, numbers = of_tokens(tokens, searches.sweep, sweeps, guess, scales)
-    found = from_sweeps(sweeps, swept, scales).completed(within(alone, sweeps), unseen)
+    alone, found = within(alone, sweeps), from_sweeps(sweeps, swept, scales)
+    found = found.completed(alone, unseen) if mostly(swept.found) else alone.completed(found, unseen)
     if swept.found.all():
         return found, numbers
     first, second = sorted((found, placed), key=lambda one: -int(one.found.sum()))
     result = first.completed(second, unseen)
     # What was sure alone stays, and what was not is no surer among patches that do not all fit.
-    result = result.replaced(placed.found & placed.deviation.isfinite() & ~unseen, placed)
-    unsure = placed.deviation.isinf() & (placed.found | (enough & ~unseen))
-    return replace(result, deviation=result.deviation.masked_fill(unsure, torch.inf)), numbers
+    sure, unsure = placed.found & (placed.deviation < VOUCHED_DEVIATION), placed.found & placed.deviation.isinf()
+    result = result.replaced(sure & ~unseen, placed)
+    result = replace(result, deviation=result.deviation.masked_fill(unsure, torch.inf))
+    return result.doubted(~sure) if enough else result, numbers
 
 
 def seen_enough(unseen: int, patches: int) -> bool:
@@ -103,8 +106,16 @@ def seen_enough(unseen: int, patches: int) -> bool:
 
 def _hardly_any_left(placed: PlacedPatches, unseen: Tensor) -> bool:
     """Whether few patches were not seen, or few were not found."""
-    seen, found = float((~unseen).double().mean()), float(placed.found.double().mean())
-    return seen >= MOST_SEEN or found >= MOST_FOUND
+    return _mostly_seen(unseen) or float(placed.found.double().mean()) >= MOST_FOUND
+
+
+def _mostly_seen(unseen: Tensor) -> bool:
+    return float((~unseen).double().mean()) >= MOST_SEEN
+
+
+def mostly(found: Tensor) -> bool:
+    """Whether most of the patches (N,) bool are certified: of few, among wrong ones, many certificates are wrong."""
+    return bool(found.double().mean() > 0.5)
 
 
 def _from_seen(
@@ -115,10 +126,11 @@ def _from_seen(
     apart, unseen = attended.placed, sweeps.known.unseen
     c = torch.where(apart.found[:, None], sweeps.coefficients(apart.patches), c)
     fixed, enough = apart.found, int(apart.found.sum()) > LEAST_KNOWN * len(c)
+    few = FEW_SWEEPS if _mostly_seen(unseen) else 1
     if enough and not fixed.all():
         search = replace(searches.tokens, rounds=FEW_ROUNDS, patience=FEW_IDLE, starts=FEW_STARTS)
         apart, c = _with_tokens(search.beside(sweeps.block, attended.tokens, attended.prefix), sweeps, apart, c, scales)
-    sweep = replace(searches.sweep, rounds=min(searches.sweep.rounds, FEW_SWEEPS)) if enough else searches.sweep
+    sweep = replace(searches.sweep, rounds=min(searches.sweep.rounds, few)) if enough else searches.sweep
     swept = sweep(sweeps, c, fixed)
     if not enough or swept.found.all():
         return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough
@@ -126,11 +138,10 @@ def _from_seen(
     swept = sweep.converged(sweeps, c, torch.zeros_like(fixed))
     # Both number unseen places alike.
     opened = opened.replaced(swept.found & (swept.ratios < AS_GOOD * opened.misfit), from_sweeps(sweeps, swept, scales))
-    placed = better(apart, opened, unseen)
-    if float(opened.found.double().mean()) < MOST_FOUND:
-        # Open directions may be those of what wrong patches have in common: sure is what was so without them.
-        placed = replace(placed, deviation=placed.deviation.masked_fill(apart.deviation.isinf() & ~unseen, torch.inf))
-    return placed, swept.c, enough
+    placed = better(apart, opened, unseen) if mostly(opened.found) else apart.completed(opened, unseen)
+    # Open directions may be those of what wrong patches have in common: sure is what was so without them.
+    doubt = apart.deviation.isinf() & ~swept.found.all()
+    return placed.doubted(doubt), swept.c, enough
 
 
 def _with_tokens(

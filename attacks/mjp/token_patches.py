@@ -28,6 +28,7 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
+from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.linear.input_spans import span_of_inputs
 from attacks.linear.position_rows import projection_products
 from attacks.mjp.mlp_spans import FirstBlock
@@ -122,6 +123,10 @@ class PlacedPatches:
             self.found & ~lost,
             self.misfit.masked_fill(lost, torch.inf),
         )
+
+    def doubted(self, places: Tensor) -> PlacedPatches:
+        """With too great an expected error to be vouched for at these places (N,) bool."""
+        return replace(self, deviation=torch.where(places, self.deviation.clamp(min=VOUCHED_DEVIATION), self.deviation))
 
     def completed(self, other: PlacedPatches, unseen: Tensor) -> PlacedPatches:
         """With what another search found where this one did not.
