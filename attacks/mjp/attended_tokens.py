@@ -224,14 +224,18 @@ class AttendedSearch:
         return Attended(placed.without(where[mixed]), tokens[~mixed], where[~mixed], self._prefix(sweeps, c))
 
     def _prefix(self, sweeps: PatchSweeps, c: Tensor) -> Tensor:
-        """Class and register tokens, (n, D), among patches with c (N, k); their gradient may dominate the noise."""
+        """Class and register tokens, (n, D), among patches with c (N, k): solved for, or as they are among these.
+
+        Their gradient may dominate the noise, so that neither is certified.
+        """
         attention = AttentionScales.guessed(sweeps, c) if sweeps.prefix else None
         if attention is None:
             return sweeps.base[:0]
         family, context = AttendedFamily(sweeps, attention, c[:0], *LEVELS[0]), sweeps.tokens(c)
         own = context[: sweeps.prefix]
         optima = family.refine(own, attention.along(sweeps.block, own, context), self.steps)[1]
-        return optima.y[optima.ratios < ATTRACTS]
+        solved = (optima.ratios < ATTRACTS)[:, None]
+        return torch.where(solved, normalised(optima.y), normalised(sweeps.attended(c)[: sweeps.prefix]))
 
 
 def spread_of(sweeps: PatchSweeps, c: Tensor) -> float:

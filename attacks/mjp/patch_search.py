@@ -1,10 +1,14 @@
-"""All patches of an update with masked positions, by three searches in turn.
+"""All patches of an update with masked positions, by several searches in turn.
 
-Where a quarter of the patches is seen, these are searched from a guess, each with its attention in a span
-(`attacks.mjp.attended_tokens`); the tokens that are missing then, by what the tokens found leave of the first MLP's
-span (`attacks.mjp.mlp_tokens`); and sweeps with known attention (`attacks.mjp.known_attention`) refine the patches.
-Elsewhere all tokens are searched, their patches follow from linear equations (`attacks.mjp.token_patches`), and sweeps
-refine them.
+Where a quarter of the patches is seen:
+
+- these are searched from a guess, each with its attention in a span (`attacks.mjp.attended_tokens`);
+- tokens that are missing then, in what those found leave of the first MLP's span (`attacks.mjp.token_search`);
+- sweeps with known attention (`attacks.mjp.known_attention`) refine the patches;
+- as long as some are wrong, they are refined with open attention (`attacks.mjp.open_attention`).
+
+Elsewhere, or where many are missing still, all tokens are searched, their patches follow from linear equations
+(`attacks.mjp.token_patches`), and sweeps refine them.
 """
 
 from __future__ import annotations
@@ -110,6 +114,7 @@ def _hardly_any_left(placed: PlacedPatches, unseen: Tensor) -> bool:
 
 
 def _mostly_seen(unseen: Tensor) -> bool:
+    """Whether few patches (N,) bool are unseen."""
     return float((~unseen).double().mean()) >= MOST_SEEN
 
 
@@ -135,6 +140,8 @@ def _from_seen(
     if not enough or swept.found.all():
         return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough
     c, opened = searches.opened(sweeps, swept.c, attended, scales)
+    if mostly(swept.found) and sweeps.swept(c).level > AS_GOOD * swept.level:
+        return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough
     swept = sweep.converged(sweeps, c, torch.zeros_like(fixed))
     # Both number unseen places alike.
     opened = opened.replaced(swept.found & (swept.ratios < AS_GOOD * opened.misfit), from_sweeps(sweeps, swept, scales))

@@ -98,7 +98,7 @@ class TokenSearch(StartedSearch):
 
         Returns:
             The tokens, and (S, D) points that the spans admit between those that are missing then, at most one for
-            each: tokens that differ by less than the noise says are not told apart, but no such point is far from them.
+            each: where the noise does not tell these apart, such points are starts for their patches.
         """
         whole, removed, generator, idle = TokenFamily(block, cone(block)), known, self.generator(), 0
         tokens = Optima(known.y[:0], known.y[:0, 0], known.y[:0, 0])
