@@ -134,7 +134,7 @@ class TokenSearch(StartedSearch):
         draw = whole.draw(max(MANY * (block.count - len(every)), LEAST_STARTS), generator)
         starts = rough.refine_weighed(without(block, draw, every.y, every.duals), self.steps)
         optima = family.refine_weighed(starts.y, POLISH)
-        optima = optima[_far(optima, aside)]
+        optima = optima[_far(optima, aside) & (optima.ratios < ATTRACTS)]
         optima = optima[optima.ratios.argsort()]
         return optima.y[: max(int(optima.found.sum()), 1)]
 
@@ -150,7 +150,9 @@ class TokenSearch(StartedSearch):
         rough = TokenFamily(block.thinned, (every if apart else removed).left() @ whole)
         draw = TokenFamily(block, whole).draw(max(self.starts * count, LEAST_STARTS), generator)
         starts = rough.refine(without(block, draw, every.y, every.duals), self.steps)
-        return distinct(rough, starts[[]], starts[starts.ratios < ATTRACTS])
+        likely = starts.ratios < ATTRACTS
+        # Where the tokens removed are known too roughly, none are likely, and still near tokens.
+        return distinct(rough, starts[[]], starts[likely] if likely.any() else starts)
 
 
 def _apart(optima: Optima, aside: Tensor) -> Tensor:
