@@ -78,8 +78,8 @@ def unmixed(
     if len(start):
         c = sweeps.coefficients(start)
         if seen_enough(int(unseen.sum()), len(start)):
-            placed, c, enough = _from_seen(searches, sweeps, c, scales)
-            if placed.found.all() or (enough and _hardly_any_left(placed, unseen)):
+            placed, c, enough, fits = _from_seen(searches, sweeps, c, scales)
+            if placed.found.all() or (enough and fits and _hardly_any_left(placed, unseen)):
                 # In flat areas what is found may lie as far off as the noise allows, and the guess much nearer.
                 guessed = placed.found & (sweeps.ratios_among(c, sweeps.coefficients(start)) < AS_GOOD * placed.misfit)
                 return _with_guess(placed, guess, guessed & ~unseen), _numbers(placed.misfit)
@@ -125,8 +125,9 @@ def mostly(found: Tensor) -> bool:
 
 def _from_seen(
     searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor
-) -> tuple[PlacedPatches, Tensor, bool]:
-    """Patches found from c (N, k) on, the last c, and whether the seen ones sufficed for a search beside them."""
+) -> tuple[PlacedPatches, Tensor, bool, bool]:
+    """Patches found from c (N, k) on, the last c, whether the seen ones sufficed for a search beside them, and whether
+    most of all are certified with one attention."""
     attended = searches.attend(sweeps, c, scales)
     apart, unseen = attended.placed, sweeps.known.unseen
     c = torch.where(apart.found[:, None], sweeps.coefficients(apart.patches), c)
@@ -138,17 +139,17 @@ def _from_seen(
     sweep = replace(searches.sweep, rounds=min(searches.sweep.rounds, few)) if enough else searches.sweep
     swept = sweep(sweeps, c, fixed)
     if not enough or swept.found.all():
-        return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough
+        return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough, mostly(swept.found)
     c, opened = searches.opened(sweeps, swept.c, attended, scales)
     if mostly(swept.found) and sweeps.swept(c).level > AS_GOOD * swept.level:
-        return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough
+        return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough, True
     swept = sweep.converged(sweeps, c, torch.zeros_like(fixed))
     # Both number unseen places alike.
     opened = opened.replaced(swept.found & (swept.ratios < AS_GOOD * opened.misfit), from_sweeps(sweeps, swept, scales))
     placed = better(apart, opened, unseen) if mostly(opened.found) else apart.completed(opened, unseen)
     # Open directions may be those of what wrong patches have in common: sure is what was so without them.
     doubt = apart.deviation.isinf() & ~swept.found.all()
-    return placed.doubted(doubt), swept.c, enough
+    return placed.doubted(doubt), swept.c, enough, mostly(opened.found)
 
 
 def _with_tokens(
