@@ -220,7 +220,7 @@ class AttendedSearch:
             deviation[deviation >= SETTLED * guessed] = torch.inf
             placed = placed.extended(places, sweeps.patches(c)[places], deviation, optima.ratios)
         tokens = Removed.of(sweeps.block.thinned, normalised(y))
-        mixed = tokens.mixed(sweeps.block)
+        mixed = tokens.mixtures(sweeps.block)
         return Attended(placed.without(where[mixed]), tokens[~mixed], where[~mixed], self._prefix(sweeps, c))
 
     def _prefix(self, sweeps: PatchSweeps, c: Tensor) -> Tensor:

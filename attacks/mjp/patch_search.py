@@ -49,12 +49,31 @@ PLAUSIBLE = 100.0
 
 
 class Searches(NamedTuple):
-    """For patches with their attention in a span, with open and with known attention, and for tokens."""
+    """For tokens, and for patches with known attention, with their attention in a span, and with open attention.
 
-    attend: AttendedSearch
-    opened: OpenAttention
-    sweep: SweepSearch
+    The last two search only where patches are seen.
+    """
+
     tokens: TokenSearch
+    sweep: SweepSearch
+    attend: AttendedSearch = AttendedSearch()
+    opened: OpenAttention = OpenAttention()
+
+
+class FromSeen(NamedTuple):
+    """What the searches from seen patches give.
+
+    Attributes:
+        placed: the patches.
+        c: (N, k) coefficients of all, the last ones.
+        enough: whether so many seen patches were found that tokens were searched beside them.
+        fits: whether most of all patches are certified with one attention.
+    """
+
+    placed: PlacedPatches
+    c: Tensor
+    enough: bool
+    fits: bool
 
 
 def unmixed(
@@ -79,7 +98,7 @@ def unmixed(
         c = sweeps.coefficients(start)
         if seen_enough(int(unseen.sum()), len(start)):
             placed, c, enough, fits = _from_seen(searches, sweeps, c, scales)
-            if placed.found.all() or (enough and fits and _hardly_any_left(placed, unseen)):
+            if placed.found.all() or (enough and fits and _few_missing(placed, unseen)):
                 # In flat areas what is found may lie as far off as the noise allows, and the guess much nearer.
                 guessed = placed.found & (sweeps.ratios_among(c, sweeps.coefficients(start)) < AS_GOOD * placed.misfit)
                 return _with_guess(placed, guess, guessed & ~unseen), _numbers(placed.misfit)
@@ -108,7 +127,7 @@ def seen_enough(unseen: int, patches: int) -> bool:
     return patches - unseen >= LEAST_SEEN * patches
 
 
-def _hardly_any_left(placed: PlacedPatches, unseen: Tensor) -> bool:
+def _few_missing(placed: PlacedPatches, unseen: Tensor) -> bool:
     """Whether few patches were not seen, or few were not found."""
     return _mostly_seen(unseen) or float(placed.found.double().mean()) >= MOST_FOUND
 
@@ -123,11 +142,8 @@ def mostly(found: Tensor) -> bool:
     return bool(found.double().mean() > 0.5)
 
 
-def _from_seen(
-    searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor
-) -> tuple[PlacedPatches, Tensor, bool, bool]:
-    """Patches found from c (N, k) on, the last c, whether the seen ones sufficed for a search beside them, and whether
-    most of all are certified with one attention."""
+def _from_seen(searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tensor) -> FromSeen:
+    """Patches found from c (N, k) on, where seen ones start from a guess."""
     attended = searches.attend(sweeps, c, scales)
     apart, unseen = attended.placed, sweeps.known.unseen
     c = torch.where(apart.found[:, None], sweeps.coefficients(apart.patches), c)
@@ -139,17 +155,17 @@ def _from_seen(
     sweep = replace(searches.sweep, rounds=min(searches.sweep.rounds, few)) if enough else searches.sweep
     swept = sweep(sweeps, c, fixed)
     if not enough or swept.found.all():
-        return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough, mostly(swept.found)
+        return FromSeen(better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough, mostly(swept.found))
     c, opened = searches.opened(sweeps, swept.c, attended, scales)
     if mostly(swept.found) and sweeps.swept(c).level > AS_GOOD * swept.level:
-        return better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough, True
+        return FromSeen(better(apart, from_sweeps(sweeps, swept, scales), unseen), swept.c, enough, True)
     swept = sweep.converged(sweeps, c, torch.zeros_like(fixed))
     # Both number unseen places alike.
     opened = opened.replaced(swept.found & (swept.ratios < AS_GOOD * opened.misfit), from_sweeps(sweeps, swept, scales))
     placed = better(apart, opened, unseen) if mostly(opened.found) else apart.completed(opened, unseen)
     # Open directions may be those of what wrong patches have in common: sure is what was so without them.
     doubt = apart.deviation.isinf() & ~swept.found.all()
-    return placed.doubted(doubt), swept.c, enough, mostly(opened.found)
+    return FromSeen(placed.doubted(doubt), swept.c, enough, mostly(opened.found))
 
 
 def _with_tokens(

@@ -17,10 +17,8 @@ from torch import nn
 
 from attacks.heads.dense_head import PLACES
 from attacks.linear.position_rows import unmet_assumptions
-from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch
 from attacks.mjp.mlp_spans import read_first_block
-from attacks.mjp.open_attention import OpenAttention
 from attacks.mjp.patch_search import Searches, unmixed
 from attacks.mjp.placement import PlacingAttack
 from attacks.mjp.token_patches import known_span
@@ -81,10 +79,7 @@ class PatchSet(PlacingAttack):
         block, known = read_first_block(observation, tokenizer), known_span(observation, tokenizer)
         scales = pixel_scales(tokenizer, observation.std, known.rows.device)
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, scales.device))
-        searches = Searches(
-            AttendedSearch(), OpenAttention(), self.sweep, self.search
-        )  # the first two serve seen patches; here are none
-        placed, details = unmixed(searches, sweeps, known.rows[:0], known.rows, scales)
+        placed, details = unmixed(Searches(self.search, self.sweep), sweeps, known.rows[:0], known.rows, scales)
         words = "the model has no position embedding"
         return finished(observation, tokenizer, known, placed, known.rows, words, details, self.placement)
 

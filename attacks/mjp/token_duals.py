@@ -45,10 +45,10 @@ class Removed:
     def __getitem__(self, index: Tensor) -> Removed:
         return Removed(self.y[index], self.duals[index])
 
-    def mixed(self, block: MLPBlock, sure: int = 0) -> Tensor:
-        """(n,) bool: tokens with parts along others of them, as their duals say: no token has any.
+    def mixtures(self, block: MLPBlock, sure: int = 0) -> Tensor:
+        """(n,) bool: points that are mixtures of others of them: their duals say that they have parts along these.
 
-        The one with most is taken first; its own dual, which is none, then says nothing of the others.
+        No token has any. The point with most is taken first: its own dual, which is none, then says nothing of others.
 
         Args:
             sure: so many of them, the first, are tokens in any case.

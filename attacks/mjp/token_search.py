@@ -117,7 +117,7 @@ class TokenSearch(StartedSearch):
             new = new if len(new) else starts[_apart(starts, aside)]  # the family holds less apart what hardly differs
             new, idle = new[:missing], 0 if len(new) else idle + 1
             tokens, removed = tokens.joined(new), removed.joined(Removed.of(block, new.y))
-        kept = ~removed.mixed(block, len(known))
+        kept = ~removed.mixtures(block, len(known))
         tokens, removed = tokens[kept[len(known) :]], removed[kept]
         missing = block.count - len(removed) - len(aside)
         between = tokens.y[:0]

@@ -152,7 +152,7 @@ class Unmix(PlacingAttack):
         start = guess if known.apart else guess[:0]
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, guess.device))
         scales = pixel_scales(tokenizer, observation.std, guess.device)
-        searches = Searches(self.attend, self.opened, self.sweep, self.search)
+        searches = Searches(self.search, self.sweep, self.attend, self.opened)
         placed, numbers = unmixed(searches, sweeps, start, guess, scales)
         placed = near_guess(placed, guess, known.unseen, 0.0 if joined.last.mixed else FARTHEST)
         words = mask_in_words(joined.last.masked, sent=position_gradient(observation, tokenizer) is not None)

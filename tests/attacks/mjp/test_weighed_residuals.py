@@ -148,9 +148,9 @@ def test_points_between_tokens_are_told_by_the_duals(hazy) -> None:
     tokens = truth[1:][~hidden_tokens(truth)[1:]].clone()
     tokens[[3, 20]] = normalised(tokens[[4, 21]] + tokens[[5, 22]] - tokens[[6, 23]])
     removed = Removed.of(block.thinned, tokens)
-    assert removed.mixed(block).nonzero()[:, 0].tolist() == [3, 20]
-    assert removed.mixed(block, sure=4).nonzero()[:, 0].tolist() == [20]
-    assert len(removed[~removed.mixed(block)]) == len(tokens) - 2
+    assert removed.mixtures(block).nonzero()[:, 0].tolist() == [3, 20]
+    assert removed.mixtures(block, sure=4).nonzero()[:, 0].tolist() == [20]
+    assert len(removed[~removed.mixtures(block)]) == len(tokens) - 2
 
 
 def test_points_that_noise_explains_in_the_whole_span_are_no_tokens(hazy, beside) -> None:
