@@ -54,7 +54,8 @@ def grid_of(values: Tensor, slack: Tensor | None = None) -> Tensor | None:
         if rows.shape[1] < LEAST_IN_A_ROW:
             continue
         steps = []
-        for row in rows:
+        for number in range(len(rows)):  # one after the other: the first of most tensors shows that there is no grid
+            row = rows[number]
             found = _step_of(row) if row.any() else 0.0
             if found is None:
                 break
@@ -73,7 +74,7 @@ def signs_of(values: Tensor, slack: Tensor | None = None) -> Tensor | None:
     if values.numel() < LEAST_SIGNS:
         return None
     for rows, shape in _channels(values):
-        if slack is None and _magnitudes_differ(_few(rows)):  # as in most tensors
+        if rows.shape[1] == 1 or (slack is None and _magnitudes_differ(_few(rows))):  # as in most tensors
             continue
         sizes = rows.abs()
         middle = sizes.median(dim=1, keepdim=True).values
@@ -81,7 +82,7 @@ def signs_of(values: Tensor, slack: Tensor | None = None) -> Tensor | None:
         if slack is not None:  # the middle one may have any entry's error
             allowed = allowed + 2 * _like(slack, values, shape).amax(dim=1, keepdim=True)
         shown = (allowed < LARGEST_SLACK * middle).expand_as(sizes)
-        if rows.shape[1] == 1 or 2 * int(shown.sum()) < values.numel() or (slack is None and not shown.all()):
+        if 2 * int(shown.sum()) < values.numel() or (slack is None and not shown.all()):
             continue
         fits = ((sizes - middle).abs() <= allowed).expand_as(sizes)[shown]
         if float(fits.double().mean()) >= (1.0 if slack is None else ALMOST_ALL):
