@@ -159,14 +159,19 @@ CAMPAIGN = Rendering(
     files=lambda folder: {"table.csv": csv(campaign_table(folder), 5)},
     blocks={"campaign_speed": campaign_block},
 )
-TRAINING = Rendering(
-    "training_speed",
-    files=lambda folder: {"table.csv": csv(training_table(folder), 5)},
-    blocks={"training_speed": training_block},
-)
+
+
+def _training(name: str) -> Rendering:
+    files = {"files": lambda folder: {"table.csv": csv(training_table(folder), 5)}}
+    return Rendering(name, **files, blocks={name: training_block})
+
+
+TRAINING = _training("training_speed")
 RENDERINGS = (
     CAMPAIGN,
     TRAINING,
     Rendering("speed", blocks={"speed": speed_block, "matching_speed": matching_speed_block}),
+    _training("training_speed_gpu"),
+    Rendering("speed_gpu", blocks={"speed_gpu": speed_block}),
     Rendering("mjp_overhead", blocks={"overhead": overhead_block}),
 )
