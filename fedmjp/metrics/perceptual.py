@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,10 @@ class Lpips:
         """Name for table headers, for example "lpips[squeeze]"."""
         return f"lpips[{self.net}]"
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the backbone takes images of this shape (..., C, H, W): large enough, of one or three channels."""
+        return min(shape[-2:]) >= SMALLEST[self.net] and shape[-3] in (1, 3)
+
     @torch.no_grad()
     def __call__(self, reconstruction: Tensor, original: Tensor) -> Tensor:
         """Distance of (B, 3, H, W) or grey (B, 1, H, W) images in [0, 1].
@@ -58,7 +62,7 @@ class Lpips:
             UsageError: see `pairs.checked_pair`.
         """
         pair = checked_pair(reconstruction, original)
-        if min(original.shape[-2:]) < SMALLEST[self.net] or original.shape[1] not in (1, 3):
+        if not self.fits(original.shape):
             return torch.full((len(original),), float("nan"), device=original.device)
         parameter = next(self.network.parameters())
         placed = (images.to(parameter.device, parameter.dtype, memory_format=torch.channels_last) for images in pair)

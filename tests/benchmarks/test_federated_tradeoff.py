@@ -21,6 +21,7 @@ from attacks.active.base import ActiveAttack
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.defenses import DEFENSES
+from fedmjp.records.images import read_pair
 from fedmjp.records.rows import load_rows
 from tests.records.sample_rows import make_row
 
@@ -185,6 +186,7 @@ MISTAKES = [
     (["--gammas", "1.5"], "--gamma must lie in"),
     (["--model", "vit_mini_32_nope"], "without suffix"),
     (["--model", "swin_t"], "plain ViT"),
+    (["--image-size", "30"], "--image-size 30 must be a multiple of 4"),
     (["--audit-points", "3"], "--audit-points 3 needs as many --rounds"),
     (["--at-most", "unmix=none"], "--at-most takes NUMBER or ATTACK=NUMBER"),
     (["--steps", "0"], "--steps takes NUMBER"),
@@ -222,6 +224,18 @@ def test_any_registered_defence_has_its_federation(tmp_path) -> None:
         in table.loc[("frozen_positions", "patch_embedding"), "note"]
     )
     assert len(list((out / "federations").iterdir())) == 2
+
+
+def test_federations_of_another_image_size(tmp_path, capsys) -> None:
+    out, federation = tmp_path / "out", ["--rounds", "1", "--audit-points", "1", "--defenses", "none"]
+    options = [*federation, "--attacks", "patch_embedding", "--resume"]
+    assert run(out, *options, "--image-size", "16") == 0
+    (row,) = load_rows(out / "rows.jsonl.gz").query("attack == 'patch_embedding'").head(1).to_dict("records")
+    (folder,) = (out / "federations").iterdir()
+    assert [picture.shape for picture in read_pair(folder, row)] == [(3, 16, 16)] * 2
+    assert row["psnr"] > 40
+    assert run(out, *options) == 2
+    assert "federations with another model" in capsys.readouterr().err
 
 
 def test_entries_with_settings_and_chains_run_as_written_under_a_recipe(tmp_path) -> None:

@@ -128,7 +128,7 @@ def _training(config: RunConfig) -> tuple:
     """What all federations of one table have in common."""
     federation = replace(config.federation, partition="", evaluate_every=1)
     data = replace(config.data, data_path=None)
-    return federation, config.local, data, split_name(config.model.model)[0], config.model.weights
+    return federation, config.local, data, replace(config.model, model=split_name(config.model.model)[0])
 
 
 def _base(o: Options, partition: str, seed: int) -> RunConfig:
@@ -143,7 +143,7 @@ def _base(o: Options, partition: str, seed: int) -> RunConfig:
             learning_rate=o.learning_rate,
             evaluate_every=max(1, o.rounds // o.audit_points),
         ),
-        model=ModelConfig(model=o.model, weights=weights),
+        model=ModelConfig(model=o.model, weights=weights, image_size=o.image_size),
         data=DataConfig(data=o.data, data_path=o.data_path, test_limit=o.test_images),
         audit=AuditConfig(
             attacks=o.runnable(),

@@ -26,7 +26,9 @@ KEYS = ["round", "client", "image", "attack"]
 
 
 def measure_ranks(config: RunConfig, folder: RunFolder) -> None:
-    """Write the rank of the original of each reconstruction of a federation; nothing where LPIPS has no weights here.
+    """Write the rank of the original of each reconstruction of a federation.
+
+    Nothing where LPIPS has no weights here, or where the images are too small for its backbone.
 
     Ranks are of the 8-bit pictures that the run wrote.
     """
@@ -60,7 +62,7 @@ def read_ranks(out: Path) -> pd.DataFrame | None:
 def _lineup(data: DataConfig, side: int, seed: int, net: str, weights: Path | None) -> Lineup | None:
     """Embedded once for all federations of a call."""
     lpips = load_lpips(net, weights)
-    if lpips is None:
+    if lpips is None or not lpips.fits((3, side, side)):
         return None
     test = shared_data(data, side, seed).test
     return Lineup(test.images(range(min(len(test), CANDIDATES - 1))), lpips)
