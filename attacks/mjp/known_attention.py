@@ -124,6 +124,11 @@ class PatchSweeps:
         moved[places] = self._refined(c[places], self.attended(c)[self.prefix :][places], steps)[0]
         return moved
 
+    def swept_once(self, c: Tensor, steps: int) -> Swept:
+        """c (N, k) after so many steps of every place alone, with the residuals at the attention from before them."""
+        moved, optima = self._refined(c, self.attended(c)[self.prefix :], steps)
+        return Swept(moved, torch.where(self.within(moved), optima.ratios, optima.ratios.clamp(min=OUT_OF_RANGE)))
+
     def unseen(self, c: Tensor, x: Tensor, steps: int) -> tuple[Tensor, Optima]:
         """Patches of unseen places from x (S, k) on, at the attention that each has among the patches at c (N, k)."""
         own = self.base[self.prefix :][self.known.unseen][:1] + x @ self.family.directions

@@ -4,7 +4,9 @@ Where a quarter of the patches is seen:
 
 - these are searched from a guess, each with its attention in a span (`attacks.mjp.attended_tokens`);
 - tokens that are missing then, in what those found leave of the first MLP's span (`attacks.mjp.token_search`);
-- sweeps with known attention (`attacks.mjp.known_attention`) refine the patches;
+- where few are missing still, their patches from what they bring to the attention of the tokens that were found
+  (`attacks.mjp.shown_attention`): with the attention of all right, nearly every patch is certified;
+- unless that is so, sweeps with known attention (`attacks.mjp.known_attention`) refine the patches;
 - as long as some are wrong, they are refined with open attention (`attacks.mjp.open_attention`).
 
 Elsewhere, or where many are missing still, all tokens are searched, their patches follow from linear equations
@@ -20,12 +22,13 @@ import torch
 from torch import Tensor
 
 from attacks.linear.completion import VOUCHED_DEVIATION
-from attacks.mjp.attended_tokens import AttendedSearch
+from attacks.mjp.attended_tokens import Attended, AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept, within_limits
 from attacks.mjp.mlp_spans import FirstBlock
 from attacks.mjp.mlp_tokens import TokenFamily, cone
 from attacks.mjp.open_attention import OpenAttention
 from attacks.mjp.optima import Optima
+from attacks.mjp.shown_attention import ShownAttention
 from attacks.mjp.token_patches import PlacedPatches, TokenPatches
 from attacks.mjp.token_search import TokenSearch
 from attacks.registry import UsageError
@@ -39,6 +42,8 @@ MOST_FOUND, MOST_SEEN = 0.9, 0.75
 # Of the search beside them; and of sweeps after it, whose own random starts it leaves little to find.
 FEW_ROUNDS, FEW_IDLE, FEW_STARTS = 24, 4, 1
 FEW_SWEEPS = 2
+# So many missing patches are solved for together, at most; rounds of that, and what a round must leave of the level.
+FEW_MISSING, JOINT_ROUNDS, AS_GOOD_AS_BEFORE = 8, 4, 0.95
 # What has less freedom, the guess or a patch with known attention, is as good where it leaves less than so many times
 # the residual.
 AS_GOOD = 1.3
@@ -57,6 +62,7 @@ class Searches(NamedTuple):
     tokens: TokenSearch
     sweep: SweepSearch
     attend: AttendedSearch = AttendedSearch()
+    shown: ShownAttention = ShownAttention()
     opened: OpenAttention = OpenAttention()
 
 
@@ -151,7 +157,12 @@ def _from_seen(searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tenso
     few = FEW_SWEEPS if _mostly_seen(unseen) else 1
     if enough and not fixed.all():
         search = replace(searches.tokens, rounds=FEW_ROUNDS, patience=FEW_IDLE, starts=FEW_STARTS)
-        apart, c = _with_tokens(search.beside(sweeps.block, attended.tokens, attended.prefix), sweeps, apart, c, scales)
+        beside = search.beside(sweeps.block, attended.tokens, attended.prefix)
+        apart, c, missing = _with_tokens(beside, sweeps, apart, c, scales)
+        if 0 < int(missing.sum()) <= FEW_MISSING:
+            joint = _joint(searches, sweeps, c, attended, missing)
+            if float(joint.found.double().mean()) >= MOST_FOUND:
+                return FromSeen(better(apart, from_sweeps(sweeps, joint, scales), unseen), joint.c, True, True)
     sweep = replace(searches.sweep, rounds=min(searches.sweep.rounds, few)) if enough else searches.sweep
     swept = sweep(sweeps, c, fixed)
     if not enough or swept.found.all():
@@ -168,16 +179,29 @@ def _from_seen(searches: Searches, sweeps: PatchSweeps, c: Tensor, scales: Tenso
     return FromSeen(placed.doubted(doubt), swept.c, enough, mostly(opened.found))
 
 
+def _joint(searches: Searches, sweeps: PatchSweeps, c: Tensor, attended: Attended, missing: Tensor) -> Swept:
+    """The best of rounds, from c (N, k) on: the missing places (N,) bool together, for the attention of all, and every
+    place alone, with that attention."""
+    best = None
+    for _ in range(JOINT_ROUNDS):
+        reached = sweeps.swept_once(searches.shown(sweeps, c, attended, missing), searches.sweep.steps)
+        gained = best is None or reached.level < AS_GOOD_AS_BEFORE * best.level
+        best, c = reached if best is None else min(best, reached, key=lambda one: one.level), reached.c
+        if not gained or best.found.all():
+            break
+    return best
+
+
 def _with_tokens(
     found: tuple[Optima, Tensor], sweeps: PatchSweeps, apart: PlacedPatches, c: Tensor, scales: Tensor
-) -> tuple[PlacedPatches, Tensor]:
-    """Patches that were found apart, and c (N, k) of all, with the patches of further tokens.
+) -> tuple[PlacedPatches, Tensor, Tensor]:
+    """Patches that were found apart, c (N, k) of all, with the patches of further tokens, and places (N,) without one.
 
     Args:
         found: see `TokenSearch.beside`; points between tokens serve as starts.
     """
     tokens, between = found
-    unseen = sweeps.known.unseen
+    unseen, missing = sweeps.known.unseen, ~apart.found
     if len(tokens):
         placed = TokenPatches(sweeps.block, sweeps.known, scales).solve(tokens.y, errors_of(sweeps.block, tokens))
         placed = within(placed, sweeps)
@@ -190,12 +214,13 @@ def _with_tokens(
         # In flat areas the patch of a token alone may be farther off than its guess: it serves as a start.
         seen = (~unseen & ~apart.found & placed.found).nonzero()[:, 0]
         c = c.index_put((seen,), sweeps.coefficients(placed.patches)[seen])
+        missing = (~apart.found).index_fill(0, seen, False)
     free = (unseen & ~apart.found).nonzero()[:, 0]
     if len(free) and len(between):
         x = sweeps.of_tokens(c, between)
         x = x[sweeps.within(x, free[:1])][: len(free)]
         c = c.index_put((free[: len(x)],), x)
-    return apart, c
+    return apart, c, missing
 
 
 def errors_of(block: FirstBlock, tokens: Optima) -> Tensor:

@@ -52,6 +52,7 @@ from attacks.mjp.patch_search import (
     within,
 )
 from attacks.mjp.placement import Placement, PlacingAttack
+from attacks.mjp.shown_attention import ShownAttention
 from attacks.mjp.span_update import SpanUpdate
 from attacks.mjp.token_patches import KnownPatches, PlacedPatches, known_span, masked_by_tokens
 from attacks.mjp.token_search import TokenSearch
@@ -81,6 +82,7 @@ class Unmix(PlacingAttack):
     Attributes:
         search: for the tokens.
         attend: for the patches, with the attention of each in a span.
+        shown: for the patches that are missing then, from the attention that the others show.
         opened: for the patches while some are wrong yet, with attention open.
         sweep: for the patches, with known attention.
         prior: gives the start of the search.
@@ -88,6 +90,7 @@ class Unmix(PlacingAttack):
 
     search: TokenSearch = field(default_factory=TokenSearch)
     attend: AttendedSearch = field(default_factory=AttendedSearch)
+    shown: ShownAttention = field(default_factory=ShownAttention)
     opened: OpenAttention = field(default_factory=OpenAttention)
     sweep: SweepSearch = field(default_factory=SweepSearch)
     prior: VectorialVariation = field(default_factory=VectorialVariation)
@@ -152,7 +155,7 @@ class Unmix(PlacingAttack):
         start = guess if known.apart else guess[:0]
         sweeps = PatchSweeps(block, known, pixel_limits(tokenizer, observation, guess.device))
         scales = pixel_scales(tokenizer, observation.std, guess.device)
-        searches = Searches(self.search, self.sweep, self.attend, self.opened)
+        searches = Searches(self.search, self.sweep, self.attend, self.shown, self.opened)
         placed, numbers = unmixed(searches, sweeps, start, guess, scales)
         placed = near_guess(placed, guess, known.unseen, 0.0 if joined.last.mixed else FARTHEST)
         words = mask_in_words(joined.last.masked, sent=position_gradient(observation, tokenizer) is not None)
