@@ -54,10 +54,7 @@ PLAUSIBLE = 100.0
 
 
 class Searches(NamedTuple):
-    """For tokens, and for patches with known attention, with their attention in a span, and with open attention.
-
-    The last two search only where patches are seen.
-    """
+    """For tokens, and for patches with known attention; the others search only where patches are seen."""
 
     tokens: TokenSearch
     sweep: SweepSearch
@@ -73,7 +70,7 @@ class FromSeen(NamedTuple):
         placed: the patches.
         c: (N, k) coefficients of all, the last ones.
         enough: whether so many seen patches were found that tokens were searched beside them.
-        fits: whether most of all patches are certified with one attention.
+        fits: whether most of all patches are certified with one attention: that of all, as shown, or open.
     """
 
     placed: PlacedPatches

@@ -61,9 +61,11 @@ class ShownAttention:
         alike = torch.arange(len(base), device=c.device) % max(self.unknowns // k, 1)
 
         def errors(x: Tensor) -> Tensor:
+            """Where the groups of alike places moved by x (g k,)."""
             return shown.errors(base + x.reshape(-1, k)[alike] @ directions)
 
         def slopes(x: Tensor) -> Tensor:
+            """Derivatives of these errors by x (g k,)."""
             return shown.slopes(base + x.reshape(-1, k)[alike] @ directions, directions, alike)
 
         moved = self._minimum(errors, slopes, start.new_zeros(k * (int(alike.max()) + 1)), spread_of(sweeps, c))
