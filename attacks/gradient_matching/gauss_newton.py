@@ -1,24 +1,33 @@
-"""The image whose whole gradient equals a rounded message to its own precision: maximum likelihood by Gauss-Newton.
+"""The image whose whole gradient equals a rounded message to its own precision: maximum a posteriori by Gauss-Newton.
 
 `patch_embedding` solves dL/dE = G^T X with G an unknown that was sent with errors. On float16 messages it ends at the
 Cramer-Rao bound of these equations (benchmarks/experiments/message_precision/bounds.py): nothing more can be had from
 the two gradients alone. A server that knows the weights also knows G as a function of the image, and so every other
 gradient. With g(x) the client's gradient, t the message and sigma the deviation of every entry, as it is read from the
-message (`attacks.linear.intervals`),
+message (`attacks.linear.intervals`), let m_p be the mean of ((g_e(x) - t_e) / sigma_e)^2 over the n_p entries of
+parameter p, its misfit: about 1 where the rounding explains what is left. The search minimises
 
-    minimise over x:  sum_e ((g_e(x) - t_e) / sigma_e)^2  +  (x - c)^T D (x - c),        D = sum_d G_d G_d^T / s_d
+    sum_p n_p f(m_p(x)) + 2 V(x),        f(m) = m - 1 below 1, log m above,
 
-where c is the present image and D the precision of the closed form's answer, channel by channel: a step moves along
-the combinations of patches that the closed form knows least. While the first term is far above its number of entries,
-which the rounding alone explains, it is divided by what it is above it (Levenberg 1944, Marquardt 1963: the damping
-falls with the misfit). Once the rounding explains the misfit, what is left are the combinations of pixels that the
-message tells least, and steps take more iterations; nothing is vouched for before further steps hardly lower it.
+V the total variation of `attacks.linear.image_prior`. That is the likelihood of normal errors whose size in parameter p
+is unknown, but at least that of the rounding: as long as the image is far off, each parameter counts as much as it
+fits, so that those that are least linear in the image do not lead the search astray. A step solves
 
-A step solves (J^T J + D) d = J^T r by conjugate gradients, with J the derivative of g / sigma. Neither J nor J^T J is
-formed: with u = dL/dx, J v is the derivative of <u, v> by the weights, and J^T w that of <g, w> by the image, and both
-come from one graph. The preconditioner is D (x) I + A (x) B with the second moments A of rows and B of columns of
-J^T e, e random signs (Hutchinson 1990): E J^T e (J^T e)^T = J^T J. It is inverted exactly by two generalised
-eigendecompositions.
+    (J^T J + K^T W K + damping D) d = J^T r - K^T W K x,        D = sum_d G_d G_d^T / s_d
+
+by conjugate gradients. J is the derivative of g in units of the errors found, K^T W K the quadratic that touches V at
+the present image (iterative reweighting), and D the precision of the closed form's answer, channel by channel: a
+damped step moves along the combinations of patches that the closed form knows least (Levenberg 1944, Marquardt 1963).
+Neither J nor J^T J is formed: with u = dL/dx, J v is the derivative of <u, v> by the weights, and J^T w that of <g, w>
+by the image, and both come from one graph. The preconditioner is C (x) I + A (x) B, with C made of D and the mean of
+K^T W K, and the second moments A of rows and B of columns of J^T e, e random signs (Hutchinson 1990): E J^T e (J^T e)^T
+= J^T J. It is inverted exactly by two generalised eigendecompositions.
+
+Once the rounding explains the misfit, what is left are the combinations of pixels that the message tells least, and
+steps take more iterations. Nothing is vouched for before the search has settled. Then the deviation of each patch is
+that of draws from the normal distribution with the precision J^T J + K^T W K: solutions for a right side with that
+covariance ("perturb and maximise", Papandreou and Yuille 2010). They start from draws of the preconditioner, made
+wider, so that what the iterations leave unsolved does not count as known.
 
 Gradient matching (Zhu, Liu and Han 2019) minimises the same difference with one weight for all entries and first
 derivatives alone.
@@ -26,7 +35,7 @@ derivatives alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -40,7 +49,8 @@ from attacks.gradient_matching.labels import head_bias, infer_sparse_label
 from attacks.gradient_matching.matched_update import extract_matched_update
 from attacks.gradient_matching.simulation import build_simulation
 from attacks.gradient_matching.unrolled import Simulation, math_attention
-from attacks.linear.image_prior import conjugate_gradients
+from attacks.linear.completion import VOUCHED_DEVIATION
+from attacks.linear.image_prior import TouchingQuadratic, VectorialVariation, conjugate_gradients
 from attacks.linear.intervals import COARSE, coarseness, error_bounds
 from attacks.linear.position_rows import bounds_of_update, position_gradient
 from attacks.observation import Capability, Observation, Reconstruction
@@ -50,15 +60,18 @@ from attacks.tokenizer import Tokenizer, find_tokenizer
 # Precision of a normalised pixel by itself, the error that the image prior leaves where nothing is known (0.6), and
 # the error of a float32 gradient relative to the rms entry of its parameter.
 PIXEL_PRECISION, FLOAT32_ERROR = 1 / 0.6**2, 2e-7
-# Misfit, per entry, that the rounding alone explains, with what is left to converge; steps below it have so many times
-# the iterations, because what is left are the combinations of pixels that the message tells least.
+# Mean misfit that the rounding alone explains, with what is left to converge; steps below it have so many times the
+# iterations, because what is left are the combinations of pixels that the message tells least.
 EXPLAINED, CLOSER = 1.5, 4
-# The search has settled where a step lowers an explained misfit by less than this share of what is above 1, or of 0.1.
-SETTLED, LEAST_EXCESS = 1e-2, 0.1
+# The search has settled where a step lowers an explained objective by less than this for each value of a pixel.
+SETTLED = 1.0
+# Deviations of draws are too small by up to this factor where the gradient is far from linear, or total variation
+# smooths what is none.
+CAUTION = 3.0
 # Smallest part of a step that is tried, and what the damping is multiplied by after a step was cut, and after a whole.
 LEAST_STEP, MORE_DAMPING, LESS_DAMPING = 1e-2, 4.0, 0.25
-# Damping of the first step.
-FIRST_DAMPING = 100.0
+# Damping of the first step, and how much wider than the preconditioner says draws start.
+FIRST_DAMPING, WIDER = 100.0, 2.0
 # Relative residual at which conjugate gradients stop.
 TOLERANCE = 1e-4
 # Relative eigenvalue below which a preconditioner's factor is taken for round-off.
@@ -73,16 +86,20 @@ class GaussNewton(Attack):
 
     Args:
         start: the closed form.
+        prior: of the image.
         steps: most Gauss-Newton steps.
         iterations: of conjugate gradients in a step, before the misfit is explained.
         probes: random signs for the preconditioner, anew in each step.
-        seed: of these.
+        draws: for the deviations of the patches, once the search has settled.
+        seed: of both.
     """
 
     start: PatchEmbedding = field(default_factory=PatchEmbedding)
+    prior: VectorialVariation = field(default_factory=VectorialVariation)
     steps: int = 24
     iterations: int = 60
     probes: int = 20
+    draws: int = 6
     seed: int = 0
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS, Capability.POSITION_GRADIENT})
@@ -104,40 +121,49 @@ class GaussNewton(Attack):
         return SECONDS_OF_A_PRODUCT * products * tokens * sum(p.numel() for p in model.parameters())
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`; `details` holds the misfit per entry, at the start and at the end."""
+        """See `Attack.reconstruct`; vouches for patches once the search has settled.
+
+        `details` holds the mean misfit at the start and at the end.
+        """
         target = observations[-1]
         tokenizer = check(target)
         first = self.start.reconstruct(observations)
         if first.images is None:
             return first
-        message = Message(target, tokenizer)
-        image = message.normalised(first.images)
-        generator = torch.Generator().manual_seed(self.seed)
-        damping, misfits = FIRST_DAMPING, [message.misfit(image)]
+        message = Message(target, tokenizer, self.prior)
+        at, generator = message.linearise(message.normalised(first.images)), torch.Generator().manual_seed(self.seed)
+        damping, misfits = FIRST_DAMPING, [at.misfit]
         for _ in range(self.steps):
-            iterations = self.iterations * (CLOSER if misfits[-1] < EXPLAINED else 1)
-            step = self._step(message, image, damping * max(misfits[-1], 1.0), iterations, generator)
-            share, misfit = message.search(image, step, misfits[-1])
+            iterations = self.iterations * (CLOSER if at.misfit < EXPLAINED else 1)
+            share, reached = message.search(at, self._step(at, damping, iterations, generator))
             damping *= LESS_DAMPING if share == 1 else MORE_DAMPING
-            image = image + share * step
-            misfits.append(misfit)
-            if share and misfit < EXPLAINED and misfits[-2] - misfit < SETTLED * max(misfit - 1, LEAST_EXCESS):
-                return message.answer(image, misfits, settled=True)
-        return message.answer(image, misfits, settled=False)
+            gained, at = at.objective - reached.objective, reached
+            misfits.append(at.misfit)
+            if share and at.misfit < EXPLAINED and gained < SETTLED * at.image.numel():
+                return message.answer(at, misfits, self._deviations(at, generator))
+        return message.answer(at, misfits, None)
 
-    def _step(
-        self, message: Message, image: Tensor, damping: float, iterations: int, generator: torch.Generator
-    ) -> Tensor:
+    def _step(self, at: Linearised, damping: float, iterations: int, generator: torch.Generator) -> Tensor:
         """The solution of the linearised problem, (1, C, H, W) float64."""
-        at = message.linearise(image)
-        precondition = at.preconditioner(self.probes, damping, generator)
+        message, precondition = at.message, at.preconditioner(self.probes, damping, generator)
 
         def hessian(x: Tensor) -> Tensor:
-            """Product with J^T J + D."""
-            return at.pull(at.push(x)) + damping * message.damp(x)
+            """Product with J^T J + K^T W K + damping D."""
+            return at.times(x) + damping * message.damp(x)
 
-        target = at.pull(at.residual)
+        target = at.pull(at.residual) - at.prior.times(at.image)
         return conjugate_gradients(hessian, target, torch.zeros_like(target), precondition, iterations, TOLERANCE)
+
+    def _deviations(self, at: Linearised, generator: torch.Generator) -> Tensor:
+        """(N,) rms deviation of a pixel of each patch, in units of [0, 1], by draws around the image."""
+        precondition, found = at.preconditioner(self.probes, 0.0, generator), []
+        for _ in range(self.draws):
+            noise = [torch.randn(s.shape, generator=generator, dtype=torch.float64).to(s) for s in at.deviations]
+            start, iterations = WIDER * precondition.draw(generator), CLOSER * self.iterations
+            target = at.pull(noise) + at.prior.draw(generator)
+            found.append(conjugate_gradients(at.times, target, start, precondition, iterations, TOLERANCE))
+        squares = at.message.in_pixels(torch.cat(found)).square().mean(dim=0, keepdim=True)
+        return at.message.tokenizer.patchify(squares)[0].mean(dim=1).sqrt()
 
 
 def check(observation: Observation) -> Tokenizer:
@@ -168,20 +194,23 @@ class Message:
         label: (1,) int64.
     """
 
-    def __init__(self, observation: Observation, tokenizer: Tokenizer) -> None:
-        self.observation, self.tokenizer = observation, tokenizer
+    def __init__(self, observation: Observation, tokenizer: Tokenizer, prior: VectorialVariation) -> None:
+        self.observation, self.tokenizer, self.prior = observation, tokenizer, prior
         update = extract_matched_update(observation)
         self.simulation, target = build_simulation(observation, [update], 1, exact=True)
         self.sent = {name: values[0].double() for name, values in target.values.items()}
         self.deviations = {name: _deviation(observation, name, sent) for name, sent in self.sent.items()}
         self.label = observation.labels if observation.labels is not None else _label(update.gradients, self.simulation)
-        self.entries = sum(sent.numel() for sent in self.sent.values())
         self.precision = _precision(observation, tokenizer)
 
     def normalised(self, images: Tensor) -> Tensor:
         """Images in [0, 1] as the model's input, float64."""
         mean, std = (torch.tensor(v).double().view(1, -1, 1, 1) for v in (self.observation.mean, self.observation.std))
         return (images.double() - mean) / std
+
+    def in_pixels(self, images: Tensor) -> Tensor:
+        """Differences of normalised images in units of [0, 1]."""
+        return images * images.new_tensor(self.observation.std).view(1, -1, 1, 1)
 
     def damp(self, image: Tensor) -> Tensor:
         """D x, (1, C, H, W)."""
@@ -191,41 +220,42 @@ class Message:
         """The simulated gradient around an image."""
         return Linearised(self, image)
 
-    def misfit(self, image: Tensor) -> float:
-        """sum ((g(x) - t) / sigma)^2 over the number of entries."""
-        return float(sum(r.square().sum() for r in self.linearise(image).residual)) / self.entries
-
-    def search(self, image: Tensor, step: Tensor, misfit: float) -> tuple[float, float]:
-        """The largest of 1, 1/2, 1/4 ... of a step that lowers the misfit, and the misfit there; 0 if none does."""
+    def search(self, at: Linearised, step: Tensor) -> tuple[float, Linearised]:
+        """The largest of 1, 1/2, 1/4 ... of a step that lowers the objective, and what is there; 0 if none does."""
         share = 1.0
         while share > LEAST_STEP:
-            found = self.misfit(image + share * step)
-            if found < misfit:
+            found = self.linearise(at.image + share * step)
+            if found.objective < at.objective:
                 return share, found
             share /= 2
-        return 0.0, misfit
+        return 0.0, at
 
-    def answer(self, image: Tensor, misfits: Sequence[float], *, settled: bool) -> Reconstruction:
-        """The image with its misfit; vouched for where the rounding explains it and further steps hardly lower it.
+    def answer(self, at: Linearised, misfits: Sequence[float], deviations: Tensor | None) -> Reconstruction:
+        """The image with its misfit; patches are vouched for once the search has settled.
 
-        While they do, an explained misfit says little of the image: on int8 messages of one scale a parameter two of
+        Before that, an explained misfit says little of the image: on int8 messages of one scale a parameter two of
         three photographs were at 22 and 23 dB with misfits of 0.5 and 1.04.
+
+        Args:
+            deviations: (N,) of the patches, in units of [0, 1]; none where the search has not settled.
         """
-        images, steps = self.observation.to_pixels(image).float(), len(misfits) - 1
-        explained = misfits[-1] < EXPLAINED
-        agrees = explained and settled
+        images, steps = self.observation.to_pixels(at.image).float(), len(misfits) - 1
+        sure = at.image.new_zeros(self.tokenizer.num_patches, dtype=torch.bool)
         diagnosis = ""
-        if not explained:
+        if misfits[-1] >= EXPLAINED:
             times = misfits[-1] ** 0.5
             diagnosis = f"the search ended {times:.1f} times further from the message than its rounding explains"
-        elif not settled:
+        elif deviations is None:
             diagnosis = (
                 f"the rounding explains what is left of the message, but the search was ended after {steps} steps "
                 "while it still came nearer (--steps gauss_newton=NUMBER for more)"
             )
+        else:
+            sure = CAUTION * deviations < VOUCHED_DEVIATION
+        known = self.tokenizer.unpatchify(sure[None, :, None].expand(1, -1, self.tokenizer.patch_dim))[:, :1]
         return Reconstruction(
             images=images,
-            known=torch.full_like(images[:, :1], agrees, dtype=torch.bool),
+            known=known,
             labels=self.label,
             diagnosis=diagnosis,
             details={"first_misfit": misfits[0], "misfit": misfits[-1], "steps": steps},
@@ -233,24 +263,41 @@ class Message:
 
 
 class Linearised:
-    """The whitened gradient around an image, with the products J v and J^T w.
+    """The gradient around an image, in units of the errors that are found there, with the products J v and J^T w.
 
     Attributes:
-        residual: (t - g(x)) / sigma by parameter.
+        image: (1, C, H, W) float64, normalised.
+        misfit: the mean of ((t - g(x)) / sigma)^2 over all entries.
+        objective: what the search minimises.
+        deviations: of entries by parameter, sigma times the square root of its misfit where that exceeds 1.
+        residual: t - g(x) in these units, by parameter.
+        prior: of the image.
     """
 
     def __init__(self, message: Message, image: Tensor) -> None:
         simulation, self.message = message.simulation, message
         like = next(iter(simulation.weights.values()))
-        self.image = image.to(like).requires_grad_()
+        self.image, self.fed = image, image.to(like, copy=True).requires_grad_()
         self.weights = [simulation.weights[name].detach().requires_grad_() for name in message.sent]
         with math_attention(), torch.enable_grad():
             known = simulation.weights | dict(zip(message.sent, self.weights, strict=True))
-            loss = functional.cross_entropy(simulation.logits(known, self.image, None), message.label)
-            self.slope, *self.gradients = torch.autograd.grad(loss, [self.image, *self.weights], create_graph=True)
-        self.deviations = [message.deviations[name] for name in message.sent]
-        pairs = zip(message.sent.values(), self.gradients, self.deviations, strict=True)
-        self.residual = [(sent - found.detach().double()) / sigma for sent, found, sigma in pairs]
+            loss = functional.cross_entropy(simulation.logits(known, self.fed, None), message.label)
+            self.slope, *self.gradients = torch.autograd.grad(loss, [self.fed, *self.weights], create_graph=True)
+        whitened = [d / message.deviations[name] for name, d in zip(message.sent, self.differences(), strict=True)]
+        sizes = torch.tensor([w.numel() for w in whitened], dtype=torch.float64)
+        misfits = torch.stack([w.square().mean() for w in whitened]).to(sizes)
+        more = misfits.clamp(min=1)
+        self.prior = TouchingQuadratic(message.prior, image, message.observation.std)
+        self.misfit = float(sizes @ misfits / sizes.sum())
+        self.objective = float(sizes @ (misfits.clamp(max=1) - 1 + more.log())) + 2 * self.prior.penalty
+        roots = [float(root) for root in more.sqrt()]
+        self.residual = [w / root for w, root in zip(whitened, roots, strict=True)]
+        self.deviations = [message.deviations[n] * root for n, root in zip(message.sent, roots, strict=True)]
+
+    def differences(self) -> list[Tensor]:
+        """t - g(x), by parameter."""
+        pairs = zip(self.message.sent.values(), self.gradients, strict=True)
+        return [sent - found.detach().double() for sent, found in pairs]
 
     def push(self, image: Tensor) -> list[Tensor]:
         """J v of (1, C, H, W), by parameter."""
@@ -263,28 +310,44 @@ class Linearised:
     def pull(self, entries: Sequence[Tensor]) -> Tensor:
         """J^T w of whitened entries by parameter, (1, C, H, W) float64."""
         scaled = [(w / sigma).to(self.slope) for w, sigma in zip(entries, self.deviations, strict=True)]
-        return torch.autograd.grad(self.gradients, self.image, scaled, retain_graph=True)[0].double()
+        return torch.autograd.grad(self.gradients, self.fed, scaled, retain_graph=True)[0].double()
 
-    def preconditioner(self, probes: int, damping: float, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-        """Product with the inverse of damping D (x) I + A (x) B."""
-        tokenizer = self.message.tokenizer
+    def times(self, image: Tensor) -> Tensor:
+        """(J^T J + K^T W K) x of (1, C, H, W)."""
+        return self.pull(self.push(image)) + self.prior.times(image)
+
+    def preconditioner(self, probes: int, damping: float, generator: torch.Generator) -> Preconditioner:
+        """C (x) I + A (x) B, with C = damping D + the mean of K^T W K."""
+        tokenizer, precision = self.message.tokenizer, self.message.precision
         rows = columns = 0.0
         for _ in range(probes):
             signs = [torch.randint(0, 2, s.shape, generator=generator).to(s) * 2 - 1 for s in self.deviations]
             drawn = tokenizer.patchify(self.pull(signs))[0]  # (N, P)
             rows, columns = rows + drawn @ drawn.T / probes, columns + drawn.T @ drawn / probes
-        rows = _lifted(rows / columns.trace())
-        inverse = torch.linalg.inv(torch.linalg.cholesky(rows))
-        known, left = torch.linalg.eigh(inverse @ (damping * self.message.precision) @ inverse.T)
-        left = inverse.T @ left  # A-orthonormal, and diagonalises D
-        felt, right = torch.linalg.eigh(_lifted(columns))
+        known = damping * precision + self.prior.typical * torch.eye(len(precision)).to(precision)
+        return Preconditioner(tokenizer, known, rows / columns.trace(), columns)
 
-        def precondition(x: Tensor) -> Tensor:
-            """The product."""
-            turned = left.T @ tokenizer.patchify(x)[0] @ right / (known[:, None] + felt)
-            return tokenizer.unpatchify((left @ turned @ right.T)[None])
 
-        return precondition
+class Preconditioner:
+    """C (x) I + A (x) B on patches (N, P), by vectors that diagonalise C and A, and B."""
+
+    def __init__(self, tokenizer: Tokenizer, known: Tensor, rows: Tensor, columns: Tensor) -> None:
+        self.tokenizer = tokenizer
+        inverse = torch.linalg.inv(torch.linalg.cholesky(_lifted(rows)))
+        strengths, left = torch.linalg.eigh(inverse @ known @ inverse.T)
+        self.left = inverse.T @ left  # A-orthonormal, and diagonalises C
+        felt, self.right = torch.linalg.eigh(_lifted(columns))
+        self.strengths = strengths[:, None] + felt  # (N, P)
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Product of the inverse with (1, C, H, W)."""
+        turned = self.left.T @ self.tokenizer.patchify(image)[0] @ self.right / self.strengths
+        return self.tokenizer.unpatchify((self.left @ turned @ self.right.T)[None])
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """(1, C, H, W) with the inverse for its covariance."""
+        drawn = torch.randn(self.strengths.shape, generator=generator, dtype=torch.float64).to(self.strengths)
+        return self.tokenizer.unpatchify((self.left @ (drawn / self.strengths.sqrt()) @ self.right.T)[None])
 
 
 def _lifted(moments: Tensor) -> Tensor:

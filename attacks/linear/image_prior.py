@@ -85,7 +85,7 @@ class VectorialVariation:
         return Settled(
             patches=estimate.patches(estimate.centre + shift),
             deviation=scene.deviation(),
-            shared=scene.shared_deviation(self._weights((down, right), self.smoothing[-1])),
+            shared=scene.shared_deviation(self.weights((down, right), self.smoothing[-1])),
             gradient=tokenizer.patchify(size[None, None])[0].mean(dim=1),
             open=len(estimate.open),
         )
@@ -93,17 +93,64 @@ class VectorialVariation:
     def reweighted(self, scene: Scene, shift: Tensor) -> Tensor:
         """The coefficients of the least penalty, from `shift` on."""
         for smoothing in self.smoothing:
-            weights = self._weights(scene.gradient(shift), smoothing)
+            weights = self.weights(scene.gradient(shift), smoothing)
             shift = scene.step(shift, weights, self.iterations, self.tolerance)
         return shift
 
-    def _weights(self, gradient: tuple[Tensor, Tensor], smoothing: float | None) -> Tensor:
-        """(H, W): curvature of the norm at each pixel."""
+    def weights(self, gradient: tuple[Tensor, Tensor], smoothing: float | None) -> Tensor:
+        """(H, W): curvature of the norm at each pixel, for differences (C, H, W) in both directions."""
         down, right = gradient
         if smoothing is None:
             return torch.full_like(down[0], self.strength / 0.05)
         size = down.square().sum(dim=0) + right.square().sum(dim=0)  # (H, W)
         return self.strength * (size + smoothing**2).rsqrt()
+
+
+class TouchingQuadratic:
+    """The penalty of a whole image, and the quadratic that touches it there: x -> x^T K^T W K x / 2.
+
+    Attributes:
+        penalty: of the image, in negative log-likelihood.
+        weights: (H, W), W.
+        typical: mean of the diagonal of K^T W K.
+    """
+
+    def __init__(self, prior: VectorialVariation, image: Tensor, std: tuple[float, ...]) -> None:
+        """Touch the penalty.
+
+        Args:
+            image: (1, C, H, W) float64, normalised.
+            std: per-channel normalisation.
+        """
+        smoothing = prior.smoothing[-1]
+        self.colour = colour_of(image.shape[1], std).to(image)
+        down, right = self.gradient(image)
+        size = down.square().sum(dim=0) + right.square().sum(dim=0)
+        self.penalty = prior.strength * float((size + smoothing**2).sqrt().sum())
+        self.weights = prior.weights((down, right), smoothing)
+        # A pixel is in two differences of each direction.
+        self.typical = 4 * float(self.weights.mean() * self.colour.square().sum()) / image.shape[1]
+
+    def gradient(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """K x: downward and rightward differences of (1, C, H, W) in luma and chroma, both (C, H, W)."""
+        return differences(torch.einsum("cd,dhw->chw", self.colour, image[0]))
+
+    def adjoint(self, down: Tensor, right: Tensor) -> Tensor:
+        """K^T of differences in both directions, (1, C, H, W)."""
+        return torch.einsum("cd,chw->dhw", self.colour, adjoint(down, right))[None]
+
+    def times(self, image: Tensor) -> Tensor:
+        """K^T W K x of (1, C, H, W)."""
+        down, right = self.gradient(image)
+        return self.adjoint(self.weights * down, self.weights * right)
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """(1, C, H, W) with the covariance K^T W K."""
+        like = self.gradient(self.colour.new_zeros(1, len(self.colour), *self.weights.shape))
+        down, right = (torch.randn(d.shape, generator=generator, dtype=torch.float64).to(d) for d in like)
+        down[:, -1], right[..., -1] = 0.0, 0.0  # there is no difference at the far border
+        root = self.weights.sqrt()
+        return self.adjoint(root * down, root * right)
 
 
 class Scene(Protocol):

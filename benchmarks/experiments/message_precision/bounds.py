@@ -30,6 +30,7 @@ from torch import Tensor
 from attacks import Observation, find_tokenizer
 from attacks.gradient_matching.gauss_newton import Message
 from attacks.linear.errors_in_variables import RoundedSystem, information
+from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.position_rows import bounds_of_update, position_gradient, projection_products
 
 # Unknowns up to which the information is inverted as a dense matrix, and what is added to its diagonal, relative.
@@ -67,7 +68,7 @@ def least_error_of_message(sent: Observation, original: Tensor) -> float:
         sent: the message, which `gauss_newton` can take.
         original: (1, C, H, W) in [0, 1], of at most `LARGEST` values.
     """
-    message = Message(sent, find_tokenizer(sent.model, sent.image_shape))
+    message = Message(sent, find_tokenizer(sent.model, sent.image_shape), VectorialVariation())
     at, count = message.linearise(message.normalised(original)), original.numel()
     units = torch.eye(count, dtype=torch.float64).view(count, *original.shape)
     found = torch.stack([at.pull(at.push(unit)).flatten() for unit in units])
