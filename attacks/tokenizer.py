@@ -115,7 +115,7 @@ class Tokenizer:
         """Rows of the position embedding that the model adds, trained or not, (prefix + N, D); None without one."""
         if self.positions is not None:
             return self.position_rows(dict(model.named_parameters()))
-        tables = dict(_tables(model))
+        tables = dict((*model.named_parameters(), *model.named_buffers()))
         return None if self.fixed_positions is None else tables[self.fixed_positions].reshape(-1, self.width)
 
     def replace_patch_rows(self, table: Tensor, rows: Tensor) -> Tensor:
@@ -174,19 +174,20 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
     if height % p or width % p:
         raise UsageError(f"images of {height} x {width} pixels do not divide into patches of {p}")
     grid = (height // p, width // p)
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    parameters = list(model.named_parameters())
+    trained = [(n, p) for n, p in parameters if p.requires_grad]
     positions, prefix = _find_table(trained, "pos", grid[0] * grid[1], conv.out_channels)
     second, _ = _find_table(trained, "idx", grid[0] * grid[1], conv.out_channels)
     fixed = None
     if positions is None:
-        fixed, prefix = _find_table(_tables(model), "pos", grid[0] * grid[1], conv.out_channels)
+        fixed, prefix = _find_table((*parameters, *model.named_buffers()), "pos", grid[0] * grid[1], conv.out_channels)
     if second is not None:
         raise SecondTable(
             f"{type(model).__name__} adds a second table of embeddings to its tokens ({second}): they are not "
             "projection + position, and no attack here is written for that; it does not make the update any safer"
         )
     bias = f"{name}.bias" if conv.bias is not None else None
-    shared = _find_shared_position(model, conv.out_channels)
+    shared = _find_shared_position(parameters, conv.out_channels)
     row = getattr(model, SHARED_ROW, None) if positions else None
     hides = shared is not None or row is not None
     return Tokenizer(
@@ -221,9 +222,9 @@ def _cuts_patches(conv: nn.Conv2d) -> bool:
     return square and conv.kernel_size == conv.stride and conv.padding in ((0, 0), "valid") and conv.groups == 1
 
 
-def _find_shared_position(model: nn.Module, width: int) -> str | None:
+def _find_shared_position(parameters: Sequence[tuple[str, Tensor]], width: int) -> str | None:
     """Name of the one parameter with `width` entries and the word "unk" in its name; None without one, or with two."""
-    found = [n for n, p in model.named_parameters() if "unk" in n.lower() and p.numel() == width]
+    found = [n for n, p in parameters if "unk" in n.lower() and p.numel() == width]
     return found[0] if len(found) == 1 else None
 
 
@@ -237,12 +238,6 @@ def _has_module(model: nn.Module, name: str) -> bool:
 
 def _takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
-
-
-def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _find_table(

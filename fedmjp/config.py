@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -345,10 +346,11 @@ def from_flat(options: dict[str, Any], base: RunConfig | None = None) -> RunConf
     return config
 
 
+@cache
 def option_places() -> dict[str, tuple[list[str], Any]]:
-    """Flat name of every option -> (the fields that lead to it from a `RunConfig`, its type)."""
+    """Flat name of every option -> (the fields that lead to it from a `RunConfig`, its type); read only."""
     found = option_fields(RunConfig, leave_out="options")
+    groups = {defence: get_type_hints(group) for defence, group in get_type_hints(DefenseOptions).items()}
     for name, (defence, option) in DefenseOptions.places.items():
-        kind = get_type_hints(get_type_hints(DefenseOptions)[defence])[option]
-        found[name] = ["options", defence, option], kind
+        found[name] = ["options", defence, option], groups[defence][option]
     return found
