@@ -93,6 +93,13 @@ def error_bounds(observation: Observation, name: str) -> Tensor:
     return bounds_of(values, message, rounding_of_weights(observation, name))
 
 
+def spacing(observation: Observation, name: str) -> Tensor:
+    """Distance of the numbers that each entry may have been rounded to, float64; twice the bound of one left out."""
+    values, rounding = observation.gradient_of(name).detach().double(), rounding_of_weights(observation, name)
+    step = grid_of(values, rounding) if values.any() else None
+    return 2 * error_bounds(observation, name) if step is None else step.expand(values.shape)
+
+
 def rounding_of_weights(observation: Observation, name: str) -> Tensor | None:
     """What the entries called `name` lose where weights were returned, float64; None for gradients.
 
