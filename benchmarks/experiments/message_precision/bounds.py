@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from attacks import Observation, find_tokenizer
-from attacks.gradient_matching.gauss_newton import Message
+from attacks.gradient_matching.rounded_message import Message
 from attacks.linear.errors_in_variables import RoundedSystem, information
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.position_rows import bounds_of_update, position_gradient, projection_products

@@ -10,7 +10,8 @@ from experiments.message_precision.bounds import least_error_of_message, psnr_of
 from small_vit import psnr, small_vit, view
 
 from attacks import ATTACKS, Observation, Reconstruction
-from attacks.gradient_matching.gauss_newton import BESIDE, Message
+from attacks.gradient_matching.gauss_newton import BESIDE
+from attacks.gradient_matching.rounded_message import Message
 from attacks.linear.image_prior import VectorialVariation
 from attacks.tokenizer import find_tokenizer
 from fedmjp.defenses.chain import read_defense
@@ -66,14 +67,14 @@ def test_the_products_are_those_of_finite_differences(rounded) -> None:
 
 @pytest.mark.parametrize("away", [0.0, 0.3])
 def test_the_right_side_of_a_step_is_the_slope_of_the_objective(searched, away: float) -> None:
-    """At the photograph, where the rounding explains most misfits, and where each has a size of its own."""
+    """At the photograph, where the rounding explains the misfit, and where the errors have a size of their own."""
     observation, images, _ = searched[INT8]
     message, generator = message_of(observation), torch.Generator().manual_seed(2)
     along, noise = torch.randn((2, *images.shape), generator=generator, dtype=torch.float64)
     image, shift = message.normalised(images) + away * noise, 1e-5
     at = message.linearise(image)
-    plus, minus = (message.linearise(image + s * shift * along).objective for s in (1, -1))
-    slope = -2 * float((along * (at.pull(at.residual) - at.prior.times(image))).sum())
+    plus, minus = (message.linearise(image + s * shift * along).objective(at.relaxed) for s in (1, -1))
+    slope = -2 * float((along * (at.pull(at.residual) - at.relaxed * at.prior.times(image))).sum())
     assert (plus - minus) / (2 * shift) == pytest.approx(slope, rel=1e-3)
 
 
