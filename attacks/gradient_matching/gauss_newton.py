@@ -207,7 +207,9 @@ def answer(at: Linearised, misfits: Sequence[float], deviations: Tensor | None, 
         times = misfits[-1] ** 0.5
         diagnosis = f"the search ended {times:.1f} times further from the message than its rounding explains"
     elif deviations is None and settled:
-        diagnosis = "the search ended beside the image: rounding its gradient leaves smaller errors than the message"
+        diagnosis = (
+            "the search may have ended beside the image: rounding its gradient leaves smaller errors than the message"
+        )
     elif deviations is None:
         diagnosis = (
             f"the rounding explains what is left of the message, but the search was ended after {steps} steps "

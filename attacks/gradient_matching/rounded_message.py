@@ -113,7 +113,8 @@ class Linearised:
     def excess(self) -> float:
         """What the squared residuals exceed those of rounding g(x) itself by, in sigma^2, for each value of a pixel.
 
-        To the nearest number, or at random to one of both neighbours: whichever explains the residuals better.
+        To the nearest number, or at random to one of both neighbours: whichever explains the residuals better. An image
+        beside the photograph whose residuals have just the size of the other rounding would pass.
         """
         message, nearest, random = self.message, 0.0, 0.0
         for name, left in zip(message.sent, self.differences(), strict=True):
