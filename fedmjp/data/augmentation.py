@@ -33,8 +33,6 @@ from fedmjp.data.frames import FrameSet
 from fedmjp.data.imageset import ImageSet
 from fedmjp.data.labelmaps import LabelMapSet
 
-# Decoded images are kept in memory up to this size; a larger set is decoded again in every epoch.
-KEPT_BYTES = 1 << 30
 LARGEST_SHIFT = 10  # frames of 10 ms
 
 
@@ -58,7 +56,7 @@ class AugmentedImages(Augmented):
 
     def __init__(self, images: ImageSet, augmentation: Augmentation) -> None:
         super().__init__(images, augmentation)
-        self.kept = _decoded(images) if len(images) * 3 * images.size**2 <= KEPT_BYTES else None
+        self.kept = images.keep()
         self.transform = create_transform(
             images.size,
             is_training=True,
@@ -72,7 +70,7 @@ class AugmentedImages(Augmented):
 
     def pixels(self, index: int) -> np.ndarray:
         """Image number `index` as it is, (size, size, 3) uint8."""
-        return _decode(self.images, [index])[0] if self.kept is None else self.kept[index]
+        return self.images.pixels(index) if self.kept is None else self.kept[index]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.transform(Image.fromarray(self.pixels(index))), int(self.images.labels[index])
@@ -191,21 +189,6 @@ def seeded(seed: int) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _decoded_maps(images: LabelMapSet) -> Tensor:
-    """All label maps of a set, (n, size, size) uint8, cached like `_decoded`."""
+    """All label maps of a set, (n, size, size) uint8, cached for consecutive trainings."""
     parts = [images.targets(range(i, min(i + 1024, len(images)))).byte() for i in range(0, len(images), 1024)]
     return torch.cat(parts)
-
-
-@lru_cache(maxsize=1)
-def _decoded(images: ImageSet) -> np.ndarray:
-    """All images of a set, (n, size, size, 3) uint8, cached for consecutive trainings; must not be written to."""
-    return _decode(images, range(len(images)))
-
-
-def _decode(images: ImageSet, indices: range | list[int]) -> np.ndarray:
-    """The images at `indices`, (B, size, size, 3) uint8."""
-    pixels = np.empty((len(indices), images.size, images.size, 3), dtype=np.uint8)
-    for start in range(0, len(indices), 1024):
-        part = images.images(indices[start : start + 1024])
-        pixels[start : start + len(part)] = part.mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-    return pixels

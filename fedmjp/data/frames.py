@@ -52,7 +52,7 @@ class FrameSet(ImageSet):
         classes: Sequence[str],
     ) -> None:
         super().__init__(read, labels, ids, classes, FRAMES)
-        self._kept: dict[int, torch.Tensor] = {}
+        self._words: dict[int, torch.Tensor] = {}
 
     def images(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
         """Frames of the words at `indices`.
@@ -68,10 +68,13 @@ class FrameSet(ImageSet):
         for index in (int(i) for i in indices):
             self._check(index)
             row = int(self._rows[index])
-            if row not in self._kept:
-                self._kept[row] = scale(mfcc(self._open(row)))[:, None]
-            found.append(self._kept[row])
+            if row not in self._words:
+                self._words[row] = scale(mfcc(self._open(row)))[:, None]
+            found.append(self._words[row])
         return torch.stack(found)
+
+    def keep(self) -> None:
+        """Nothing to do: each word is kept once it is read."""
 
     def contents(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> list[bytes]:
         """The samples of the words at `indices`, float32: frames are rounded differently by different machines."""
@@ -83,7 +86,7 @@ class FrameSet(ImageSet):
 
     def _of_rows(self, picked: list[int]) -> FrameSet:
         part = FrameSet(self._open, self.labels[picked], [self.ids[i] for i in picked], self.classes)
-        part._kept = self._kept
+        part._words = self._words
         return part
 
 

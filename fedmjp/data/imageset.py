@@ -19,6 +19,7 @@ from fedmjp.data.catalog import IMAGES
 
 # Exceptions that Pillow raises for damaged files; PNG files can raise SyntaxError, some TIFF files ValueError.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+KEPT_BYTES = 1 << 30  # the largest set that `ImageSet.keep` holds in memory
 
 
 class ImageSet:
@@ -58,6 +59,7 @@ class ImageSet:
         self.size = size
         self._open = open_image
         self._rows = np.arange(len(self.ids))
+        self._kept: np.ndarray | None = None  # (n, size, size, 3) uint8
         if len(self.labels) != len(self.ids):
             raise UsageError(f"{len(self.labels)} labels for {len(self.ids)} images; give one label per image")
         if len(self) and (int(self.labels.min()) < 0 or int(self.labels.max()) >= len(self.classes)):
@@ -82,6 +84,38 @@ class ImageSet:
         # 8-bit values until the whole batch is converted: one conversion per batch, and a quarter of the memory.
         return torch.from_numpy(self._pixels(indices)).float().div_(255)
 
+    def keep(self) -> np.ndarray | None:
+        """Decode all images now, and answer from memory from then on, for readers that ask for each image many times.
+
+        Returns:
+            (n, size, size, 3) uint8, not to be written to; None for a set of more than `KEPT_BYTES`, which goes on
+            decoding on demand.
+
+        Raises:
+            UsageError: see `images`.
+        """
+        if self._kept is None and len(self) * 3 * self.size**2 <= KEPT_BYTES:
+            kept = np.empty((len(self), self.size, self.size, 3), dtype=np.uint8)
+            for index in range(len(self)):
+                kept[index] = self.pixels(index)
+            self._kept = kept
+        return self._kept
+
+    def pixels(self, index: int) -> np.ndarray:
+        """Image number `index`, (size, size, 3) uint8, not to be written to.
+
+        Raises:
+            IndexError, UsageError: see `images`.
+        """
+        self._check(index)
+        if self._kept is not None:
+            return self._kept[index]
+        try:
+            picture = to_square_rgb(self._open(int(self._rows[index])), self.size)
+        except DECODE_ERRORS as error:
+            raise UsageError(f"cannot decode image {self.ids[index]!r} ({error}); remove or replace it") from error
+        return np.asarray(picture)
+
     def contents(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> list[bytes]:
         """What tells the images at `indices` from others, the same on every machine: their 8-bit pixels (C, H, W).
 
@@ -94,8 +128,7 @@ class ImageSet:
         """(B, 3, size, size) uint8."""
         batch = np.empty((len(indices), 3, self.size, self.size), dtype=np.uint8)
         for slot, index in enumerate(int(i) for i in indices):
-            self._check(index)
-            batch[slot] = self._decode(index).transpose(2, 0, 1)
+            batch[slot] = self.pixels(index).transpose(2, 0, 1)
         return batch
 
     def targets(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
@@ -122,13 +155,6 @@ class ImageSet:
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self):
             raise IndexError(f"no image {index} in a set of {len(self)}; indices run from 0 to {len(self) - 1}")
-
-    def _decode(self, index: int) -> np.ndarray:
-        try:
-            picture = to_square_rgb(self._open(int(self._rows[index])), self.size)
-        except DECODE_ERRORS as error:
-            raise UsageError(f"cannot decode image {self.ids[index]!r} ({error}); remove or replace it") from error
-        return np.asarray(picture)  # (size, size, 3) uint8
 
 
 def to_square_rgb(picture: Image.Image, size: int) -> Image.Image:

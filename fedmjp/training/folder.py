@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from fedmjp.records.lock import FolderLock
 from fedmjp.report.styles import NORMAL, SMALL, error_bars, save, style
 from fedmjp.training.config import TrainConfig
 
+DRAWN_EVERY = 30.0  # seconds; drawing takes half a second, and an epoch on a GPU may take two
+
 
 class TrainingFolder:
     """The folder `config.out`, opened for a new training or to resume one.
@@ -34,7 +37,7 @@ class TrainingFolder:
 
     def __init__(self, config: TrainConfig, guarantee: str = "") -> None:
         self.out = config.out
-        self._identity = config.identity()
+        self._identity, self._drawn = config.identity(), -DRAWN_EVERY
         described = self.out / "run.json"
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"--out {self.out} is a file; pass a folder")
@@ -61,6 +64,8 @@ class TrainingFolder:
     def save(self, state: dict[str, Any], history: list[dict[str, float]]) -> None:
         """Write checkpoint (behind a line with its digest), then the history; each file whole or not at all.
 
+        The figure is drawn if the last one is `DRAWN_EVERY` old; `write_history` draws it in any case.
+
         Args:
             state: from `Trainer.state`.
             history: one record per epoch, from `Trainer.epoch`.
@@ -68,13 +73,15 @@ class TrainingFolder:
         content = io.BytesIO()
         torch.save({"state": state, "history": history}, content)
         write_sealed(self.out / "state.pt", content.getvalue())
-        self.write_history(history)
+        self.write_history(history, draw=time.monotonic() >= self._drawn + DRAWN_EVERY)
 
-    def write_history(self, history: list[dict[str, float]]) -> None:
-        """Write history.csv and history.png, which follow from the checkpoint."""
+    def write_history(self, history: list[dict[str, float]], draw: bool = True) -> None:
+        """Write history.csv and, with `draw`, history.png; both follow from the checkpoint."""
         frame = pd.DataFrame(history)
         write_whole(self.out / "history.csv", frame.to_csv(index=False, float_format="%.6g").encode())
-        history_figure({"": frame}, self.out / "history.png")
+        if draw:
+            history_figure({"": frame}, self.out / "history.png")
+            self._drawn = time.monotonic()
 
     def load(self) -> tuple[dict[str, Any] | None, list[dict[str, float]]]:
         """(state, history) after the last finished epoch, or (None, []) if there is none.

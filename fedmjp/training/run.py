@@ -39,6 +39,7 @@ def train(config: TrainConfig, console: Console) -> Path:
     for number in range(len(history) + 1, config.recipe.epochs + 1):
         history.append(_epoch(trainer, number, console))
         folder.save(trainer.state(), history)
+    folder.write_history(history)
     accuracy, objective = export(trainer, history, folder.weights), trainer.learner.objective
     console.print(f"float16 weights: {objective.score} {accuracy:.2%} ({objective.accuracy_of})", highlight=False)
     return folder.weights

@@ -59,6 +59,7 @@ class Trainer:
         if self.device.type == "cpu":
             _use_unfused_attention(self.model.module)
             self.learner.begin()  # a teacher computes as its student does, from the first step as after a resumption
+        self.data.test.keep()  # every epoch ends with an evaluation
         self.batches = Batches(self.data.train, self.recipe, self.model, config.seed, config.workers)
         rate = self.recipe.learning_rate * self.recipe.batch_size / 512
         decay = config.start.layer_decay

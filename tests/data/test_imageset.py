@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.transforms import functional as peer
 
 from attacks.registry import UsageError
-from fedmjp.data import ImageSet
+from fedmjp.data import ImageSet, imageset
 from fedmjp.data.imageset import choose, to_square_rgb
 
 
@@ -30,6 +30,20 @@ class Pictures:
 def make_set(*pictures, size=8):
     ids = [f"id{k}" for k in range(len(pictures))]
     return ImageSet(Pictures(pictures), [0] * len(pictures), ids, ["only"], size)
+
+
+def test_kept_images_are_decoded_once(monkeypatch):
+    pictures = [noise(9, 9), noise(8, 12)]
+    kept, asked = make_set(*pictures), make_set(*pictures)
+    assert kept.keep().shape == (2, 8, 8, 3)
+    kept._open.pictures = [None, None]  # what is decoded again from here on fails
+    assert torch.equal(kept.images([1, 0]), asked.images([1, 0]))
+    assert kept.contents([0, 1]) == asked.contents([0, 1])
+    with pytest.raises(UsageError, match="cannot decode image 'id0'"):
+        kept.subset([0]).images([0])  # a set of its own
+    monkeypatch.setattr(imageset, "KEPT_BYTES", 2 * 3 * 8**2 - 1)
+    assert asked.keep() is None
+    assert asked.images([0]).shape == (1, 3, 8, 8)
 
 
 @pytest.mark.parametrize(("width", "height"), [(50, 50), (97, 64), (64, 97), (33, 20), (7, 300), (1, 1), (32, 45)])
