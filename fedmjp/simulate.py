@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fedmjp.cli import guarded, parse, terminal
 from fedmjp.config import RunConfig
+from fedmjp.defenses.options import require_used
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +30,7 @@ def run(config: RunConfig, console: Console) -> Path:
         UsageError, ClientFailure: see `run_experiment`.
         Incomplete: attacks were given up; the report is written.
     """
+    require_used(config.options, config.defense)
     config.validate()
     from fedmjp.audited_federation import run_experiment
     from fedmjp.before_start import check_before_start

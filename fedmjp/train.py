@@ -12,6 +12,7 @@ from datetime import datetime
 
 from attacks.registry import UsageError
 from fedmjp.cli import EXIT_USAGE, guarded, parse, terminal
+from fedmjp.defenses.options import require_used
 from fedmjp.training.config import TrainConfig, default_config
 
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         """The training, from options to the path of its weights."""
+        require_used(config.options, [config.defense])
         config.validate()
         from fedmjp.training import train
 

@@ -56,6 +56,7 @@ LIGHT = [
     (["--model", "vit_xxl"], 2),
     (["--data", "cifar11"], 2),
     (["--defense", "mjp", "--gamma", "1.5"], 2),
+    (["--defense", "noise", "--gamma", "0.5"], 2),  # of a defence that does not run
 ]
 OF_SIMULATE = [
     (["--attacks", "aprill"], 2),

@@ -7,13 +7,15 @@ the same on command lines, in `flwr run --run-config` and in `from_flat`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from attacks.registry import UsageError
 from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses.chain import split_chain
 
 
 def defense_options(taken: Collection[str]) -> type:
@@ -39,6 +41,26 @@ def defense_options(taken: Collection[str]) -> type:
         groups.append((name, kind, field(default_factory=kind)))
     space = {"__doc__": "Options of the defences.", "places": places}
     return make_dataclass("DefenseOptions", groups, frozen=True, namespace=space)
+
+
+def require_used(options: Any, entries: Iterable[str]) -> None:
+    """Refuse options that were given for defences that do not run, which would change nothing.
+
+    Args:
+        options: what a command line gave, an instance of `defense_options`.
+        entries: the entries of --defense.
+
+    Raises:
+        UsageError: an option differs from its default, and no entry names its defence; the message names both.
+    """
+    running, defaults = {name for entry in entries for name, _ in split_chain(entry)}, type(options)()
+    for option, (name, attribute) in options.places.items():
+        given, default = (getattr(getattr(group, name), attribute) for group in (options, defaults))
+        if name not in running and given != default:
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} is an option of --defense {name}, which does not run; name it there, or drop {flag}"
+            )
 
 
 def option_names(config: type) -> list[str]:

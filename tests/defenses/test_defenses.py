@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from attacks import UsageError
 from attacks.registry import Registry
 from fedmjp.cli import parse
-from fedmjp.config import RunConfig
+from fedmjp.config import RunConfig, from_flat
 from fedmjp.defenses import DEFENSES, Defense
-from fedmjp.defenses.options import defense_options, option_names
+from fedmjp.defenses.options import defense_options, option_names, require_used
 from fedmjp.models import build_model
 from fedmjp.training import TrainConfig
 from tests.conftest import photographs
@@ -314,6 +314,17 @@ def test_options_of_one_name_carry_their_defence(command) -> None:
     assert (found.options.quiet.rounds, found.options.quiet.volume) == ((5, 6), 7.0)
     assert isinstance(found.options.quiet, Quiet)
     assert parse(command, "command", "", []).options.quiet.gamma == 0.25
+
+
+@pytest.mark.parametrize(
+    ("entries", "name", "option"), [(["none"], "mjp", "gamma"), (["ats", "mjp+spp"], "lora", "lora_rank")]
+)
+def test_options_of_a_defence_that_does_not_run(entries: list[str], name: str, option: str) -> None:
+    given = from_flat({option: 3}).options
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} is an option of --defense {name}, which does"):
+        require_used(given, entries)
+    require_used(given, [*entries, f"noise+{name}"])
+    require_used(RunConfig().options, ["none"])
 
 
 def test_a_defence_registered_late_has_its_defaults(monkeypatch) -> None:

@@ -18,7 +18,9 @@ from tests.conftest import shared_file
 
 LARGEST = 8_000_000  # bytes
 # Top-1 accuracy of weights of a longer training, in percent.
-LEAST = {f"vit_mini_{size}{variant}": least for size, least in ((32, 75), (64, 25)) for variant in ("", "_mjp", "_nope")}
+LEAST = {
+    f"vit_mini_{size}{variant}": least for size, least in ((32, 75), (64, 25)) for variant in ("", "_mjp", "_nope")
+}
 FILES = sorted(path.name.removesuffix(".safetensors") for path in SHIPPED.glob("*.safetensors"))
 
 
