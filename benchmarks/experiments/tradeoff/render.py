@@ -73,4 +73,5 @@ OBJECTIVES = Rendering(
     "federated_tradeoff_objectives", objectives_files, {"tradeoff_objectives": tradeoff_block}, _objective_figures
 )
 TRAINED = Rendering("federated_tradeoff_trained", tradeoff_files, {"tradeoff_trained": tradeoff_block}, _figures)
-RENDERINGS = (TRADEOFF, TRAINED, OBJECTIVES)
+VIT_TI = Rendering("federated_tradeoff_vit_ti", tradeoff_files, {"tradeoff_vit_ti": tradeoff_block}, _figures)
+RENDERINGS = (TRADEOFF, TRAINED, VIT_TI, OBJECTIVES)
