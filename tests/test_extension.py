@@ -70,7 +70,7 @@ def finished(site, tmp_path_factory) -> Path:
     """A run under the toy defence and the toy attack, with options of both."""
     out = tmp_path_factory.mktemp("run") / "out"
     options = ["--data", "photos", "--model", "vit_mini_32", "--clients", "2", "--rounds", "1", "--test-limit", "4"]
-    options += ["--defense", "none", "toy", "--toy.gamma", "0.5", "--gamma", "0.3", "--rescale", "--out", str(out)]
+    options += ["--defense", "none", "toy", "--toy.gamma", "0.5", "--rescale", "--out", str(out)]
     options += ["--attacks", "patch_embedding", "toy", "--attack-options", "toy.cutoff=1e-13"]
     done = python(site, "-m", "fedmjp.simulate", *options)
     assert done.returncode == 0, done.stderr
