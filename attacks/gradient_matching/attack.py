@@ -18,7 +18,8 @@ from torch import Tensor
 from attacks import ATTACKS
 from attacks.base import Attack, Interrupted
 from attacks.gradient_matching.distances import Distance
-from attacks.gradient_matching.engine import Candidates, LoopSettings, OnStep, Outcome, minimise
+from attacks.gradient_matching.engine import LoopSettings, OnStep, Outcome, minimise
+from attacks.gradient_matching.evaluation import Candidates
 from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.labels import head_bias, infer_labels, infer_sparse_label
 from attacks.gradient_matching.matched_update import MatchedUpdate, extract_matched_update
@@ -224,7 +225,7 @@ class GradientMatching(Attack):
         labels = None if recipe.optimises_labels else self._labels(observations, simulation)
         loss = _MatchingLoss(recipe, simulation, target, labels)
         changes = tuple({prior.active_from for prior in recipe.priors})
-        settings = LoopSettings(self.steps, self.patience, self.gain, self.seed, changes)
+        settings = LoopSettings(self.steps, self.patience, self.gain, self.seed, changes, replays=not self.mask_draws)
         clamp = _pixel_clamp(observations[0]) if recipe.clamps_pixels else None
         outcomes: list[Outcome] = []
         for first in range(0, self.restarts, parallel):

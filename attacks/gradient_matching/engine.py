@@ -13,29 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.gradient_matching.evaluation import Candidates, Evaluation, Objective, Replay
 from attacks.gradient_matching.optimisers import Optimiser
 
-# (candidates, share of the run that is done, in [0, 1]) -> losses of all searches (V, R).
-Objective = Callable[["Candidates", float], Tensor]
 # Called after each step with: steps done, total steps, and the best loss of every search (V, R).
 OnStep = Callable[[int, int, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The variables of the optimisation.
-
-    Attributes:
-        images: (V, R, B, C, H, W) normalised: victims, restarts, images of the batch.
-        labels: (V, R, B, K) logits of the labels if they are optimised too, else None.
-    """
-
-    images: Tensor
-    labels: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """The images, and the labels if they are optimised."""
-        return [self.images] if self.labels is None else [self.images, self.labels]
 
 
 @dataclass(frozen=True)
@@ -48,6 +30,7 @@ class LoopSettings:
         gain: relative decrease of the loss that counts as an improvement.
         seed: of the noise on gradients.
         changes: shares of the run, in [0, 1], at which the objective changes.
+        replays: whether a GPU may record a step and replay it; not where the objective draws random numbers.
     """
 
     steps: int
@@ -55,6 +38,7 @@ class LoopSettings:
     gain: float
     seed: int
     changes: tuple[float, ...] = ()
+    replays: bool = True
 
 
 @dataclass(frozen=True)
@@ -142,6 +126,10 @@ def minimise(
     """
     variables = [t.detach().clone().requires_grad_() for t in start.tensors()]
     candidates = Candidates(*variables)
+    if settings.replays and candidates.images.is_cuda:
+        evaluation = Replay(objective, candidates, settings.changes)
+    else:
+        evaluation = Evaluation(objective, candidates)
     torch_optimiser = optimiser.build(variables)
     noise = torch.Generator().manual_seed(settings.seed + 1)
     changes = {round(share * settings.steps) for share in settings.changes} - {0}
@@ -151,17 +139,15 @@ def minimise(
     try:
         for step in range(settings.steps + 1):
             share = min(step, settings.steps - 1) / settings.steps
-            with torch.enable_grad():
-                losses = objective(candidates, share)
-                total = losses.sum()
+            losses = evaluation.losses(share)
             if progress is not None and step in changes:
-                progress.reset_best(losses.detach())
-            progress = _Progress(candidates, losses.detach()) if progress is None else progress
-            progress.record(candidates, losses.detach(), settings)
+                progress.reset_best(losses)
+            progress = _Progress(candidates, losses) if progress is None else progress
+            progress.record(candidates, losses, settings)
             if step == settings.steps or not progress.active.any():
                 break
-            trace.append(losses.detach())
-            _descend(total, variables, torch_optimiser, optimiser, noise, step, settings.steps)
+            trace.append(losses)
+            _descend(evaluation.gradients(), losses, variables, torch_optimiser, optimiser, noise, step, settings.steps)
             if project is not None:
                 with torch.no_grad():
                     variables[0].copy_(project(variables[0]))
@@ -175,7 +161,8 @@ def minimise(
 
 
 def _descend(
-    total: Tensor,
+    gradients: Sequence[Tensor],
+    losses: Tensor,
     variables: Sequence[Tensor],
     torch_optimiser: torch.optim.Optimizer,
     optimiser: Optimiser,
@@ -186,11 +173,10 @@ def _descend(
     rate = optimiser.rate * optimiser.schedule(step, steps)
     for group in torch_optimiser.param_groups:
         group["lr"] = rate
-    gradients = torch.autograd.grad(total, variables)
     for variable, gradient in zip(variables, gradients, strict=True):
         drawn = None
         if optimiser.uses_noise:  # the same for every victim, so that a result does not depend on the other victims
             drawn = torch.randn(variable.shape[1:], generator=noise).to(variable).expand_as(variable)
         # A search that diverged has NaN gradients, which must not reach the other searches.
         variable.grad = optimiser.transform_gradient(gradient, drawn, rate).nan_to_num()
-    torch_optimiser.step(total.detach)
+    torch_optimiser.step(losses.sum)

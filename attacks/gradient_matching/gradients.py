@@ -21,18 +21,22 @@ Gradients = Mapping[str, Tensor]
 
 
 class _DotAndSquare(torch.autograd.Function):
-    """<R, T> and |R|^2 with as few memory accesses as possible.
+    """<R, T> and |R|^2: on a CPU with as few memory accesses as possible, elsewhere with as few operations.
 
-    With a small batch, reading the gradient of all weights is the largest cost of a step.
+    With a small batch, reading the gradient of all weights is the largest cost of a step on a CPU. A GPU waits for the
+    start of each operation instead (NVIDIA H100, `vit_mini_32`: 64 dot products a parameter made a step take 894 ms,
+    sums over all of them 108 ms).
     """
 
     @staticmethod
     def forward(ctx: Any, simulated: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
         """<R, T> and |R|^2, each (L,), of R and T (L, *shape)."""
         ctx.save_for_backward(simulated, received)
-        flat = [t.flatten(1) for t in (simulated, received)]
-        dots = [torch.dot(r, t) for r, t in zip(*flat, strict=True)]
-        return torch.stack(dots), torch.stack([torch.dot(r, r) for r in flat[0]])
+        found, given = simulated.flatten(1), received.flatten(1)
+        if found.device.type != "cpu":
+            return (found * given).sum(dim=1), found.square().sum(dim=1)
+        dots = [torch.dot(r, t) for r, t in zip(found, given, strict=True)]
+        return torch.stack(dots), torch.stack([torch.dot(r, r) for r in found])
 
     @staticmethod
     @once_differentiable

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attacks.gradient_matching.differences import FiniteDifferences
+from attacks.gradient_matching.differences import STEPS, FiniteDifferences
 from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.matched_update import MatchedUpdate
 from attacks.gradient_matching.random_masks import MaskedClients
@@ -60,8 +60,7 @@ def build_simulation(
             return MaskedClients(unrolled, mask_draws, seed), target
         if exact or observation.local_steps > 1:
             return unrolled, target
-        quick = FiniteDifferences(unrolled)
-        return (quick if _agree(quick, unrolled, images, labels) else unrolled), target
+        return _quick(unrolled, images, labels) or unrolled, target
 
 
 def _masks(updates: Sequence[MatchedUpdate]) -> Tensor | None:
@@ -96,17 +95,26 @@ def _head(simulation: Simulation, images: Tensor) -> str:
     return next((n for n, y in reversed(seen.items()) if y.shape == logits.shape and y.equal(logits)), "")
 
 
-def _agree(quick: FiniteDifferences, oracle: Unrolled, images: Tensor, labels: Tensor) -> bool:
-    """Whether both engines give the same derivative of the gradients' squared norm, for two identical clients."""
+def _quick(oracle: Unrolled, images: Tensor, labels: Tensor) -> FiniteDifferences | None:
+    """The engine with the first step at which it gives `oracle`'s derivative of the gradients' squared norm, for two
+    identical clients with images (1, B, C, H, W) and labels (1, B); None if it does at none."""
     held = oracle.masks
-    quick.masks = oracle.masks = None if held is None else held[:1].expand(2, -1)
-    slopes = []
+    oracle.masks = None if held is None else held[:1].expand(2, -1)
     try:
-        for engine in (quick, oracle):
-            found = engine.gradients(images.expand(2, *images.shape[1:]), labels.expand(2, -1))
-            slopes.append(torch.autograd.grad(sum(g.square().sum() for g in found.values()), images)[0])
+        expected = _slope(oracle, images, labels)
+        for step in STEPS:
+            quick = FiniteDifferences(oracle, step)
+            if (_slope(quick, images, labels) - expected).norm() < MAX_DISAGREEMENT * expected.norm():
+                quick.masks = held
+                return quick
     except RuntimeError:  # the model uses an operation that torch.func.vmap cannot handle
-        return False
+        pass
     finally:
-        quick.masks = oracle.masks = held
-    return bool((slopes[0] - slopes[1]).norm() < MAX_DISAGREEMENT * slopes[1].norm())
+        oracle.masks = held
+    return None
+
+
+def _slope(engine: Simulation, images: Tensor, labels: Tensor) -> Tensor:
+    """Derivative by the images (1, B, C, H, W) of the squared norm of two such clients' gradients."""
+    found = engine.gradients(images.expand(2, *images.shape[1:]), labels.expand(2, -1))
+    return torch.autograd.grad(sum(g.square().sum() for g in found.values()), images)[0]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from attacks.breaching import prepare_attack
-from attacks.gradient_matching.engine import Candidates, LoopSettings, minimise
+from attacks.gradient_matching.engine import LoopSettings, minimise
+from attacks.gradient_matching.evaluation import Candidates
 from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.inverting_gradients import InvertingGradients
 from attacks.gradient_matching.matched_update import extract_matched_update
