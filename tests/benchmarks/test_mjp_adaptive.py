@@ -16,11 +16,13 @@ from experiments.adaptive.render import mask_block
 from experiments.rendering import spread_table
 from experiments.session import failures
 from rich.console import Console
+from safetensors.torch import save_file
 
 from attacks import ATTACKS, Capability
 from attacks.base import FAILED
 from fedmjp.audit.victims import drifted
 from fedmjp.metrics import bootstrap_mean
+from fedmjp.models import build_model
 from fedmjp.records.rows import load_rows
 
 SMALL = [
@@ -171,6 +173,17 @@ def test_masks_as_released_a_warm_up_and_a_resampled_model_are_named(tmp_path) -
     updates = pd.read_csv(out / "updates.csv")
     assert set(updates["setting"]) == {"paper, released masks, warm-up 1"}
     assert updates["psnr_median"].min() > 60
+
+
+def test_weights_that_were_trained_at_the_asked_size_are_attacked(tmp_path) -> None:
+    built = build_model("vit_micro8_32_mjp", num_classes=5, weights="random", image_size=48, seed=3)
+    save_file(built.module.state_dict(), tmp_path / "trained.safetensors")
+    options = ["--model", "vit_micro8_32", "--weights", str(tmp_path / "trained.safetensors"), "--image-size", "48"]
+    options += ["--num-images", "1", "--gammas", "0.1", "--attacks", "patch_embedding", "--update-gammas"]
+    assert mjp_adaptive.main([*options, "--out", str(tmp_path / "out")]) == 0
+    (row,) = load_rows(tmp_path / "out" / "rows.jsonl.gz").query("attack == 'patch_embedding'").to_dict("records")
+    assert row["model"] == "vit_micro8_32_mjp, 48 px"
+    assert row["weights"].startswith("trained.safetensors") and "resized" not in row["weights"]
 
 
 def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None:

@@ -24,7 +24,7 @@ from experiments.session import AttackSession
 from fedmjp.audit.victims import Subject, Victims
 from fedmjp.budgets import ALL, AUTO, build_attack
 from fedmjp.data import load_gallery
-from fedmjp.models import build_model, resize_model
+from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
 from fedmjp.workers import Lost, in_order
@@ -76,9 +76,8 @@ class Run:
         defense = o.chosen_defense()
         name, dal = defense.model_name(o.model), getattr(defense, "dal", "none")
         classes = classes_of(name, o.weights) or IMAGENET_CLASSES
-        built = build_model(name, num_classes=classes, weights=o.weights, block=block, dal=dal, seed=o.seed)
-        if o.image_size is not None:
-            built = resize_model(built, o.image_size)
+        kind = {"block": block, "dal": dal, "image_size": o.image_size}
+        built = build_model(name, num_classes=classes, weights=o.weights, seed=o.seed, **kind)
         built.module.to(self.session.device).eval()
         extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
         return Subject(built, ThreatModel(ThreatModel.parse(self.options.grants).grants | extra))

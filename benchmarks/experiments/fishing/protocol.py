@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -25,7 +26,8 @@ from fedmjp.audit.harness import Scored, score_found
 from fedmjp.audit.victims import Setting, Subject, Victims
 from fedmjp.budgets import build_attack
 from fedmjp.data import load_gallery
-from fedmjp.models import BuiltModel, build_model, resize_model
+from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.build import load_at_size
 from fedmjp.models.encoder import load_encoder
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
@@ -88,10 +90,11 @@ class Run:
         name = self.defense.model_name(options.model)
         classes = classes_of(name, options.weights) or IMAGENET_CLASSES
         adapt = self.defense.adapt if self.defense.adapts else None
-        built = build_model(name, num_classes=classes, weights=options.weights, seed=options.seed, adapt=adapt)
-        if options.encoder is not None:
-            built = replace(built, provenance=load_encoder(built.module, options.encoder))
-        built = built if options.image_size is None else resize_model(built, options.image_size)
+        size, encoder = options.image_size, options.encoder
+        sized = {"image_size": size if encoder is None else None}
+        built = build_model(name, num_classes=classes, weights=options.weights, seed=options.seed, adapt=adapt, **sized)
+        if encoder is not None:
+            built = load_at_size(built, size, encoder, partial(load_encoder, built.module, encoder))
         built.module.to(self.session.device).eval()
         self.built, self.shape = built, (3, built.image_size, built.image_size)
         self.gallery = load_gallery(options.images, size=built.image_size, path=options.data_path)

@@ -16,7 +16,7 @@ from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.victims import Subject, Victims
 from fedmjp.budgets import build_attack
 from fedmjp.defenses import DEFENSES
-from fedmjp.models import BuiltModel, build_model, resize_model
+from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
 
@@ -46,8 +46,8 @@ class Run(TableRun):
     def build(self, name: str, source: str) -> BuiltModel:
         """A model at the size asked for."""
         o = self.options
-        built = build_model(name, num_classes=classes_of(name, source) or IMAGENET_CLASSES, weights=source, seed=o.seed)
-        built = resize_model(built, o.image_size) if o.image_size else built
+        classes = classes_of(name, source) or IMAGENET_CLASSES
+        built = build_model(name, num_classes=classes, weights=source, seed=o.seed, image_size=o.image_size or None)
         built.module.to(self.session.device).eval()
         return built
 

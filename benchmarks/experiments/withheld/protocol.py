@@ -17,7 +17,7 @@ from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
 from fedmjp.audit.victims import Setting, Subject, Victims
 from fedmjp.defenses import DEFENSES
-from fedmjp.models import build_model, resize_model
+from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import BASELINES, RowLog
 
@@ -43,8 +43,7 @@ class Run(TableRun):
         """Write every row of one model that is missing; returns the images' provenance."""
         o = self.options
         classes = classes_of(model, source) or IMAGENET_CLASSES
-        built = build_model(model, num_classes=classes, weights=source, seed=o.seed)
-        built = built if pixels is None else resize_model(built, pixels)
+        built = build_model(model, num_classes=classes, weights=source, seed=o.seed, image_size=pixels)
         built.module.to(self.session.device).eval()
         subject = Subject(built, self.granted)
         gallery = self.session.gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
