@@ -9,6 +9,7 @@ import pandas as pd
 from experiments.rendering import Rendering, markdown_table
 from experiments.trainings import ablation, backbones, fine_tuning, masking_ratio, precision
 from experiments.trainings.options import (
+    FINE_LONG,
     AblationOptions,
     BackboneOptions,
     FineTuningOptions,
@@ -16,9 +17,16 @@ from experiments.trainings.options import (
     RatioOptions,
 )
 from experiments.trainings.training_curves import curves
+from fedmjp.config import DataConfig
 
 PUBLIC_VIT_TI = "vit_tiny_patch16_224.tiny_imagenet.safetensors"  # what the committed fine-tunings start from
 EVERY_LINE = tuple("ABCDEFGHIJ")  # of Table 2
+LONG = FineTuningOptions(
+    weights=PUBLIC_VIT_TI,
+    lines=tuple("ACGJ"),
+    data=DataConfig("tiny-imagenet", None, 30_000, 5_000),
+    recipe=FINE_LONG,
+)
 
 
 def training_block(folder: Path) -> str:
@@ -35,6 +43,7 @@ RENDERINGS = (
     Rendering("training", blocks={"training": training_block}, figures=curves),
     Rendering("training_long", blocks={"training_long": training_block}, figures=curves),
     fine_tuning.table(FineTuningOptions(weights=PUBLIC_VIT_TI, lines=EVERY_LINE)).rendering(),
+    fine_tuning.table(LONG).rendering("fine_tuning_long"),
     backbones.table(BackboneOptions()).rendering(),
     ablation.table(AblationOptions()).rendering(),
     masking_ratio.table(RatioOptions()).rendering(),

@@ -50,18 +50,24 @@ class TrainingTable:
         console.print((o.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)
         console.print(f"table and figure: {o.out}", soft_wrap=True, highlight=False)
 
-    def rendering(self) -> Rendering:
-        """The rendering of the committed table, from the rows in results/trainings."""
-        return self._rendering(None)
+    def rendering(self, folder: str = "") -> Rendering:
+        """The rendering of the committed table, from the rows in results/trainings.
 
-    def _rendering(self, trainings: Path | None) -> Rendering:
+        Args:
+            folder: of the table in results/, and name of its block, where it is not called like its command.
+        """
+        return self._rendering(None, folder)
+
+    def _rendering(self, trainings: Path | None, folder: str = "") -> Rendering:
+        name = folder or self.name
+
         def rows(folder: Path) -> pd.DataFrame:
             return rows_of(self.variants, self.options, trainings or folder.parent / "trainings")
 
         return Rendering(
-            self.name,
+            name,
             lambda folder: self._files(rows(folder), folder),
-            {self.name: lambda folder: (folder / "table.md").read_text(encoding="utf-8").strip()},
+            {name: lambda folder: (folder / "table.md").read_text(encoding="utf-8").strip()},
             lambda folder: self.draw(rows(folder), self._table(rows(folder)), folder / "figure.png"),
         )
 
