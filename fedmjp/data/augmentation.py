@@ -56,7 +56,7 @@ class AugmentedImages(Augmented):
 
     def __init__(self, images: ImageSet, augmentation: Augmentation) -> None:
         super().__init__(images, augmentation)
-        self.kept = images.keep()
+        self.kept = images.keep() is not None  # in memory from now on, where they fit
         self.transform = create_transform(
             images.size,
             is_training=True,
@@ -68,12 +68,8 @@ class AugmentedImages(Augmented):
             normalize=False,
         )
 
-    def pixels(self, index: int) -> np.ndarray:
-        """Image number `index` as it is, (size, size, 3) uint8."""
-        return self.images.pixels(index) if self.kept is None else self.kept[index]
-
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(Image.fromarray(self.pixels(index))), int(self.images.labels[index])
+        return self.transform(Image.fromarray(self.images.pixels(index))), int(self.images.labels[index])
 
 
 class AugmentedMaps(AugmentedImages):
@@ -81,7 +77,7 @@ class AugmentedMaps(AugmentedImages):
 
     def __init__(self, images: LabelMapSet, augmentation: Augmentation) -> None:
         super().__init__(images, augmentation)
-        self.maps = None if self.kept is None else _decoded_maps(images)
+        self.maps = _decoded_maps(images) if self.kept else None
         crop = v2.RandomResizedCrop(
             images.size, (augmentation.smallest_crop, 1.0), interpolation=v2.InterpolationMode.BICUBIC
         )
@@ -89,7 +85,7 @@ class AugmentedMaps(AugmentedImages):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         labels = self.images.targets([index])[0] if self.maps is None else self.maps[index].long()
-        pair = Picture(torch.from_numpy(self.pixels(index)).permute(2, 0, 1)), Mask(labels)
+        pair = Picture(torch.from_numpy(self.images.pixels(index)).permute(2, 0, 1)), Mask(labels)
         image, labels = (part.as_subclass(Tensor) for part in self.transform(*pair))
         return image, labels
 

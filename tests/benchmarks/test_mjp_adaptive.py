@@ -183,7 +183,8 @@ def test_weights_that_were_trained_at_the_asked_size_are_attacked(tmp_path) -> N
     assert mjp_adaptive.main([*options, "--out", str(tmp_path / "out")]) == 0
     (row,) = load_rows(tmp_path / "out" / "rows.jsonl.gz").query("attack == 'patch_embedding'").to_dict("records")
     assert row["model"] == "vit_micro8_32_mjp, 48 px"
-    assert row["weights"].startswith("trained.safetensors") and "resized" not in row["weights"]
+    assert row["weights"].startswith("trained.safetensors")
+    assert "resized" not in row["weights"]
 
 
 def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None:
