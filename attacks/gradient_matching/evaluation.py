@@ -11,6 +11,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Replay(Evaluation):
         self, objective: Objective, candidates: Candidates, changes: Sequence[float], record: Recorder | None = None
     ) -> None:
         super().__init__(objective, candidates)
-        self._changes, self._record = sorted(changes), record or cuda_graph
+        self._changes, self._record = sorted(changes), record or partial(cuda_graph, candidates.images.device)
         self._phase: int | None = None
 
     def losses(self, share: float) -> Tensor:
@@ -99,22 +100,25 @@ class Replay(Evaluation):
         return (super().losses(share), *super().gradients())
 
 
-def cuda_graph(function: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-    """A `Recorder` by a CUDA graph. A function that cannot be recorded is computed anew, with a warning."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            held = function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            held = function()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0][:120]
-        warnings.warn(f"the steps cannot be recorded and take several times longer ({reason})", stacklevel=2)
-        return _anew(function, held)
+def cuda_graph(
+    device: torch.device, function: Callable[[], Sequence[Tensor]]
+) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    """A `Recorder` by a CUDA graph on `device`. A function that cannot be recorded is computed anew, with a warning."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                held = function()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                held = function()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:120]
+            warnings.warn(f"the steps cannot be recorded and take several times longer ({reason})", stacklevel=2)
+            return _anew(function, held)
     return graph.replay, held
 
 
