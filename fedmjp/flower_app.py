@@ -26,6 +26,7 @@ from attacks.registry import UsageError
 from fedmjp.cli import guarded, parse, terminal
 from fedmjp.config import DefenseOptions, ModelConfig, RunConfig, from_flat, option_places
 from fedmjp.defenses import DEFENSES
+from fedmjp.defenses.options import require_used
 from fedmjp.federation import server_app_for
 from fedmjp.settings import split_entries
 
@@ -45,7 +46,7 @@ def configuration(run_config: Mapping[str, Any], clients: int) -> RunConfig:
         clients: number of SuperNodes.
 
     Raises:
-        UsageError: no such option, or a value that is not of its type.
+        UsageError: no such option, a value that is not of its type, or an option of a defence that does not run.
     """
     options = dict(run_config)
     for entry in split_entries([str(options.pop(PLUGINS, ""))]):
@@ -53,7 +54,9 @@ def configuration(run_config: Mapping[str, Any], clients: int) -> RunConfig:
         if not equals:
             raise UsageError(f"{PLUGINS} takes OPTION=value, with commas between several, not {entry!r}")
         options[name] = value
-    return from_flat({**options, "clients": clients}, BASE)
+    config = from_flat({**options, "clients": clients}, BASE)
+    require_used(config.options, config.defense)
+    return config
 
 
 def default_config() -> dict[str, Any]:

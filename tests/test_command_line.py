@@ -188,6 +188,7 @@ def test_flower_options_are_read_as_their_types() -> None:
         ({"update": "noise"}, "option update takes one of gradient, weights, not 'noise'"),
         ({"defense_options": "gamma"}, "defense_options takes OPTION=value"),
         ({"defense_options": "toy.gamma=1"}, "unknown option 'toy.gamma'"),
+        ({"defense": "none", "gamma": 0.5}, "--gamma is an option of --defense mjp, which does not run"),
     ],
 )
 def test_mistakes_in_flower_options(options: dict, words: str) -> None:

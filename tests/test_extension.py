@@ -118,10 +118,10 @@ print(json.dumps([run.federation.clients, run.defense, toy.gamma, toy.rescale, r
 
 
 def test_flwr_run_takes_the_options_of_both(site) -> None:
-    asked = 'defense="none,toy" gamma=0.2 defense_options="toy.gamma=0.5,rescale=true" attacks="toy"'
+    asked = 'defense="mjp,toy" gamma=0.2 defense_options="toy.gamma=0.5,rescale=true" attacks="toy"'
     done = python(site, "-c", CONFIGURE.format(asked=asked + ' attack_options="toy.cutoff=0.001"'))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [4, ["none", "toy"], 0.5, True, 0.2, {"cutoff": 0.001}]
+    assert json.loads(done.stdout) == [4, ["mjp", "toy"], 0.5, True, 0.2, {"cutoff": 0.001}]
 
 
 CONTRACT = """
