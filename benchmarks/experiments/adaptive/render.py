@@ -89,6 +89,7 @@ RENDERINGS = (
     _rendering("mjp_adaptive_trained", "adaptive_trained"),
     _rendering("mjp_adaptive_long", "adaptive_long"),
     _rendering("mjp_adaptive_vit_ti", "adaptive_vit_ti"),
+    _rendering("mjp_adaptive_fine_tuned", "adaptive_fine_tuned"),
     _rendering("mjp_adaptive_vit_ti_224", "adaptive_vit_ti_224"),
     MASKS,
 )
