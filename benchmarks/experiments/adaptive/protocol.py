@@ -76,8 +76,9 @@ class Run:
         defense = o.chosen_defense()
         name, dal = defense.model_name(o.model), getattr(defense, "dal", "none")
         classes = classes_of(name, o.weights) or IMAGENET_CLASSES
-        kind = {"block": block, "dal": dal, "image_size": o.image_size}
-        built = build_model(name, num_classes=classes, weights=o.weights, seed=o.seed, **kind)
+        built = build_model(
+            name, num_classes=classes, weights=o.weights, block=block, dal=dal, seed=o.seed, image_size=o.image_size
+        )
         built.module.to(self.session.device).eval()
         extra = {Capability.MODIFIED_MODEL} if block == "april" else set()
         return Subject(built, ThreatModel(ThreatModel.parse(self.options.grants).grants | extra))

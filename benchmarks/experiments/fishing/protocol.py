@@ -91,8 +91,14 @@ class Run:
         classes = classes_of(name, options.weights) or IMAGENET_CLASSES
         adapt = self.defense.adapt if self.defense.adapts else None
         size, encoder = options.image_size, options.encoder
-        sized = {"image_size": size if encoder is None else None}
-        built = build_model(name, num_classes=classes, weights=options.weights, seed=options.seed, adapt=adapt, **sized)
+        built = build_model(
+            name,
+            num_classes=classes,
+            weights=options.weights,
+            seed=options.seed,
+            adapt=adapt,
+            image_size=size if encoder is None else None,  # an encoder of either size is loaded first
+        )
         if encoder is not None:
             built = load_at_size(built, size, encoder, partial(load_encoder, built.module, encoder))
         built.module.to(self.session.device).eval()

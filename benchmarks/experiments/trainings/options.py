@@ -28,9 +28,6 @@ SHORT = dataclasses.replace(
 # One pass over trained weights: a tenth of the rate.
 FINE = dataclasses.replace(SHORT, learning_rate=0.002)
 
-# Five passes in batches of four times the size, at twice the rate of a step (2.5e-4 at its peak).
-FINE_LONG = dataclasses.replace(FINE, epochs=5, batch_size=128, learning_rate=0.001)
-
 
 @dataclass(frozen=True)
 class Variant:

@@ -46,21 +46,19 @@ class TrainingTable:
         if o.train:
             note_rows(o.trainings, program, read_rows(o.trainings, TRAININGS))
         note_rows(o.out, program, rows, data=sorted(set(rows["provenance"])))
-        self._rendering(o.trainings).write(o.out)
+        self._rendering(o.trainings, self.name).write(o.out)
         console.print((o.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)
         console.print(f"table and figure: {o.out}", soft_wrap=True, highlight=False)
 
-    def rendering(self, folder: str = "") -> Rendering:
+    def rendering(self, name: str = "") -> Rendering:
         """The rendering of the committed table, from the rows in results/trainings.
 
         Args:
-            folder: of the table in results/, and name of its block, where it is not called like its command.
+            name: of its folder in results/ and of its block, where they are not called like its command.
         """
-        return self._rendering(None, folder)
+        return self._rendering(None, name or self.name)
 
-    def _rendering(self, trainings: Path | None, folder: str = "") -> Rendering:
-        name = folder or self.name
-
+    def _rendering(self, trainings: Path | None, name: str) -> Rendering:
         def rows(folder: Path) -> pd.DataFrame:
             return rows_of(self.variants, self.options, trainings or folder.parent / "trainings")
 
