@@ -148,6 +148,7 @@ QUANTITIES = {
     "vouched": "share of patches that the attack vouches for",
     "psnr_whole": "PSNR of the worst of the images that the attack vouches for (dB)",
     "right": "share of patches above 25 dB",
+    "patches_any_order": "share of patches above 25 dB in any place, of attacks that guess their order",
     "patches_found": "share of patches that most_patches brings above 25 dB",
     "reidentified": "share of attacked images whose original is the nearest of the candidates to the reconstruction",
     "claims_right": "share of the patches vouched for that are above 25 dB, over all images",

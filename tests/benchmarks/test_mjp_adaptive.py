@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,15 +14,18 @@ import pytest
 import torch
 from experiments.adaptive import protocol, updates
 from experiments.adaptive.render import mask_block
+from experiments.adaptive.table import adaptive_tables
 from experiments.rendering import spread_table
 from experiments.session import failures
 from rich.console import Console
 from safetensors.torch import save_file
+from torch.nn import functional as F
 
 from attacks import ATTACKS, Capability
 from attacks.base import FAILED
+from attacks.observation import ORDER_GUESSED
 from fedmjp.audit.victims import drifted
-from fedmjp.metrics import bootstrap_mean
+from fedmjp.metrics import bootstrap_mean, psnr
 from fedmjp.models import build_model
 from fedmjp.records.rows import load_rows
 
@@ -214,7 +218,44 @@ def test_choices_of_masks_are_compared(tmp_path) -> None:
     assert "| 0.2 | `mjp_rounds` | 3 |" in mask_block(out)
 
 
+def test_one_update_is_pictured_at_the_ratio_that_is_asked_for(tmp_path, monkeypatch) -> None:
+    drawn: dict[str, list] = {}
+    monkeypatch.setattr(protocol, "reconstructions_figure", lambda panels, path: drawn.update({path.name: panels}))
+    options = ["--model", "vit_mini_64", "--weights", "auto", "--num-images", "1", "--gammas", "0.1", "--update-gammas"]
+    options += ["--attacks", "april", "patch_embedding", "mjp_subspace", "--pictured-gamma", "0.1"]
+    assert mjp_adaptive.main([*options, "--out", str(tmp_path)]) == 0
+    (panel,) = drawn["one_update.png"]
+    assert list(panel.reconstructions) == ["patch_embedding", "mjp_subspace"]  # april has a block of its own
+    patches = [F.unfold(image[None], 8, stride=8)[0].T for image in (panel.original, panel.seen)]  # (64, 192) each
+    moved = (patches[0] != patches[1]).any(dim=1)
+    assert 0 < moved.sum() <= 6  # of 64
+    torch.testing.assert_close(*(own[moved].sort(dim=0).values for own in patches))
+    best = panel.reconstructions["mjp_subspace"]
+    assert best.psnr == pytest.approx(float(psnr(best.image[None], panel.original[None])))
+    assert best.psnr > panel.reconstructions["patch_embedding"].psnr + 3
+
+
+def test_patches_are_counted_in_any_order_where_the_order_is_a_guess() -> None:
+    """unmix places a third of four fifths of them; one answer of it left nothing to place."""
+    given = [("unmix", [ORDER_GUESSED], 0.25, 0.8), ("unmix", [ORDER_GUESSED], 0.35, 0.9), ("unmix", [], 1.0, 1.0)]
+    given += [("mjp_subspace", [], 0.1, 0.4)]
+    rows = pd.DataFrame(
+        [
+            {"attack": attack, "flags": flags, "patch_recovery": placed, "any_place": found, "image_id": str(number)}
+            for number, (attack, flags, placed, found) in enumerate(given)
+        ]
+    )
+    rows = rows.assign(defense_parameters=[{"gamma": 0.9}] * 4, details=[{}] * 4, setting="paper", psnr=20.0)
+    one, _ = adaptive_tables(rows.assign(round=1, seed=0, seconds=1.0, image=0))
+    one = one.set_index("attack")
+    assert one.loc["unmix", ["patch_recovery_median", "patches_any_order_median"]].tolist() == [0.35, 0.9]
+    assert one.loc["mjp_subspace", "patch_recovery_median"] == 0.1
+    assert math.isnan(one.loc["mjp_subspace", "patches_any_order_median"])
+
+
 MISTAKES = [
+    (["--pictured-gamma", "1.5"], "--gamma must lie in"),
+    (["--gammas", "--update-gammas"], "there is nothing to attack"),
     (["--attacks", "subspace"], "unknown attack 'subspace'"),
     (["--gammas", "1.5"], "--gamma must lie in"),
     (["--num-images", "0"], "must be at least 1"),

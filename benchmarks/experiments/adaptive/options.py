@@ -53,8 +53,8 @@ class Options(DefendedOptions, SuiteOptions, WorkerOptions):
     reconstruction is compared with the original image; `psnr_visible` counts the visible patches alone. A defence
     without the option gamma is attacked once, as its options say; one without jigsaw_probability under one schedule.
 
-    Writes rows.jsonl.gz, one_update.csv, updates.csv, leakage.png, round_by_round.png and run.json to --out; --resume
-    goes on with an unfinished run.
+    Writes rows.jsonl.gz, one_update.csv, updates.csv, leakage.png, round_by_round.png and run.json to --out (and
+    one_update.png with --pictured-gamma); --resume goes on with an unfinished run.
     """
 
     model: str = "deit_s"
@@ -79,6 +79,9 @@ class Options(DefendedOptions, SuiteOptions, WorkerOptions):
     """Jigsaw in every step, or with probability 1/2 as in the released code."""
     mask_choices: tuple[Literal["block", "random", "attention", "attended", "fixed"], ...] = ()
     """Choices of masks to compare, instead of --mask-choice (defences with that option); the table is of them."""
+    pictured_gamma: float | None = None
+    """Also draw one_update.png: three embedded photographs at this masking ratio, and what --attacks make of one update
+    of each."""
     grants: tuple[str, ...] = AuditConfig().grants
     """What the adversary sees beyond an update; an attack that needs more is refused."""
     drift: float = 0.01
@@ -93,7 +96,10 @@ class Options(DefendedOptions, SuiteOptions, WorkerOptions):
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         check_positive(self, "num_images", "batch_size", "updates", "image_size")
-        self.defenses((*self.gammas, *self.update_gammas))
+        if not self.defenses((*self.gammas, *self.update_gammas)):
+            raise UsageError("neither --gammas nor --update-gammas names a masking ratio: there is nothing to attack")
+        if self.pictured_gamma is not None:
+            self.defenses([self.pictured_gamma])
         super().validate()
         for name in self.named():
             ATTACKS.get(name)().require(ThreatModel.parse(self.grants), name)

@@ -23,10 +23,11 @@ from experiments.adaptive.updates import Case, Found, Plan, Updates
 from experiments.session import AttackSession
 from fedmjp.audit.victims import Subject, Victims
 from fedmjp.budgets import ALL, AUTO, build_attack
-from fedmjp.data import load_gallery
+from fedmjp.data import Gallery, load_gallery
 from fedmjp.models import build_model
 from fedmjp.models.weights import IMAGENET_CLASSES, classes_of
 from fedmjp.records.rows import RowLog
+from fedmjp.report.pictures import Panel, Reconstructed, reconstructions_figure
 from fedmjp.workers import Lost, in_order
 
 NAIVE = "april"
@@ -91,6 +92,8 @@ class Run:
         choices = self.options.mask_choices
         if not choices and any(case.counts for case in cases(self.options)):
             round_by_round_figure(self.pictures(), out / "round_by_round.png")
+        if self.options.pictured_gamma is not None:
+            reconstructions_figure(self.panels(self.options.pictured_gamma), out / "one_update.png")
         self.session.finish("mjp_adaptive", MASKS if choices else RENDERINGS[0], images=self.gallery.provenance)
         for file in (out / name for name in ("one_update.csv", "updates.csv", "table.csv")):
             if file.exists():
@@ -160,13 +163,31 @@ class Run:
             found |= {n: a for n, a in suite.items() if n in asked or Capability.SEVERAL_ROUNDS in a.needs}
         return found
 
+    def panels(self, gamma: float) -> list[Panel]:
+        """Embedded photographs at a masking ratio, and what each attack of the first experiment makes of one update."""
+        gallery = self.embedded()
+        defense = self.options.sweep([gamma])[0]
+        case = Case(defense, "paper", tuple(name for name in self.options.attacks if name != NAIVE))
+        victims = self.session.victims(gallery, defense, self.options.seed)
+        found: dict[int, Panel] = {}
+        answers = self.updates.follow(case, self.plan(case, victims), victims, range(len(victims)), no_display)
+        for _, client, name, one, _, fed in answers:
+            title = gallery.images.ids[client].split("/")[0]
+            panel = found.setdefault(client, Panel(title, gallery.images.images([client])[0], fed))
+            image = None if one.images is None else one.images[0]
+            panel.reconstructions[name] = Reconstructed(image, one.records[0]["psnr"], one.diagnosis)
+        return list(found.values())
+
+    def embedded(self) -> Gallery:
+        """The photographs of pictures."""
+        return load_gallery("photos", size=self.subjects["standard"].built.image_size, limit=PICTURED)
+
     def pictures(self) -> dict[str, tuple[Tensor, dict[int, Tensor]]]:
         """Embedded photographs, and what the first attack of the second experiment finds after 1, 2, ... updates.
 
         `PICTURED_ATTACK` where none is asked for by name. A defence with the option gamma is drawn at gamma 0.5.
         """
-        gallery = load_gallery("photos", size=self.subjects["standard"].built.image_size, limit=PICTURED)
-        defense = self.options.sweep([PICTURED_GAMMA])[0]
+        gallery, defense = self.embedded(), self.options.sweep([PICTURED_GAMMA])[0]
         case = Case(defense, "paper", counts=PICTURED_UPDATES)
         victims = self.session.victims(gallery, defense, self.options.seed)
         name = next((n for n in self.options.update_attacks if n not in (AUTO, ALL)), PICTURED_ATTACK)

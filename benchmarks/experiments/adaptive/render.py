@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from experiments.adaptive.table import adaptive_tables, leakage_figure, mask_table
@@ -31,10 +32,18 @@ def _one_update(table: pd.DataFrame) -> str:
             f"`{row.attack}`",
             mean,
             f"median {row.psnr_visible_median:.1f}",
+            _patches(row),
             _images(row),
         ]
         lines.append(cells)
-    return markdown_table(["one update, γ", "attack", "whole image (dB)", "visible patches (dB)", "images"], lines)
+    heads = ["one update, γ", "attack", "whole image (dB)", "visible patches (dB)"]
+    return markdown_table([*heads, "patches above 25 dB, median (in any order)", "images"], lines)
+
+
+def _patches(row: pd.Series) -> str:
+    """The share of patches in their places, and in any order where the attack guesses it."""
+    placed, found = row.patch_recovery_median, row.patches_any_order_median
+    return f"{placed:.0%}" if np.isnan(found) else f"{placed:.0%} ({found:.0%})"
 
 
 def _images(row: pd.Series) -> str:

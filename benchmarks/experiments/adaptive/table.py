@@ -13,7 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from attacks.observation import ORDER_GUESSED
 from experiments.rendering import spread_table
+from fedmjp.records.rows import ANY_PLACE
 from fedmjp.report.pictures import draw_picture
 from fedmjp.report.styles import MOST_LINES, NORMAL, SMALL, WIDTH, attack_style, defence_colour, dress, error_bars, save
 
@@ -23,7 +25,8 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
     Settings that differ from a schedule in the masks as released or in a warm-up say so in the column `setting`.
     Columns: those of `spread_table` in dB, and for one update `psnr_visible_mean` and `psnr_visible_median`, over the
-    patches whose position is not hidden.
+    patches whose position is not hidden, and medians of the share of patches above 25 dB, `patch_recovery_median` in
+    their places and `patches_any_order_median` in any order (NaN for attacks that guess no order).
     """
     rows = rows.assign(
         gamma=[p.get("gamma", 0.0) for p in rows["defense_parameters"]],
@@ -34,16 +37,31 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     first = rows[(rows["round"] == 1) & (rows["setting"] == "paper") & ~over_rounds]
     one = spread_table(first, ["attack", "gamma"])
     if len(one):
-        visible = spread_table(first, ["attack", "gamma"], "psnr_visible")
-        one = one.merge(
-            visible[["attack", "gamma", "psnr_visible_mean", "psnr_visible_median"]], on=["attack", "gamma"]
-        )
+        by = ["attack", "gamma"]
+        visible = spread_table(first, by, "psnr_visible")[[*by, "psnr_visible_mean", "psnr_visible_median"]]
+        one = one.merge(visible, on=by).merge(_shares_of_patches(first, by), on=by)
     over = rows[over_rounds].rename(columns={"round": "updates"})
     over["setting"] = [
         _in_words(schedule, options)
         for schedule, options in zip(over["setting"], over["defense_parameters"], strict=True)
     ]
     return one, spread_table(over, ["attack", "setting", "gamma", "updates"])
+
+
+def _shares_of_patches(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Medians of the shares of patches above 25 dB, by `by`; see `adaptive_tables`."""
+    placed = rows["patch_recovery"].astype(float)
+    guessed = pd.Series([ORDER_GUESSED in flags for flags in rows["flags"]], index=rows.index)
+    shares = rows[by].assign(
+        patch_recovery_median=placed,
+        patches_any_order_median=rows[ANY_PLACE].astype(float).where(guessed, placed),
+        guessed=guessed,
+    )
+    table = shares.groupby(by, sort=False).agg(
+        {"patch_recovery_median": "median", "patches_any_order_median": "median", "guessed": "any"}
+    )
+    table["patches_any_order_median"] = table["patches_any_order_median"].where(table.pop("guessed"))
+    return table.reset_index()
 
 
 def mask_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -65,13 +65,14 @@ class Sent:
 
     Attributes:
         clients: their numbers.
-        originals: (clients, C, H, W) in [0, 1].
+        originals, fed: (clients, C, H, W) in [0, 1], and what the model saw of them.
         masks: (clients, N) bool, the patches without their position.
         patch_size: side of a patch in pixels.
     """
 
     clients: list[int]
     originals: Tensor
+    fed: Tensor
     masks: Tensor
     patch_size: int
 
@@ -140,7 +141,7 @@ class Updates:
                 history.append(observation)
             masks = torch.zeros(len(clients), math.prod(built.grid), dtype=torch.bool)
             masks = masks if seen.position_mask is None else seen.position_mask
-            yield number, histories, Sent(clients, originals, masks, built.patch_size)
+            yield number, histories, Sent(clients, originals, seen.images, masks, built.patch_size)
             for history in histories:
                 history[-1] = remember(history[-1])
 
@@ -150,18 +151,19 @@ class Updates:
         """Let clients send one update after the other, and attack.
 
         Yields:
-            (updates so far, client, attack, its scored answer, last observation, mask of the last update (N,)).
+            (updates so far, client, attack, its scored answer, last observation, what the model saw last (C, H, W)).
         """
         for number, histories, sent in self.sent(case, victims, batch, plan):
             for name, attack in plan.get(number, {}).items():
                 found = attack.attack_many(histories)
                 scored = score_found(attack, name, found, list(sent.originals[:, None]), self.score)
-                pairs = zip(sent.clients, sent.originals, scored, histories, sent.masks, strict=True)
-                for client, original, one, history, mask in pairs:
+                own = zip(sent.originals, sent.fed, sent.masks, strict=True)
+                pairs = zip(sent.clients, own, scored, histories, strict=True)
+                for client, (original, fed, mask), one, history in pairs:
                     visible = psnr_of_patches(one.images, original, ~mask, sent.patch_size)
                     details = {**one.reconstruction.details, "psnr_visible": visible}
                     answer = replace(one.reconstruction, details=details)
-                    yield number, client, name, replace(one, reconstruction=answer), history[-1], mask
+                    yield number, client, name, replace(one, reconstruction=answer), history[-1], fed
             advance()
 
     def case(self, victims: Victims, case: Case, number: int, name: str, attack: Attack) -> dict[str, Any]:
