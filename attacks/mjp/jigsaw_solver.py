@@ -34,8 +34,8 @@ from torch import Tensor
 from attacks.mjp.belief_propagation import beliefs
 
 EXPONENT = 0.3
-RESTARTS = 16
-LAST_BETAS, AGREEMENT = (1.5, 2.0, 1.0, 3.0), 3
+RESTARTS = 48
+LAST_BETAS, AGREEMENT = (1.5, 2.0, 1.0, 3.0), 6
 PERTURBATION = 0.3  # standard deviation, of minus the logarithm of a probability
 ANCHORS = 16  # anchors are taken at steps of a sixteenth of the pieces, the surest first
 START_NOISE = 0.5  # standard deviation of the logarithms of the first messages

@@ -18,6 +18,7 @@ equations says which place a token has: an assignment of tokens to places.
 
 Patches that agree up to the noise of the message are found as one token. How often it occurs is linear, too: with
 kernel values k_ij of the first attention and values v_j, sum_j m_j k_ij (v_j - o_i) = 0 for all tokens i and heads.
+Copies fill the places for which no token was found: tokens that a search misses are mostly those of uniform areas.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class PlacedPatches:
         patches: (N, P) normalised pixels; NaN where no token was found, and no copy of one can be.
         deviation: (N,) expected rms error of a pixel; infinite where no token was found.
         found: (N,) bool; copies of one that was found do not count.
-        misfit: (N,) squared residual of the equations over their number, in units of the error of the y_i.
+        misfit: (N,) squared residual of the equations over their number, in units of the error of the y_i; 0 of copies.
     """
 
     patches: Tensor
@@ -224,7 +225,7 @@ class TokenPatches:
             copied = torch.zeros(len(places), dtype=torch.bool, device=places.device)
             copied[mine] = known.unseen[at]
             times = self._multiplicities(tokens, attention @ self.mixed, copied, int(missing.sum()))
-            patches[missing] = patches[places - p][times]
+            patches[missing], misfit[missing] = patches[places - p][times], 0.0
         rest = (~known.unseen & ~found).nonzero()[:, 0]
         if len(rest):  # their tokens agree with others' up to the noise
             nearest = everywhere[:, rest + p].argmin(dim=0)
