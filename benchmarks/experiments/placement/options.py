@@ -46,8 +46,8 @@ class Options(RowOptions):
     """File of a predictor (none given: the one that ships)."""
     mixture: str = ""
     """File of a mixture of borders (none given: the one that ships)."""
-    restarts: int = 16
-    """Most arrangements that a solver tries, as in the attacks; it stops when three of them are the cheapest one."""
+    restarts: int = 48
+    """Most arrangements that a solver tries, as in the attacks; it stops when six of them are the cheapest one."""
     seed: int = 0
     """Fixes the scrambling and the noise."""
     out: Path = Path("runs/placement")
