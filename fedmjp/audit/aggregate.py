@@ -10,6 +10,7 @@ in which all clients take part. All of them use the same number of images, so th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,12 @@ from torch import Tensor
 def sum_in_words(size: int, alone: bool) -> str:
     """What a setting adds about sums of `size` clients, one of them singled out where `alone`; "" for no sum."""
     return f", sum of {size} clients" * (size > 1) + ", one singled out" * alone
+
+
+def summed_clients(setting: str) -> int:
+    """Clients whose sum the server saw in rows of this setting, as `sum_in_words` says it; 0 for single updates."""
+    found = re.search(r", sum of (\d+) clients", setting)
+    return int(found[1]) if found else 0
 
 
 class SingleUpdate(Protocol):

@@ -197,6 +197,9 @@ MISTAKES = [
     (["--defenses", "mjp+mjp"], "mjp"),
     (["--recipes", "batch of 3"], "choose from: one image, flip"),
     (["--recipes", "flip", "flip"], "--recipes takes one or more different entries"),
+    (["--secure-aggregation", "2"], "--secure-aggregation 2 makes no equal groups of the 3 clients"),
+    (["--secure-aggregation", "0", "4"], "--secure-aggregation 4 makes no equal groups of the 3 clients"),
+    (["--secure-aggregation", "3", "3"], "--secure-aggregation takes one or more different entries"),
     (["--seeds", "1", "1"], "--seeds takes one or more different entries"),
     (["--grants", "omniscience"], "unknown capability"),
     (["--data", "cifar10", "--data-path", "nowhere"], "nowhere"),
@@ -285,6 +288,23 @@ def test_recipes_stand_beside_each_other_and_change_the_clients_alone(tmp_path) 
     assert run(out, *options, "--learning-rate", "0.5", "--resume") == 2
 
 
+def test_sums_of_clients_are_points_of_their_own_that_train_alike(tmp_path) -> None:
+    """Every client of an attacked group counts, at the accuracy of the same training seen client by client."""
+    out = tmp_path / "out"
+    options = ["--defenses", "none", "--secure-aggregation", "0", "3", "--attacks", "patch_embedding"]
+    assert run(out, *options, "--audit-points", "1", "--rounds", "1") == 0
+    points = ["none", "none, sum of 3 clients"]
+    rounds = pd.read_csv(out / "rounds.csv")
+    assert list(dict.fromkeys(rounds["point"])) == points
+    alone, summed = (rounds.loc[rounds["point"] == point, "accuracy"].tolist() for point in points)
+    assert alone == summed
+    table = pd.read_csv(out / "table.csv").set_index(["point", "attack"])
+    assert table.loc[[(point, "mean_image") for point in points], "count"].tolist() == [2, 3]
+    assert table.loc[("none", "patch_embedding"), "psnr_mean"] > 40
+    assert table.loc[("none, sum of 3 clients", "patch_embedding"), "psnr_mean"] < 20
+    assert set(pd.read_csv(out / "ranks.csv")["point"]) == set(points)
+
+
 def test_every_recipe_is_read_back_from_its_options() -> None:
     config = RunConfig()
     for name in RECIPES:
@@ -298,6 +318,7 @@ def test_a_point_is_named_alike_from_options_and_from_rows() -> None:
     assert point_of("lora", options, "vit_mini_32") == "lora"
     assert point_of("lora", json.loads(json.dumps(options)), "vit_mini_32") == "lora"
     assert point_of("dp_sgd:dp_epsilon=8", {"dp_epsilon": None}, "vit_mini_32") == "dp_sgd, dp_epsilon = 8"
+    assert point_of("withheld", {"train_only": ["biases", "head"]}, "") == "withheld, train_only = biases and head"
 
 
 def test_an_image_that_did_not_come_back_is_not_found() -> None:

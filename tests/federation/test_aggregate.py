@@ -9,7 +9,7 @@ import torch
 
 from attacks import ATTACKS, UsageError
 from fedmjp import simulate
-from fedmjp.audit.aggregate import Aggregation
+from fedmjp.audit.aggregate import Aggregation, sum_in_words, summed_clients
 from fedmjp.audit.assignment import match
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
@@ -18,6 +18,11 @@ from fedmjp.metrics import psnr
 from tests.conftest import federated_rounds, observed_update
 
 GROUP = {"clients": 2, "secure_aggregation": 2, "audit_clients": "0", "test_limit": 2}
+
+
+@pytest.mark.parametrize(("size", "alone", "read"), [(0, False, 0), (1, False, 0), (2, False, 2), (32, True, 32)])
+def test_the_size_of_a_sum_is_read_back_from_the_setting(size: int, alone: bool, read: int) -> None:
+    assert summed_clients("federation, iid, scored against the original" + sum_in_words(size, alone)) == read
 
 
 @pytest.mark.parametrize("update", ["gradient", "weights"])

@@ -78,6 +78,9 @@ class Options(AttackOptions):
             "are scored against the images that the client fed, augmented."
         ),
     ] = (PLAIN,)
+    secure_aggregation: tuple[int, ...] = (0,)
+    """Clients of whose updates the server sees the sum alone (0: every update by itself); each of these under every
+    defence. Groups are then what --audit-clients counts."""
     rounds: int = 60
     """Rounds of training."""
     audit_points: Annotated[int, tyro.conf.arg(aliases=("--looks",))] = 4
@@ -135,10 +138,10 @@ class Options(AttackOptions):
         check_positive(self, "audit_points", "audit_clients", "test_images")
         if self.audit_points > self.rounds:
             raise UsageError(f"--audit-points {self.audit_points} needs as many --rounds")
-        for option in ("partitions", "defenses", "recipes", "seeds", "attacks"):
+        for option in ("partitions", "defenses", "recipes", "secure_aggregation", "seeds", "attacks"):
             given = getattr(self, option)
             if not given or len(set(given)) < len(given):
-                raise UsageError(f"--{option} takes one or more different entries")
+                raise UsageError(f"--{option.replace('_', '-')} takes one or more different entries")
         for name in self.defenses:
             self.strengths(name)
         check_recipes(self.recipes)

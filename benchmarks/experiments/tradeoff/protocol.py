@@ -27,6 +27,7 @@ from experiments.tradeoff.options import NOPE, Options
 from experiments.tradeoff.reidentified import measure_ranks, read_ranks
 from experiments.tradeoff.render import OBJECTIVES, RANKS, TRADEOFF
 from experiments.tradeoff.table import STRENGTHS, placed, point_of, under_objective, under_recipe
+from fedmjp.audit.aggregate import sum_in_words
 from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
@@ -70,7 +71,8 @@ class Federation:
         """Its defence with its strength, in words."""
         (name,) = self.config.defense
         own = point_of(name, vars(self.config.defence(name)), self.config.model.model)
-        return under_recipe(under_objective(own, split_entry(self.config.objective, "--objective")[0]), self.recipe)
+        own = under_recipe(under_objective(own, split_entry(self.config.objective, "--objective")[0]), self.recipe)
+        return own + sum_in_words(self.config.audit.secure_aggregation, alone=False)
 
     @property
     def recipe(self) -> str:
@@ -93,11 +95,16 @@ class Federation:
 
 def federations(options: Options) -> Iterator[Federation]:
     """Every federation that is asked for, in the order in which they run: all defences on one partition first."""
-    for seed, partition, recipe, objective, name in product(
-        options.seeds, options.partitions, options.recipes, options.entries(), options.defenses
+    for seed, partition, group, recipe, objective, name in product(
+        options.seeds,
+        options.partitions,
+        options.secure_aggregation,
+        options.recipes,
+        options.entries(),
+        options.defenses,
     ):
         if name != NOPE or objective == SUPERVISED:
-            config = replace(with_recipe(_base(options, partition, seed), recipe), objective=objective)
+            config = replace(with_recipe(_base(options, partition, group, seed), recipe), objective=objective)
             for defense in options.strengths(name):
                 yield _federation(options, config, name, defense)
 
@@ -131,7 +138,7 @@ def _training(config: RunConfig) -> tuple:
     return federation, config.local, data, replace(config.model, model=split_name(config.model.model)[0])
 
 
-def _base(o: Options, partition: str, seed: int) -> RunConfig:
+def _base(o: Options, partition: str, group: int, seed: int) -> RunConfig:
     shipped = shipped_weights(o.model, o.weights)  # by path: each defence's model starts from the plain one's weights
     weights = o.weights if shipped is None else str(shipped)
     audited = sorted({1, *(round(o.rounds * point / o.audit_points) for point in range(1, o.audit_points + 1))})
@@ -148,7 +155,8 @@ def _base(o: Options, partition: str, seed: int) -> RunConfig:
         audit=AuditConfig(
             attacks=o.runnable(),
             budget=o.budget,
-            audit_clients=tuple(range(min(o.audit_clients, o.clients))),
+            audit_clients=tuple(range(min(o.audit_clients, o.clients // max(group, 1)))),
+            secure_aggregation=group,
             audit_rounds=tuple(audited),
             at_most=o.limits(),
             steps=o.steps if any(name == AUTO or searches(name) for name in o.runnable()) else (),
@@ -168,7 +176,7 @@ def check(options: Options) -> None:
 
     What differs between federations can be wrong in each; the data are loaded once.
     """
-    done, base = finished(options.out), _base(options, "iid", 0)
+    done, base = finished(options.out), _base(options, "iid", 0, 0)
     if any(_training(one.config) != _training(with_recipe(base, one.recipe)) for one in done):
         raise UsageError(
             f"{options.out} holds federations with another model, data, clients or rounds; pass another --out"

@@ -19,6 +19,7 @@ import pandas as pd
 from attacks.observation import SUPERVISED
 from experiments.client_recipes import PLAIN
 from experiments.rendering import MEAN, interval, markdown_table
+from fedmjp.audit.aggregate import sum_in_words, summed_clients
 from fedmjp.audit.patches import IN_PLACE, most_patches, patch_gains
 from fedmjp.audit.strongest import ByImage, strongest
 from fedmjp.defenses import DEFENSES
@@ -171,7 +172,8 @@ def placed(rows: pd.DataFrame, recipes: Mapping[str, str]) -> pd.DataFrame:
     partitions = [setting.split(", ")[1] for setting in rows["setting"]]
     points = [under_objective(point_of(*name), own) for name, own in zip(names, rows["objective"], strict=True)]
     own = rows["run_id"].map(recipes).fillna(PLAIN)
-    points = [under_recipe(point, recipe) for point, recipe in zip(points, own, strict=True)]
+    sums = [sum_in_words(summed_clients(setting), alone=False) for setting in rows["setting"]]
+    points = [under_recipe(point, recipe) + seen for point, recipe, seen in zip(points, own, sums, strict=True)]
     return rows.assign(partition=partitions, point=points)
 
 
@@ -196,7 +198,8 @@ def point_of(defense: str, parameters: Mapping[str, Any], model: str) -> str:
             return f"{defense}, {symbol} = {parameters[option]:g}"
     usual = vars(DEFENSES.get(defense)()) if defense in DEFENSES else {}
     read = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}  # JSON has no tuples
-    return ", ".join([defense, *(f"{k} = {v}" for k, v in read.items() if usual.get(k) != v)])
+    changed = {k: " and ".join(v) if isinstance(v, tuple) else v for k, v in read.items() if usual.get(k) != v}
+    return ", ".join([defense, *(f"{k} = {v}" for k, v in changed.items())])
 
 
 def under_objective(point: str, objective: str) -> str:
