@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 DEFENSE_HELP = (
     f"Defences to compare, one federation each on the same data and seed. Choose from: {', '.join(DEFENSES)}; one of "
-    "them may be given several times with settings of its own, as NAME:option=value (mjp:gamma=0.1 mjp:gamma=0.9); "
+    "them may be given several times with settings of its own, as NAME:option=value (mjp:gamma=0.1 mjp:gamma=0.9), "
+    "and several values of an option in quotes ('withheld:train_only=biases head'); "
     "several act one after the other as a chain, NAME+NAME (mjp:gamma=0.5+noise)."
 )
 OBJECTIVE_HELP = objective_help()

@@ -1,7 +1,7 @@
 """Dataclasses from plain values, and their fields changed by name, with text: settings of attacks and flat options.
 
 A name is dotted where a field is a dataclass itself (`prior.strength`). Text is read as the field's type hint says:
-numbers, words, true or false, none, and tuples with commas.
+numbers, words, true or false, none, and tuples with commas or spaces.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def read_value(text: str, kind: Any) -> Any:
     if origin is Literal:
         return next(c for c in arguments if str(c) == text) if text in map(str, arguments) else _refuse(text)
     if origin is tuple:
-        parts = [part for part in text.split(",") if part]
+        parts = text.replace(",", " ").split()
         many = len(arguments) == 2 and arguments[1] is Ellipsis
         kinds = arguments[:1] * len(parts) if many else arguments
         return tuple(read_value(part, each) for part, each in zip(parts, kinds, strict=True))
@@ -152,7 +152,7 @@ def describe(kind: Any) -> str:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is tuple:
         words = [describe(a) for a in arguments if a is not Ellipsis]
-        return f"{' and '.join(words)} (with commas)" if all(words) else ""
+        return f"{' and '.join(words)} (with commas or spaces)" if all(words) else ""
     return PLAIN.get(kind, "")
 
 

@@ -79,7 +79,7 @@ def test_settings_are_read_as_their_types() -> None:
         ("dlg", {"steps": "many"}, "steps of attack 'dlg' takes a whole number, not 'many'"),
         ("dlg", {"on_step": "print"}, "has no setting 'on_step'"),
         ("mjp_subspace", {"prior": "3"}, "has no setting 'prior'"),
-        ("mjp_subspace", {"prior.smoothing": "a"}, "(with commas), not 'a'"),
+        ("mjp_subspace", {"prior.smoothing": "a"}, "(with commas or spaces), not 'a'"),
         ("april", {"steps": "3"}, "attack 'april' has no setting 'steps'; it has none"),
         ("aprill", {}, "did you mean 'april'"),
     ],

@@ -1,8 +1,9 @@
 """Several defences that act one after the other, `--defense mjp+noise`, and the reading of such entries.
 
 An entry is NAME, NAME:option=value,option=value, or several of these joined by "+", in the order in which they act: on
-the model, on the input and on the update. Two defences that both move patches, or that both compute the gradient of a
-step, do not go together and are refused.
+the model, on the input and on the update. Several values of one option have spaces between them, or commas where the
+entry stands alone (a list of entries is cut at commas). Two defences that both move patches, or that both compute the
+gradient of a step, do not go together and are refused.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatch
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from attacks import ATTACKS, UsageError
 from attacks.gradient_matching.matched_update import extract_matched_update
 from attacks.gradient_matching.simulation import build_simulation
+from fedmjp.cli import split_commas
 from fedmjp.client import ClientTask
 from fedmjp.config import DataConfig, ModelConfig, RunConfig
 from fedmjp.defenses import DEFENSES
@@ -122,6 +124,14 @@ def test_gradient_matching_matches_what_is_sent_and_nothing_else() -> None:
     assert set(target.values) == set(view.gradients)
     for name, received in target.values.items():
         torch.testing.assert_close(simulated[name], received, rtol=1e-3, atol=1e-6)
+
+
+def test_several_values_of_an_option_stand_in_an_entry_with_spaces_or_commas() -> None:
+    parts = [read_defense(f"withheld:train_only={values}").parameters() for values in ("biases head", "biases,head")]
+    assert parts == [{"train_only": ("biases", "head")}] * 2
+    config = split_commas(replace(RunConfig(), defense=("none,withheld:train_only=biases head",)))
+    assert config.defense == ("none", "withheld:train_only=biases head")
+    config.validate()
 
 
 def test_it_acts_in_chains() -> None:
