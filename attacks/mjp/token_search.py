@@ -23,6 +23,10 @@ LEAST_STARTS = 12
 # A token whose gradient dominates the sums has a ratio of up to some hundreds; in what roughly known tokens leave,
 # others have as much. Where there is no token it is higher.
 ATTRACTS = 1e3
+# Where this share of a round's starts leads to one point that is no token by its residual, it is one whose own gradient
+# dominates (the class token of DeiT-S at 224 pixels has a ratio of 48, and half of all starts led there).
+CROWDED = 0.25
+CLOSE = 0.1  # one such point stands for all in so many lengths of a token
 MANY = 4  # starts for each token that is missing at last, in few dimensions
 POLISH = 12  # steps in the whole span after those among what the duals leave
 
@@ -39,7 +43,7 @@ class StartedSearch:
     """
 
     rounds: int
-    starts: int
+    starts: float
     patience: int = 2
     seed: int = 0
 
@@ -56,35 +60,50 @@ class TokenSearch(StartedSearch):
         steps: Levenberg-Marquardt steps of a start, at most.
     """
 
-    rounds: int = 16
-    patience: int = 4
-    starts: int = 2
+    rounds: int = 64
+    patience: int = 6
+    starts: float = 0.25
     steps: int = 40
 
     def __call__(self, block: MLPBlock, guess: Tensor) -> Optima:
         """The tokens that are found: at most N', or a few more where the noise splits one.
 
+        Rounds are small, and what a round finds is removed from the starts of the next: those of one round meet in the
+        same tokens.
+
         Args:
             guess: (S, D) tokens at the second norm to start from, if any.
         """
-        whole = TokenFamily(block, cone(block))
-        optima = whole.refine(whole.nearest(guess), self.steps)
-        tokens = distinct(whole, optima[[]], optima[optima.found])
-        generator, removed, idle = self.generator(), Removed.of(block, tokens.y), 0
-        for _ in range(self.rounds):
-            if len(tokens) >= block.count or idle == self.patience:
+        whole, generator, idle = TokenFamily(block, cone(block)), self.generator(), 0
+        starts = whole.nearest(guess)
+        tokens = Optima(starts[:0], starts[:0, 0], starts[:0, 0])
+        removed = beyond = Removed.of(block, tokens.y)
+        for _ in range(self.rounds + bool(len(starts))):
+            missing = block.count - len(tokens) - len(beyond)
+            if missing <= 0 or idle == self.patience:
                 break
-            count = max(self.starts * (block.count - len(tokens)), LEAST_STARTS)
-            starts = without(block, whole.draw(count, generator), removed.y, removed.duals)
-            if len(tokens):  # first among what the duals leave, which has fewer dimensions
-                family = TokenFamily(block, removed.left() @ whole.directions)
-                starts = distinct(family, tokens[[]], family.refine(starts, self.steps)).y
-            optima = whole.refine(starts, POLISH if len(tokens) else self.steps)
+            every = removed.joined(beyond) if 2 * idle < self.patience else removed
+            if not len(starts):
+                draw = whole.draw(max(round(self.starts * missing), LEAST_STARTS), generator)
+                starts = without(block, draw, every.y, every.duals)
+            optima, crowded = self._reached(whole, every, starts)
             new = distinct(whole, tokens, optima[optima.found])
-            idle = 0 if len(new) else idle + 1
-            removed = removed.joined(Removed.of(block, new[: block.count - len(tokens)].y))
-            tokens = tokens.joined(new)
+            aside = optima[crowded & ~optima.found & (optima.ratios < ATTRACTS) & _far(optima, beyond.y, CLOSE)]
+            idle, starts = 0 if len(new) else idle + 1, starts[:0]
+            tokens, removed = tokens.joined(new), removed.joined(Removed.of(block, new[:missing].y))
+            beyond = beyond.joined(Removed.of(block, aside.y))
         return tokens
+
+    def _reached(self, whole: TokenFamily, every: Removed, starts: Tensor) -> tuple[Optima, Tensor]:
+        """The optima to which starts (S, D) lead, each once, and whether a round's starts crowd there, (S',) bool.
+
+        First in what the duals of the tokens found leave, which has fewer dimensions, by a part of the hidden units.
+        """
+        rough = TokenFamily(whole.block.thinned, every.left() @ whole.directions)
+        reached = rough.refine(starts, self.steps)
+        apart = distinct(rough, reached[[]], reached)
+        crowded = _near(apart.y, reached.y).double().mean(dim=1) >= CROWDED
+        return whole.refine(apart.y, POLISH), crowded
 
     def beside(self, block: MLPBlock, known: Removed, aside: Tensor) -> tuple[Optima, Tensor]:
         """Tokens beside those that are known from a family with less freedom, of what the duals of these leave.
@@ -148,7 +167,7 @@ class TokenSearch(StartedSearch):
         """
         every, whole = removed.joined(beyond), cone(block)
         rough = TokenFamily(block.thinned, (every if apart else removed).left() @ whole)
-        draw = TokenFamily(block, whole).draw(max(self.starts * count, LEAST_STARTS), generator)
+        draw = TokenFamily(block, whole).draw(max(round(self.starts * count), LEAST_STARTS), generator)
         starts = rough.refine(without(block, draw, every.y, every.duals), self.steps)
         likely = starts.ratios < ATTRACTS
         # Where the tokens removed are known too roughly, none are likely, and still near tokens.
@@ -160,9 +179,14 @@ def _apart(optima: Optima, aside: Tensor) -> Tensor:
     return optima.found & _far(optima, aside)
 
 
-def _far(optima: Optima, aside: Tensor) -> Tensor:
+def _far(optima: Optima, aside: Tensor, share: float = NEAR_ASIDE) -> Tensor:
     """(S,) bool: none of those aside (n, D)."""
-    return ~(torch.cdist(optima.y, aside) < NEAR_ASIDE * aside.shape[1] ** 0.5).any(dim=1)
+    return ~_near(optima.y, aside, share).any(dim=1)
+
+
+def _near(y: Tensor, aside: Tensor, share: float = NEAR_ASIDE) -> Tensor:
+    """(S, n) bool: which of y (S, D) are which of those aside (n, D), known to this share of a token's length."""
+    return torch.cdist(y, aside) < share * aside.shape[1] ** 0.5
 
 
 def distinct(family: TokenFamily, tokens: Optima, optima: Optima) -> Optima:

@@ -12,8 +12,8 @@ from attacks import ATTACKS, find_tokenizer
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch, Swept
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, cone
-from attacks.mjp.token_duals import normalised
-from attacks.mjp.token_search import TokenSearch
+from attacks.mjp.token_duals import Removed, normalised
+from attacks.mjp.token_search import ATTRACTS, TokenSearch
 from fedmjp.models import ViT, build_model
 from tests.attacks.mjp.conftest import Nothing
 from tests.attacks.mjp.test_unmix import masked_update, psnr
@@ -54,6 +54,21 @@ def test_starts_outside_the_span_take_a_few_steps(many) -> None:
     tokens = TokenSearch(rounds=0, steps=8)(block, starts)
     error = torch.cdist(truth[1:41], tokens.y).min(dim=1).values / WIDTH**0.5
     assert int((error < 1e-3).sum()) >= 38
+
+
+def test_starts_crowd_at_a_token_whose_gradient_dominates(many) -> None:
+    """The class token's residual does not certify it, so that what leads there would lead there again in each round."""
+    block, truth = many
+    whole, nothing = TokenFamily(block, cone(block)), Removed.of(block, truth[:0])
+    noise = 0.01 * torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    optima, crowded = TokenSearch()._reached(whole, nothing, truth[:1] + noise)
+    near = torch.cdist(optima.y, truth[:1])[:, 0] < 1e-3 * WIDTH**0.5
+    assert int((near & crowded).sum()) == 1
+    assert not optima.found[near & crowded].any()
+    assert (optima.ratios[near & crowded] < ATTRACTS).all()
+    optima, crowded = TokenSearch()._reached(whole, nothing, truth[10:190:15] + noise)
+    assert int(optima.found.sum()) >= 8
+    assert not crowded[~optima.found].any()
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -126,7 +126,7 @@ def test_dual_vectors_single_out_their_token(block, truth) -> None:
 
 
 def test_random_starts_lead_to_the_tokens(block, truth) -> None:
-    tokens = TokenSearch(rounds=8)(block, truth[:0])
+    tokens = TokenSearch()(block, truth[:0])
     apart = torch.cdist(truth, tokens.y).min(dim=1).values / truth.shape[1] ** 0.5
     assert int((apart < 1e-3).sum()) >= 0.85 * len(truth)
     assert len(TokenSearch(rounds=0)(block, truth[:0])) == 0
