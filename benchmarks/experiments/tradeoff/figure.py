@@ -20,7 +20,7 @@ from fedmjp.report.styles import NORMAL, OBJECTIVES, SMALL, WIDTH, attack_style,
 
 GUESS = "mean_image"
 PANELS = 3  # a line of the figure
-NEAR = np.array([0.06, 0.045])  # shares of the range of an axis
+NEAR = np.array([0.1, 0.07])  # shares of the range of an axis
 MOST_PANELS = 12  # with more points than these, a line for each
 _MARKERS = ("o", "s", "^", "D")  # a partition each
 
@@ -122,11 +122,23 @@ def _draw_numbers(axes: Axes, found: pd.DataFrame, name: str, scale: float) -> N
     for line in found.itertuples():
         axes.plot(*at[line.Index, :, None], ls="", **_style(line))
     for numbers in _near(at):
-        text, place = ", ".join(str(n + 1) for n in numbers), at[numbers[0]]
+        text, place = _in_ranges([n + 1 for n in numbers]), at[numbers[0]]
         beside = place[0] - at[:, 0].min() < NEAR[0] * np.ptp(at[:, 0])  # no room to the left
         style = {"xytext": (4, 1)} if beside else {"ha": "right", "xytext": (-4, 1)}
         axes.annotate(text, place, textcoords="offset points", fontsize=6, va="center", **style)
     dress(axes, grid="both")
+
+
+def _in_ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers in words, three and more in a row as the first and the last of them: "1, 3-5, 8"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
+    return ", ".join(word for part in words for word in part)
 
 
 def _near(at: np.ndarray) -> list[list[int]]:

@@ -90,7 +90,8 @@ class Federation:
         place = KINDS.index(kind) if kind in KINDS else len(KINDS)
         defense = self.config.defence(self.config.defense[0])
         strength = next((getattr(defense, option) for option in STRENGTHS if hasattr(defense, option)), 0.0)
-        return (self.partition != "iid", self.partition, place, strength, self.point, self.config.seed)
+        group = self.config.audit.secure_aggregation
+        return (self.partition != "iid", self.partition, place, strength, group, self.point, self.config.seed)
 
 
 def federations(options: Options) -> Iterator[Federation]:
