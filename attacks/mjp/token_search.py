@@ -26,6 +26,7 @@ ATTRACTS = 1e3
 # Where this share of a round's starts leads to one point that is no token by its residual, it is one whose own gradient
 # dominates (the class token of DeiT-S at 224 pixels has a ratio of 48, and half of all starts led there).
 CROWDED = 0.25
+REPEATED = 1e-3  # starts that lead to points as near as this, in lengths of a token, need no steps of their own
 CLOSE = 0.1  # one such point stands for all in so many lengths of a token
 MANY = 4  # starts for each token that is missing at last, in few dimensions
 POLISH = 12  # steps in the whole span after those among what the duals leave
@@ -101,7 +102,9 @@ class TokenSearch(StartedSearch):
         """
         rough = TokenFamily(whole.block.thinned, every.left() @ whole.directions)
         reached = rough.refine(starts, self.steps)
-        apart = distinct(rough, reached[[]], reached)
+        reached = reached[reached.losses.argsort()]
+        # By a part of the units, in flat areas, the residual hardly rises from one token to another: distance decides.
+        apart = reached[~_near(reached.y, reached.y, REPEATED).tril(-1).any(dim=1)]
         crowded = _near(apart.y, reached.y).double().mean(dim=1) >= CROWDED
         return whole.refine(apart.y, POLISH), crowded
 
