@@ -83,6 +83,7 @@ class TokenSearch(StartedSearch):
             missing = block.count - len(tokens) - len(beyond)
             if missing <= 0 or idle == self.patience:
                 break
+            # What is set aside may be no token: the last rounds before giving up go without it.
             every = removed.joined(beyond) if 2 * idle < self.patience else removed
             if not len(starts):
                 draw = whole.draw(max(round(self.starts * missing), LEAST_STARTS), generator)
