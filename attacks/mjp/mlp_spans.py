@@ -30,7 +30,7 @@ from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
 LAYERS = ("attn.proj", "mlp.fc1", "mlp.fc2")
-# Hidden units, by tokens, whose conditions are enough for all but the last steps of a search in few dimensions.
+# Hidden units, by tokens, whose conditions are enough for all but the last steps of a search.
 UNITS = 3
 NEEDED = ("norm1", "attn.qkv", "norm2", *LAYERS, "mlp.act")
 
