@@ -131,6 +131,20 @@ class PlacedPatches:
         """With too great an expected error to be vouched for at these places (N,) bool."""
         return replace(self, deviation=torch.where(places, self.deviation.clamp(min=VOUCHED_DEVIATION), self.deviation))
 
+    def in_range(self, scale: Tensor, shift: Tensor) -> PlacedPatches:
+        """With errors no smaller than what lies outside [0, 1], where the pixels of every photograph are.
+
+        The projection onto a convex set that holds the truth is nearer to it, so a patch is wrong by at least its own
+        distance from there. Where that exceeds what is vouched for and nothing certifies it, it is dropped.
+
+        Args:
+            scale, shift: (P,) pixels are normalised ones times the scale plus the shift.
+        """
+        pixels = self.patches * scale + shift
+        outside = (pixels - pixels.clamp(0, 1)).square().mean(dim=1).sqrt()  # NaN of a missing patch
+        bounded = replace(self, deviation=self.deviation.fmax(outside))
+        return bounded.without((~self.found & (outside > VOUCHED_DEVIATION)).nonzero()[:, 0])
+
     def completed(self, other: PlacedPatches, unseen: Tensor) -> PlacedPatches:
         """With what another search found where this one did not.
 

@@ -277,13 +277,14 @@ def finished(
     """The image with unseen patches placed.
 
     Args:
-        guess: (N, P), taken where a patch's token was not found.
+        guess: (N, P), taken where a patch's token was not found and nothing better is known.
         words: what hides the patches, for the diagnosis where most tokens were not found.
         placement: of the unseen patches.
     """
+    scale, shift = (pixel_scales(tokenizer, channel, guess.device) for channel in (observation.std, observation.mean))
+    placed = placed.in_range(scale, shift)
     missing = placed.patches.isnan().any(dim=1)
     patches = torch.where(missing[:, None], guess, placed.patches)
-    scale, shift = (pixel_scales(tokenizer, channel, patches.device) for channel in (observation.std, observation.mean))
     patches = patches[placement(tokenizer, patches * scale + shift, known.unseen)]
     exact = known.apart and coarseness(observation, layers_of(observation.model)) <= COARSE
     deviation = placed.deviation * (1.0 if exact else TOKEN_ERROR)
