@@ -39,6 +39,12 @@ def mix_channels(patches: Tensor, mix: Tensor) -> Tensor:
     return (mix @ patches.unflatten(-1, (len(mix), -1))).flatten(-2)
 
 
+def mean_colours(tokenizer: Tokenizer) -> Tensor:
+    """The patches of one colour, (C, P) orthonormal."""
+    pixels = tokenizer.patch_dim // tokenizer.channels
+    return torch.eye(tokenizer.channels).double().repeat_interleave(pixels, dim=1) / pixels**0.5
+
+
 @dataclass(frozen=True)
 class View:
     """How the target's patches x_p follow from those of an update's image, y_q.

@@ -43,7 +43,7 @@ from attacks.linear.position_rows import (
     read_position_rows,
 )
 from attacks.linear.row_space import RowSpace
-from attacks.linear.views import View, all_shifts, mirror, mix_channels
+from attacks.linear.views import View, all_shifts, mean_colours, mirror, mix_channels
 from attacks.mjp.span_update import SpanUpdate, read_span_update
 from attacks.observation import Observation
 from attacks.registry import UsageError
@@ -302,13 +302,16 @@ class Target:
         """The view of an update with the same row space: unshifted in the same colours, unless another fits better.
 
         Images with uniform patches of two greys hold the constant pixel among their patches, and changes of brightness
-        are not seen in their row space.
+        are not seen in their row space. A shift seldom keeps it: without places that both show, none is looked for.
         """
-        still, changed = (self._aligned(update, mirrored, same_colours=same) for same in (True, False))
+        still = self._aligned(update, mirrored, same_colours=True)
+        if still.misfit == torch.inf:
+            return still.view
+        changed = self._aligned(update, mirrored)
         recoloured = changed.whole < SAME_COLOURS * still.whole and still.whole > ROUNDED
         if changed.misfit < AGREEMENT and recoloured:
             return changed.view
-        return still.view if still.misfit < SAME_SPACE or still.misfit == torch.inf else None
+        return still.view if still.misfit < SAME_SPACE else None
 
     def _aligned(
         self, update: MaskedUpdate, mirrored: bool, mix: Tensor | None = None, *, same_colours: bool = False
@@ -325,12 +328,15 @@ class Target:
         theirs, basis = (_painted(patches, mirrored, mix, tokenizer) for patches in (update.rows, update.basis))
         colours = mean_colours(tokenizer).to(ours.rows)
         hidden = [ours.basis, basis] if same_colours else [ours.basis, basis, colours]
+        unknown = _Alignment(self._unshifted(mirrored), torch.inf, torch.inf)
         if sum(map(len, hidden)) >= tokenizer.patch_dim:  # nothing that both show
-            return _Alignment(self._unshifted(mirrored), torch.inf, torch.inf)
+            return unknown
         kept, other = _projected([ours.rows, theirs], torch.cat(hidden))
         source = all_shifts(tokenizer.grid, mirrored, FARTHEST).to(ours.masked.device)  # (S, N)
         both = (source >= 0) & ~ours.masked & ~update.masked[source]  # (S, N)
         misfits, factors, sizes = _misfits(kept, other, both, source, ~ours.masked, scaled=not same_colours)
+        if same_colours and misfits[0] == torch.inf:
+            return unknown
         agree = misfits < AGREEMENT  # also by chance, of uniform patches alone: unmoved is likeliest
         most = 0 if agree[0] else torch.where(agree, sizes, -1).argmax()
         best = int(most if agree.any() else misfits.argmin())
@@ -358,12 +364,6 @@ def _same_image(
         view = None if update.reasons else target.view_of(rows, update)
         if view is not None:
             yield rows, update, view
-
-
-def mean_colours(tokenizer: Tokenizer) -> Tensor:
-    """The patches of one colour, (C, P) orthonormal."""
-    pixels = tokenizer.patch_dim // tokenizer.channels
-    return torch.eye(tokenizer.channels).double().repeat_interleave(pixels, dim=1) / pixels**0.5
 
 
 def _painted(patches: Tensor, mirrored: bool, mix: Tensor | None, tokenizer: Tokenizer) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from attacks import ATTACKS
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows
-from attacks.linear.views import places
-from attacks.mjp.joined_updates import Target, join_updates, mean_colours, obstacle_to_joining
+from attacks.linear.views import mean_colours, places
+from attacks.mjp.joined_updates import Target, join_updates, obstacle_to_joining
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from tests.attacks.mjp.test_mjp_subspace import jigsawed, jigsawed_32
@@ -94,6 +94,15 @@ def test_uniform_areas_move_no_update(models, scene) -> None:
     views = [jigsawed(models[0], image, 0.5, seed=seed) for seed in range(12)]
     found = ATTACKS.get("mjp_rounds")()(views)
     assert (found.details["updates"], found.details["changed"]) == (12, 0)
+
+
+def test_updates_that_share_hardly_a_place_are_not_shifted(models, scene) -> None:
+    """At gamma 0.9 two updates often show no place both; every shift then compares a few places at random."""
+    views = [jigsawed(models[0], crop(scene), 0.9, seed=seed) for seed in range(12)]
+    joined = join_updates(views)
+    assert (joined.equations.updates, joined.changed) == (12, 0)
+    x = joined.tokenizer.patchify(models[0].normalise(crop(scene)))[0]
+    assert float(joined.equations.misfit(x).sum() / joined.equations.squares.sum()) < 1e-9
 
 
 def test_colours_and_shift_are_those_that_were_applied(models, scene) -> None:
