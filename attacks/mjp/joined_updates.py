@@ -302,7 +302,8 @@ class Target:
         """The view of an update with the same row space: unshifted in the same colours, unless another fits better.
 
         Images with uniform patches of two greys hold the constant pixel among their patches, and changes of brightness
-        are not seen in their row space. A shift seldom keeps it: without places that both show, none is looked for.
+        are not seen in their row space. It seldom survives a shift: where too few places are shown by both, the
+        update counts as unshifted, because some shift of patches that are much alike would always fit.
         """
         still = self._aligned(update, mirrored, same_colours=True)
         if still.misfit == torch.inf:
@@ -318,7 +319,7 @@ class Target:
     ) -> _Alignment:
         """The view at a shift that agrees, or else has the least misfit, with the colours that follow.
 
-        Where too little is shown by both to be compared: the unshifted view and infinity.
+        Where too little is shown by both to be compared (with `same_colours`: unshifted): that view and infinity.
 
         Args:
             mix: W up to a factor; None for the identity.

@@ -282,13 +282,13 @@ def finished(
         placement: of the unseen patches.
     """
     scale, shift = (pixel_scales(tokenizer, channel, guess.device) for channel in (observation.std, observation.mean))
-    placed = placed.in_range(scale, shift)
+    exact = known.apart and coarseness(observation, layers_of(observation.model)) <= COARSE
+    deviation = placed.deviation * (1.0 if exact else TOKEN_ERROR)
+    placed = replace(placed, deviation=deviation).in_range(scale, shift)
     missing = placed.patches.isnan().any(dim=1)
     patches = torch.where(missing[:, None], guess, placed.patches)
     patches = patches[placement(tokenizer, patches * scale + shift, known.unseen)]
-    exact = known.apart and coarseness(observation, layers_of(observation.model)) <= COARSE
-    deviation = placed.deviation * (1.0 if exact else TOKEN_ERROR)
-    sure = placed.found & (deviation < VOUCHED_DEVIATION) & ~known.unseen
+    sure = placed.found & (placed.deviation < VOUCHED_DEVIATION) & ~known.unseen
     found, obstacle = int(placed.found.sum()), ""
     if found < len(missing) / 2:
         obstacle = (

@@ -87,8 +87,7 @@ LONG += ("noise", "released_layout_masked")
 
 # Whether `unmix` finds all tokens of random weights and borders then place a whole picture depends on the processor's
 # rounding: without such a picture the answer is "partly", on all processors one of a leak.
-PLACED = {"leaks", "partly"}
-ROUNDING = {"default_mjp": PLACED, "gamma_one": PLACED, "two_gammas": {"leaks", "leaks / partly"}}
+ROUNDING = {"default_mjp": {"leaks", "partly"}, "two_gammas": {"leaks", "leaks / partly"}}
 
 
 @cache
