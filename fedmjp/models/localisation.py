@@ -55,12 +55,15 @@ class DenseAbsoluteLocalisation(nn.Module):
         return (weights * distance).sum() / weights.sum().clamp(min=1)
 
     def _read(self, positions: Tensor, visible: Tensor) -> Tensor:
-        if self.kind != "pca":
-            return self.map(positions)
+        return self._fitted(positions, visible) if self.kind == "pca" else self.map(positions)
+
+    @staticmethod
+    def _fitted(positions: Tensor, visible: Tensor) -> Tensor:
+        """The two first principal components, in the positions' own precision: CUDA decomposes no bfloat16 matrix."""
         seen = positions[visible]
         if len(seen) < 3:  # two axes cannot be fitted to fewer than three points
             return positions.new_zeros(len(positions), 2)
-        with torch.random.fork_rng(devices=[positions.device] if positions.is_cuda else []):
+        forked = torch.random.fork_rng(devices=[positions.device] if positions.is_cuda else [])
+        with forked, torch.autocast(positions.device.type, enabled=False):
             torch.manual_seed(0)
-            axes = torch.pca_lowrank(seen, q=2, niter=5)[2]
-        return positions @ axes
+            return positions @ torch.pca_lowrank(seen, q=2, niter=5)[2]

@@ -144,6 +144,14 @@ def test_dal_depends_on_visible_positions_only(kind: str) -> None:
     assert positions.grad[:10].any()
 
 
+def test_dal_fits_its_axes_in_full_precision() -> None:
+    torch.manual_seed(0)
+    dal, positions = DenseAbsoluteLocalisation(16, "pca"), torch.randn(64, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        halved = dal(positions, (8, 8))
+    assert torch.equal(halved, dal(positions, (8, 8)))
+
+
 def test_checkpoint_round_trip(tmp_path) -> None:
     model = build_model("vit_mini_32", num_classes=7, weights="random", seed=5)
     path = tmp_path / "mini.safetensors"
