@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,7 +50,11 @@ class Message:
         self.deviations = {n: _deviation(error_bounds(observation, n), own) for n, own in self.arithmetic.items()}
         self.spacings = {name: spacing(observation, name) for name in self.sent}
         self.label = observation.labels if observation.labels is not None else _label(update.gradients, self.simulation)
-        self.precision = _precision(observation, tokenizer)
+
+    @cached_property
+    def precision(self) -> Tensor:
+        """D, (N, N); of messages with the gradients of positions and patch projection."""
+        return _precision(self.observation, self.tokenizer)
 
     def normalised(self, images: Tensor) -> Tensor:
         """Images in [0, 1] as the model's input, float64."""

@@ -28,6 +28,7 @@ COMMANDS = {
     "fishing": [*MICRO, "--batch-sizes", "4", "--clients", "1"],
     "flower_mods": [*MICRO, "--clients", "2"],
     "gradient_matching": [*MICRO, "--num-images", "1", "--attacks", "dlg", "--gammas", "--batches", "1"],
+    "identifiability": [*MICRO, "--num-images", "2"],
     "imprint": [*MICRO, "--batch-sizes", "4"],
     "local_training": [*MICRO, "--num-images", "4"],
     "matching_tuning": [*MICRO, "--num-images", "1", "--grid", "dlg.rate=1", "--steps", "1"],

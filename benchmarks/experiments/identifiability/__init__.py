@@ -1,0 +1,1 @@
+"""What an update of few numbers determines of its image, whether or not an attack finds it."""
