@@ -70,7 +70,8 @@ class TokenSearch(StartedSearch):
         """The tokens that are found: at most N', or a few more where the noise splits one.
 
         Rounds are small, and what a round finds is removed from the starts of the next: those of one round meet in the
-        same tokens.
+        same tokens. After a round without a gain the next one has twice as many starts, up to one for each token that
+        is missing: in flat areas few starts lead to a token.
 
         Args:
             guess: (S, D) tokens at the second norm to start from, if any.
@@ -86,7 +87,8 @@ class TokenSearch(StartedSearch):
             # What is set aside may be no token: the last rounds before giving up go without it.
             every = removed.joined(beyond) if 2 * idle < self.patience else removed
             if not len(starts):
-                draw = whole.draw(max(round(self.starts * missing), LEAST_STARTS), generator)
+                share = max(min(self.starts * 2**idle, 1.0), self.starts)
+                draw = whole.draw(max(round(share * missing), LEAST_STARTS), generator)
                 starts = without(block, draw, every.y, every.duals)
             optima, crowded = self._reached(whole, every, starts)
             new = distinct(whole, tokens, optima[optima.found])
