@@ -144,7 +144,7 @@ QUANTITIES = {
     "hidden": "positions whose patches an update hides",
     "gain": "PSNR over the best guess without a gradient, on the same image (dB)",
     "known": "share of pixels that the attack vouches for",
-    "told": "combinations of an image's pixels that a message tells within 25 dB, to first order",
+    "identifiable": "combinations of an image's pixels that a message determines to 25 dB, to first order",
     "label_accuracy": "share of labels inferred correctly",
     "condition": "condition number of the system that the attack solved",
     "residual": "relative distance of the reconstruction's gradient from the received one",

@@ -39,10 +39,10 @@ def test_derivatives_are_differences_of_the_clients_gradient_in_units_of_its_err
         error = (view.gradients[name].double() - exact[name]).square().mean().sqrt()
         sigma = max(error, 2e-7 * view.gradients[name].double().square().mean().sqrt())
         moved = (beside[0][name] - beside[1][name]).flatten() / (2 * step)
-        told = direction.flatten() @ found
-        per_error = float(told @ moved / moved.square().sum())
+        moves = direction.flatten() @ found
+        per_error = float(moves @ moved / moved.square().sum())
         assert per_error * float(sigma) == pytest.approx(1, rel=0.1)
-        torch.testing.assert_close(told / per_error, moved, rtol=1e-4, atol=1e-6 * float(moved.norm()))
+        torch.testing.assert_close(moves / per_error, moved, rtol=1e-4, atol=1e-6 * float(moved.norm()))
 
 
 def test_information_by_hand() -> None:
@@ -50,14 +50,14 @@ def test_information_by_hand() -> None:
     columns = {"a": torch.diag(torch.tensor([1e3, 3.0, 0.0, 0.0])).double(), "b": torch.zeros(4, 1).double()}
     columns["b"][1] = 4.0  # with "a", the second pixel has the information 25
     found = determined(columns, image)
-    assert (found.sent, found.values, found.told) == (5, 4, 1)
+    assert (found.sent, found.values, found.identifiable) == (5, 4, 1)
     left = (1 / (1e6 + 3) + 1 / 28 + 2 / 3) / 4
     assert found.psnr == pytest.approx(-10 * torch.tensor(left).log10().item(), abs=1e-6)
     columns["b"][1] = 1.01 / RECOGNISABLE
-    assert determined(columns, image).told == 2
+    assert determined(columns, image).identifiable == 2
 
 
-def test_rows_resume_and_more_numbers_tell_more(tmp_path, capsys) -> None:
+def test_rows_resume_and_more_numbers_determine_more(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     assert identifiability.main([*SMALL, "--groups", *GROUPS[1:], "--out", str(out)]) == 0
     assert len(load_rows(out / "rows.jsonl.gz", SCHEMA)) == 2
@@ -65,8 +65,8 @@ def test_rows_resume_and_more_numbers_tell_more(tmp_path, capsys) -> None:
     table = pd.read_csv(out / "table.csv").set_index("withheld")
     assert set(table.index) == set(GROUPS)
     biases, norms, head = (table.loc[group] for group in GROUPS)
-    assert head["told_median"] == 63  # a feature of 64 channels after a layer norm
-    assert norms["told_median"] == biases["told_median"] == 4 * 63  # as many for each patch
+    assert head["identifiable_median"] == 63  # a feature of 64 channels after a layer norm
+    assert norms["identifiable_median"] == biases["identifiable_median"] == 4 * 63  # as many for each patch
     assert head["psnr_median"] < min(norms["psnr_median"], biases["psnr_median"])
     before = load_rows(out / "rows.jsonl.gz", SCHEMA)
     assert identifiability.main([*SMALL, "--out", str(out), "--resume"]) == 0

@@ -5,9 +5,9 @@ unbiased estimate of x from the message has a smaller covariance than H^-1 (Cram
 
     H = J^T J,      J_ei = 1 / sigma_e dg_e / dx_i    at the photograph.
 
-An eigenvector of H with eigenvalue h is a combination of pixels that the message tells with deviation 1 / sqrt(h).
-Where h = 0 it tells nothing. A server that knows the variance v of the pixels, and nothing else of photographs, is left
-with the mean of 1 / (h + 1 / v) over all of them.
+An eigenvector of H with eigenvalue h is a combination of pixels that the message determines with deviation
+1 / sqrt(h), and with h = 0 not at all. A server that knows the variance v of the pixels, and nothing else of
+photographs, is left with the mean of 1 / (h + 1 / v) over all of them.
 
 The errors are measured: a client's gradient in float32 against the same in float64, one deviation for a parameter, at
 least the round-off of a single operation. They are taken for independent.
@@ -39,13 +39,13 @@ class Determined:
     """What a message of `sent` numbers determines of an image of `values` numbers.
 
     Attributes:
-        told: combinations of pixels with a deviation below that of 25 dB.
+        identifiable: combinations of pixels with a deviation below that of 25 dB.
         psnr: of the least mean squared error, dB, where pixels vary as those of the image do.
     """
 
     sent: int
     values: int
-    told: int
+    identifiable: int
     psnr: float
 
 

@@ -16,8 +16,8 @@ class Options(RowOptions):
     Clients of one image send the gradients of biases, norms or the classifier alone, to which no closed form applies.
     That a search finds nothing there says little; this says what there is to be found. Around the photograph the
     gradient is linear in the pixels, and the errors of float32 are known; from both follows how many numbers of the
-    image the message tells, and with which error (Fisher information; Cramer 1946, Rao 1945). It says nothing of images
-    far away, nor whether a search gets there.
+    image the message determines, and with which error (Fisher information; Cramer 1946, Rao 1945). It says nothing of
+    images far away, nor whether a search gets there.
 
     Writes rows.jsonl.gz, table.csv and run.json to --out; --resume goes on with an unfinished run, or adds a model.
     """
@@ -45,12 +45,19 @@ class Options(RowOptions):
     out: Path = Path("runs/identifiability")
     """Folder of rows and tables (the committed ones stand in results/identifiability)."""
 
+    def withheld(self) -> tuple[str, ...]:
+        """The groups that are withheld in turn.
+
+        Raises:
+            UsageError: there is no such group.
+        """
+        from experiments.withheld.groups import chosen
+
+        return chosen(self.groups)
+
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        from experiments.withheld.groups import GROUPS
-
         check_positive(self, "num_images")
-        unknown = [group for group in self.groups if group not in GROUPS]
-        if unknown or not self.groups:
-            raise UsageError(f"--groups {' '.join(map(repr, unknown))}: choose from: {', '.join(map(repr, GROUPS))}")
+        if not self.withheld():
+            raise UsageError("--groups needs at least one entry")
         super().validate()

@@ -56,7 +56,7 @@ class Run(TableRun):
             task = bar.add_task(f"{built.name}, {built.provenance}", total=len(victims))
             for client in range(len(victims)):
                 ids = victims.ids(client)
-                missing = [group for group in o.groups if not rows.done(case | {"withheld": group}, ids)]
+                missing = [group for group in o.withheld() if not rows.done(case | {"withheld": group}, ids)]
                 for group, answer in self.answers(built, victims, client, missing).items():
                     rows.append({**self.session.columns, **case, "withheld": group, "image_id": ids[0], **answer})
                 bar.advance(task)

@@ -11,7 +11,7 @@ from fedmjp.records.rows import PROVENANCE, Schema
 
 BY = ["model", "weights", "withheld", "sent", "values"]
 SCHEMA = Schema(
-    keys=(*PROVENANCE, "withheld", "image_id", "sent", "values", "told", "psnr", "seconds"),
+    keys=(*PROVENANCE, "withheld", "image_id", "sent", "values", "identifiable", "psnr", "seconds"),
     identity=("dataset", "model", "weights", "withheld", "seed", "image_id"),
 )
 
@@ -21,7 +21,7 @@ def identifiability_files(folder: Path) -> dict[str, str]:
     grouped = read_rows(folder, SCHEMA).groupby(BY, sort=False)
     table = {
         f"{name}_{statistic}": getattr(grouped[name], statistic)()
-        for name in ("told", "psnr")
+        for name in ("identifiable", "psnr")
         for statistic in ("median", "min", "max")
     }
     table |= {"count": grouped.size()}
@@ -35,7 +35,7 @@ def identifiability_block(folder: Path) -> str:
         "withheld",
         "numbers sent",
         "numbers of the image",
-        "of these told within 25 dB, median",
+        "of these identifiable at 25 dB, median",
         "PSNR at the bound, median (dB)",
         "images",
     ]
@@ -45,7 +45,7 @@ def identifiability_block(folder: Path) -> str:
             row.withheld,
             f"{row.sent:,}",
             f"{row['values']:,}",
-            f"{row.told_median:,.0f} ({row.told_min:,.0f} to {row.told_max:,.0f})",
+            f"{row.identifiable_median:,.0f} ({row.identifiable_min:,.0f} to {row.identifiable_max:,.0f})",
             f"{row.psnr_median:.1f} ({row.psnr_min:.1f} to {row.psnr_max:.1f})",
             str(row["count"]),
         ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from attacks import Observation
+from attacks.registry import UsageError
 from fedmjp.defenses import Defense
 from fedmjp.defenses.withheld import Withheld
 
@@ -24,6 +26,22 @@ GROUPS: dict[str, Defense] = {
     "all but norms and classifier": Withheld(train_only=("norms", "head")),
     "all but the classifier": Withheld(train_only=("head",)),
 }
+
+
+def chosen(groups: Sequence[str]) -> tuple[str, ...]:
+    """The groups that --groups names.
+
+    Raises:
+        UsageError: there is no such group.
+    """
+    found, rest = [], ",".join(groups)  # a command line is split at commas, which a group's name may hold
+    while rest:
+        begun = [name for name in GROUPS if f"{rest},".startswith(f"{name},")]
+        if not begun:
+            raise UsageError(f"--groups {rest.split(',')[0]!r}: choose from: {', '.join(map(repr, GROUPS))}")
+        found.append(max(begun, key=len))
+        rest = rest[len(found[-1]) + 1 :]
+    return tuple(found)
 
 
 def without(observation: Observation, group: str) -> Observation:

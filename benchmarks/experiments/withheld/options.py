@@ -63,16 +63,9 @@ class Options(SuiteOptions):
         Raises:
             UsageError: there is no such group.
         """
-        from experiments.withheld.groups import GROUPS
+        from experiments.withheld.groups import GROUPS, chosen
 
-        found, rest = [], ",".join(self.groups)  # a command line is split at commas, which a group's name may hold
-        while rest:
-            begun = [name for name in GROUPS if f"{rest},".startswith(f"{name},")]
-            if not begun:
-                raise UsageError(f"--groups {rest.split(',')[0]!r}: choose from: {', '.join(map(repr, GROUPS))}")
-            found.append(max(begun, key=len))
-            rest = rest[len(found[-1]) + 1 :]
-        return tuple(found) or tuple(GROUPS)
+        return chosen(self.groups) or tuple(GROUPS)
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
