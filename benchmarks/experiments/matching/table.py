@@ -135,6 +135,7 @@ def _panel(axes: Axes, table: pd.DataFrame, guess: pd.DataFrame, by: str, label:
             axes.annotate("as published", (steps, 0.02), xycoords=("data", "axes fraction"), **text)
             ticks.append(steps)
     if by != "gamma":
+        ticks = sorted(set(ticks))
         axes.set_xticks(ticks, [f"{t // 1000}k" if t >= 1e4 else str(t) for t in ticks])
         axes.minorticks_off()
     axes.set_xlabel(label if len(lines) <= MOST_LINES else f"{label},\nthe six nearest of {len(lines)}", fontsize=SMALL)
