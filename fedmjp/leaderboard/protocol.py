@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from attacks import ATTACKS, Capability, ThreatModel, UsageError
-from fedmjp.budgets import AUTO
 from fedmjp.config import AuditConfig, DataConfig, ModelConfig, RunConfig
 from fedmjp.defenses.chain import split_chain
 from fedmjp.federation_options import FederationConfig
 from fedmjp.leaderboard.tiers import LACKING, PLAIN, SLOWEST, TIERS, Prepared, Tier
 
 SEARCH = "inverting_gradients"  # the one search that every submission gets, beside the suite
-SLOW = ("unmix", "unmix_rounds")  # seconds an update
 BATCH = 8  # images of a client in a step, where the server is active
 IMAGES = "photos-in-order"
 
@@ -40,8 +38,7 @@ class Track:
         budget: seconds of one CPU core that the suite may plan for an update, as `--budget` takes it.
         search_steps: steps (forward and backward passes) of `SEARCH` on an update.
         search_updates: updates that `SEARCH` gets in a federation.
-        slow_updates: updates that each attack of `SLOW` gets in a federation.
-        slowest_updates: those that `SLOWEST` gets.
+        slowest_updates: updates that `SLOWEST` gets in a federation.
         tuned_model: model of the fine-tuning that gives accuracy and cost.
         tuning_rounds: its rounds.
         tuning_clients: its clients, each with as many images in a batch as it holds.
@@ -62,7 +59,6 @@ class Track:
     budget: str = "10s"
     search_steps: int = 100
     search_updates: int = 1
-    slow_updates: int = 4
     slowest_updates: int = 1
     tuned_model: str = "vit_mini_64"
     tuning_rounds: int = 15
@@ -82,7 +78,6 @@ TRACKS = {
             32,
             search_steps=960,
             search_updates=4,
-            slow_updates=32,
         ),
         Track(
             "trial",
@@ -286,11 +281,10 @@ def not_covered(document: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _audit(tier: Tier, track: Track, own: Layout, prepared: Prepared | None) -> AuditConfig:
-    """The tier's attacks within the budget on every update; of slow ones and of a search, on some."""
+    """The tier's attacks within the budget on every update; a search and the slowest one on some."""
     attacks = (prepared.attack,) if prepared else tier.attacks
     grants = (*PLAIN, *prepared.grants) if prepared else tier.grants
-    limits = dict.fromkeys(SLOW, track.slow_updates) if AUTO in attacks else {}
-    limits |= {SLOWEST: track.slowest_updates} if SLOWEST in attacks else {}
+    limits = {SLOWEST: track.slowest_updates} if SLOWEST in attacks else {}
     limits |= {SEARCH: track.search_updates} if tier.searched else {}
     return AuditConfig(
         attacks=(*attacks, SEARCH) if tier.searched else attacks,

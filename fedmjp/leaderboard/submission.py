@@ -298,7 +298,6 @@ def _protocol(track: Track) -> dict[str, Any]:
     return {
         "budget": track.budget,
         "search": {"attack": protocol.SEARCH, "passes": track.search_steps, "updates": track.search_updates},
-        "slow": dict.fromkeys(protocol.SLOW, track.slow_updates),
         "rounds": track.rounds,
         "candidates": track.candidates,
         "tuning": tuning,
