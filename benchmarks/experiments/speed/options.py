@@ -23,7 +23,7 @@ class SpeedOptions(DeviceOptions):
       pass;
     - the `breaching` package's AprilAttacker, with its own gradient an image and the same scoring, against our path;
     - the linear solve by each of LAPACK's drivers, on the same gradients;
-    - peak memory of each, in a process of its own;
+    - peak memory of each, on a CPU in a process of its own;
     - gradient matching, a step: the package's Inverting Gradients, ours with the same arithmetic (every weight's
       gradient, one client), and ours as it runs, for one client and for eight together.
 

@@ -132,7 +132,7 @@ def measure(options: SpeedOptions, block: Literal["april", "standard"]) -> dict[
             "peer_over_ours_max": max(faster),
         }
     line |= {
-        f"{name}_peak_mib": peak_memory(Bench, (options, block), name)
+        f"{name}_peak_mib": peak_memory(Bench, (options, block), name, bench.device)
         for name in works
         if name in ("bare", "ours", "peer")
     }
