@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -91,6 +93,28 @@ def leave_undrawn(patched: pytest.MonkeyPatch) -> None:
     """Figures become blank pictures, for runs whose rows and words count: drawing takes a third of a small run."""
 
     patched.setattr(Figure, "savefig", lambda figure, path, **options: save_blank(path))
+
+
+@contextmanager
+def interrupted_at(owner: Any, name: str, number: int) -> Iterator[list[tuple]]:
+    """The user's interrupt (KeyboardInterrupt) instead of one call of a function or method; what is given lists the
+    arguments of every call.
+
+    Args:
+        owner: the class or module that holds it as `name`.
+        number: of that call, from 1; later ones are honest again.
+    """
+    honest, calls = getattr(owner, name), []
+
+    def stopping(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return honest(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, stopping)
+        yield calls
 
 
 def save_blank(path: Path) -> None:

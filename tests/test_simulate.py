@@ -16,6 +16,7 @@ from attacks.closed_form.april import April
 from fedmjp import simulate
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat, option_places
+from tests.conftest import interrupted_at
 
 SMALL = ["--model", "vit_mini_32", "--weights", "random", "--clients", "3", "--rounds", "2"]
 SMALL += ["--audit-clients", "0", "1", "--test-limit", "8"]
@@ -94,22 +95,13 @@ def test_finished_run_can_be_rendered_again(finished) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("stop_at", [5, 1, 9])
-def test_interrupted_run_resumes_without_repeating(finished, tmp_path, monkeypatch, stop_at: int) -> None:
+def test_interrupted_run_resumes_without_repeating(finished, tmp_path, stop_at: int) -> None:
     out = tmp_path / "run"
-    honest, calls = ClientTask.update, []
-
-    def update(self, client, number, *state):
-        calls.append((client, number))
-        if len(calls) == stop_at:
-            raise KeyboardInterrupt
-        return honest(self, client, number, *state)
-
-    monkeypatch.setattr(ClientTask, "update", update)
-    assert run(out, "--defense", "none", "mjp") == 130
+    with interrupted_at(ClientTask, "update", stop_at):
+        assert run(out, "--defense", "none", "mjp") == 130
     before = (out / "rows.jsonl").read_text().splitlines()
     with (out / "rows.jsonl").open("a") as file:
         file.write('{"run_id": "half a li')
-    monkeypatch.setattr(ClientTask, "update", honest)
     assert run(out, "--defense", "none", "mjp", "--resume") == 0
     assert (out / "rows.jsonl").read_text().splitlines()[: len(before)] == before
     assert rows_of(out) == rows_of(finished)

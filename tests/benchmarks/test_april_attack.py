@@ -14,7 +14,7 @@ from PIL import Image
 from attacks import ATTACKS
 from fedmjp.audit import campaign as campaign_module
 from fedmjp.records.rows import load_rows
-from tests.conftest import leave_undrawn
+from tests.conftest import interrupted_at, leave_undrawn
 
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for the fixture `finished`
 
@@ -90,22 +90,9 @@ def test_the_closed_form_and_what_mjp_does_to_it(finished) -> None:
     assert table["standard", "patch_embedding", "a", "vit_mini_64_nope (token_gradient)"] > 60
 
 
-def interrupted(monkeypatch, after: int) -> None:
-    real, calls = campaign_module.run_attacks, []
-
-    def stopping(*rest, **named):
-        calls.append(1)
-        if len(calls) > after:
-            raise KeyboardInterrupt
-        return real(*rest, **named)
-
-    monkeypatch.setattr(campaign_module, "run_attacks", stopping)
-
-
-def test_an_interrupt_and_a_half_written_row_lose_nothing(quick, tmp_path, monkeypatch, capsys) -> None:
+def test_an_interrupt_and_a_half_written_row_lose_nothing(quick, tmp_path, capsys) -> None:
     out = tmp_path / "out"
-    with monkeypatch.context() as patched:
-        interrupted(patched, after=1)
+    with interrupted_at(campaign_module, "run_attacks", 2):
         assert run(out, *QUICK) == 130
     assert "go on with --resume" in capsys.readouterr().err
     rows = out / "rows.jsonl"

@@ -11,6 +11,7 @@ import pytest
 from experiments.batches import protocol
 
 from fedmjp.records.rows import load_rows
+from tests.conftest import interrupted_at
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
@@ -51,18 +52,9 @@ def test_only_looking_back_separates_a_batch(finished) -> None:
     assert (finished / "run.json").exists()
 
 
-def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
-    real, calls = protocol.score_found, []
-
-    def stopping(*rest):
-        calls.append(1)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        return real(*rest)
-
+def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, capsys) -> None:
     out = tmp_path / "out"
-    with monkeypatch.context() as patched:
-        patched.setattr(protocol, "score_found", stopping)
+    with interrupted_at(protocol, "score_found", 3):
         assert run(out) == 130
     assert run(out) == 2
     assert "pass --resume" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from fedmjp.data import load_data
 from fedmjp.models import build_model
+from tests.conftest import interrupted_at
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
@@ -107,24 +108,16 @@ def call(tmp_path):
     return ["--model", *entries, "--data", "photos", *few]
 
 
-def test_an_interrupted_run_is_taken_up_where_it_stopped(call, tmp_path, monkeypatch, capsys) -> None:
+def test_an_interrupted_run_is_taken_up_where_it_stopped(call, tmp_path, capsys) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert command.main([*call, "--out", str(whole)]) == 0
-    honest, calls = corruptions.mistakes, []
-
-    def stops(*arguments):
-        calls.append(arguments)
-        if len(calls) == 6:  # the second model in the third of five cells
-            raise KeyboardInterrupt
-        return honest(*arguments)
-
-    monkeypatch.setattr(corruptions, "mistakes", stops)
-    assert command.main([*call, "--out", str(broken)]) == 130
-    assert f"go on with --resume --out {broken}" in capsys.readouterr().err
-    assert len((broken / "rows.jsonl").read_text().splitlines()) == 4
-    assert command.main([*call, "--out", str(broken)]) == 2
-    assert "holds rows already; pass --resume" in capsys.readouterr().err
-    assert command.main([*call, "--out", str(broken), "--resume"]) == 0
+    with interrupted_at(corruptions, "mistakes", 6) as calls:  # the second model in the third of five cells
+        assert command.main([*call, "--out", str(broken)]) == 130
+        assert f"go on with --resume --out {broken}" in capsys.readouterr().err
+        assert len((broken / "rows.jsonl").read_text().splitlines()) == 4
+        assert command.main([*call, "--out", str(broken)]) == 2
+        assert "holds rows already; pass --resume" in capsys.readouterr().err
+        assert command.main([*call, "--out", str(broken), "--resume"]) == 0
     assert len(calls) == 6 + 6
     for name in ("rows.jsonl.gz", "table.csv", "summary.csv"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()

@@ -23,6 +23,7 @@ from fedmjp.config import RunConfig
 from fedmjp.defenses import DEFENSES
 from fedmjp.records.images import read_pair
 from fedmjp.records.rows import load_rows
+from tests.conftest import interrupted_at
 from tests.records.sample_rows import make_row
 
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for the fixture `whole`
@@ -82,20 +83,13 @@ def test_federations_differ_in_their_defence_alone(whole) -> None:
     assert rounds.groupby("point")["round"].apply(list).to_dict() == {p: [0, 1, 2] for p in set(rounds["point"])}
 
 
-def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, monkeypatch, capsys) -> None:
-    out, honest, calls, stop_at = tmp_path / "broken", ClientTask.update, [], 11  # in the second federation
-
-    def update(self, client, number, *state):
-        calls.append((client, number))
-        if len(calls) == stop_at:
-            raise KeyboardInterrupt
-        return honest(self, client, number, *state)
-
-    monkeypatch.setattr(ClientTask, "update", update)
-    assert run(out, *FAST) == 130
-    assert run(out, *FAST) == 2
-    assert "pass --resume" in capsys.readouterr().err
-    assert run(out, *FAST, "--resume") == 0
+def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, capsys) -> None:
+    out, stop_at = tmp_path / "broken", 11  # in the second federation
+    with interrupted_at(ClientTask, "update", stop_at) as calls:
+        assert run(out, *FAST) == 130
+        assert run(out, *FAST) == 2
+        assert "pass --resume" in capsys.readouterr().err
+        assert run(out, *FAST, "--resume") == 0
     assert len(calls) == 3 * 2 * 3 + 1 + (stop_at - 1) % 3  # the broken round alone is trained again
     pd.testing.assert_frame_equal(rows_of(out), rows_of(whole))
     assert (out / "rounds.csv").read_text() == (whole / "rounds.csv").read_text()

@@ -17,7 +17,7 @@ from experiments.matching.tuning import best_settings
 
 from fedmjp.data import load_gallery
 from fedmjp.records.rows import load_rows
-from tests.conftest import leave_undrawn
+from tests.conftest import interrupted_at, leave_undrawn
 from tests.records.sample_rows import make_row
 
 SMALL = [
@@ -50,16 +50,7 @@ def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
     assert "one_mask_assumed" in table.loc[("inverting_gradients", 0.5, 2, "original"), "flags"]
     assert any("randomised_defence_once" in line for line in json.loads((whole / "run.json").read_text())["warnings"])
 
-    real, calls = protocol.Campaign.attack, []
-
-    def stopping(*arguments):
-        calls.append(1)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(protocol.Campaign, "attack", stopping)
+    with interrupted_at(protocol.Campaign, "attack", 3):
         assert run(broken, *CELLS) == 130
     assert run(broken, *CELLS) == 2
     assert "pass --resume" in capsys.readouterr().err

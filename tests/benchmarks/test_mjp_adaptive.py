@@ -28,6 +28,7 @@ from fedmjp.audit.victims import drifted
 from fedmjp.metrics import bootstrap_mean, psnr
 from fedmjp.models import build_model
 from fedmjp.records.rows import load_rows
+from tests.conftest import interrupted_at
 
 SMALL = [
     "--model",
@@ -96,18 +97,9 @@ def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
     assert updates["paper", 6] > updates["paper", 1] + 20
 
 
-def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, monkeypatch, capsys) -> None:
-    real, calls = updates.score_found, []
-
-    def stopping(*rest):
-        calls.append(1)
-        if len(calls) > 4:
-            raise KeyboardInterrupt
-        return real(*rest)
-
+def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, capsys) -> None:
     out = tmp_path / "out"
-    with monkeypatch.context() as patched:
-        patched.setattr(updates, "score_found", stopping)
+    with interrupted_at(updates, "score_found", 5):
         assert run(out) == 130
     assert run(out) == 2
     assert "pass --resume" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from attacks import UsageError
 from fedmjp.config import DataConfig
 from fedmjp.records.rows import RowLog
+from tests.conftest import interrupted_at
 
 QUIET = Console(quiet=True)
 PLAIN = Variant("A", "vit_micro_32")
@@ -62,18 +63,9 @@ def test_limits_are_told_in_the_rows_own_figures(whole) -> None:
     assert "the paper" not in limits(whole, False)
 
 
-def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path, monkeypatch) -> None:
-    real, count = engine.train_and_measure, iter(range(9))
-
-    def break_off(*arguments):
-        if next(count) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "train_and_measure", break_off)
-        with pytest.raises(KeyboardInterrupt):
-            train_variants([PLAIN, JIGSAWED], options(tmp_path), QUIET)
+def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path) -> None:
+    with interrupted_at(engine, "train_and_measure", 3), pytest.raises(KeyboardInterrupt):
+        train_variants([PLAIN, JIGSAWED], options(tmp_path), QUIET)
     with RowLog(tmp_path / "trainings" / "rows.jsonl", TRAININGS) as log:
         assert {row["seed"] for row in log.rows()} == {0}  # one seed of every variant comes first
     resumed = train_variants([PLAIN, JIGSAWED], options(tmp_path, resume=True), QUIET)

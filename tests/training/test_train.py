@@ -23,6 +23,7 @@ from fedmjp.training import Recipe, TrainConfig, train
 from fedmjp.training.batches import Batches
 from fedmjp.training.folder import TrainingFolder
 from fedmjp.training.trainer import Trainer
+from tests.conftest import interrupted_at
 
 QUIET = Console(quiet=True)
 SMALL = ["--data", "photos", "--train-limit", "24", "--model", "vit_mini_32", "--batch-size", "8"]
@@ -53,19 +54,10 @@ def whole(tmp_path_factory) -> TrainConfig:
     return options
 
 
-def test_a_resumed_training_equals_an_uninterrupted_one(whole, undrawn, tmp_path, monkeypatch) -> None:
+def test_a_resumed_training_equals_an_uninterrupted_one(whole, undrawn, tmp_path) -> None:
     options = config(tmp_path / "broken")
-    steps, count = Trainer.step, iter(range(100))
-
-    def break_off(self, *arguments):
-        if next(count) == 5:  # in the middle of the second epoch
-            raise KeyboardInterrupt
-        return steps(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", break_off)
-        with pytest.raises(KeyboardInterrupt):
-            train(options, QUIET)
+    with interrupted_at(Trainer, "step", 6), pytest.raises(KeyboardInterrupt):  # in the middle of the second epoch
+        train(options, QUIET)
     assert len(pd.read_csv(options.out / "history.csv")) == 1
     train(TrainConfig(**(vars(options) | {"resume": True})), QUIET)
     ended, expected = (TrainingFolder(TrainConfig(**(vars(o) | {"resume": True}))).load() for o in (options, whole))
