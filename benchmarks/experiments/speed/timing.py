@@ -38,7 +38,9 @@ def peak_memory(make: Callable[..., Any], arguments: tuple, method: str, device:
     Raises:
         UsageError: that process failed.
     """
-    return _cuda_peak(make, arguments, method) if device.type == "cuda" else alone(_peak, make, arguments, method)
+    if device.type == "cuda":
+        return _cuda_peak(make, arguments, method, device)
+    return alone(_peak, make, arguments, method)
 
 
 def alone(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -61,12 +63,12 @@ def _answer(sender, work: Callable[..., Any], arguments: tuple) -> None:
     sender.send(work(*arguments))
 
 
-def _cuda_peak(make: Callable[..., Any], arguments: tuple, method: str) -> float:
+def _cuda_peak(make: Callable[..., Any], arguments: tuple, method: str, device: torch.device) -> float:
     bench = make(*arguments)
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
     getattr(bench, method)()
-    return (torch.cuda.max_memory_allocated() - held) / 2**20
+    return (torch.cuda.max_memory_allocated(device) - held) / 2**20
 
 
 def _peak(make: Callable[..., Any], arguments: tuple, method: str) -> float:
