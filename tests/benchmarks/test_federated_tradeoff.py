@@ -326,6 +326,14 @@ def test_an_image_that_did_not_come_back_is_not_found() -> None:
     assert reidentified(rows, ranks[:0]) == {}  # the ranks were not measured
 
 
+def test_labels_that_would_overlap_are_moved_up_and_the_others_stay() -> None:
+    places = np.array([[52.0, 0.0], [50.0, 1.0], [51.0, 0.0], [35.0, 0.0], [52.0, 90.0]])
+    size = np.array([7.0, 6.0])
+    moved = figure._apart(places, size)
+    np.testing.assert_array_equal(moved[:, 0], places[:, 0])
+    np.testing.assert_array_equal(moved[:, 1], [0.0, 12.0, 6.0, 0.0, 90.0])
+
+
 def test_many_defences_are_drawn_as_lines(whole, tmp_path, monkeypatch) -> None:
     drawn = []
     monkeypatch.setattr(figure, "save", lambda made, path: drawn.append(made))

@@ -21,6 +21,7 @@ from fedmjp.report.styles import NORMAL, OBJECTIVES, SMALL, WIDTH, attack_style,
 GUESS = "mean_image"
 PANELS = 3  # a line of the figure
 NEAR = np.array([0.1, 0.07])  # shares of the range of an axis
+LABEL = np.array([0.4, 0.06])  # of the longest label, in such shares
 MOST_PANELS = 12  # with more points than these, a line for each
 _MARKERS = ("o", "s", "^", "D")  # a partition each
 
@@ -121,12 +122,27 @@ def _draw_numbers(axes: Axes, found: pd.DataFrame, name: str, scale: float) -> N
     at = np.stack([100 * found["accuracy_mean"], scale * found[f"{name}_mean"]], axis=1)  # (lines, 2)
     for line in found.itertuples():
         axes.plot(*at[line.Index, :, None], ls="", **_style(line))
-    for numbers in _near(at):
-        text, place = _in_ranges([n + 1 for n in numbers]), at[numbers[0]]
+    groups = _near(at)
+    places = _apart(at[[numbers[0] for numbers in groups]], LABEL * np.ptp(at, axis=0))
+    for numbers, place in zip(groups, places, strict=True):
+        text = _in_ranges([n + 1 for n in numbers])
         beside = place[0] - at[:, 0].min() < NEAR[0] * np.ptp(at[:, 0])  # no room to the left
         style = {"xytext": (4, 1)} if beside else {"ha": "right", "xytext": (-4, 1)}
         axes.annotate(text, place, textcoords="offset points", fontsize=6, va="center", **style)
+    axes.margins(y=0.1)
     dress(axes, grid="both")
+
+
+def _apart(places: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Places (n, 2) of labels of at most that size (2,), moved up where two would overlap."""
+    moved = places.copy()
+    done: list[int] = []
+    for number in places[:, 1].argsort(kind="stable"):
+        for other in sorted(done, key=lambda one: moved[one, 1]):
+            if (abs(moved[number] - moved[other]) < size).all():
+                moved[number, 1] = moved[other, 1] + size[1]
+        done.append(number)
+    return moved
 
 
 def _in_ranges(numbers: Sequence[int]) -> str:
