@@ -63,6 +63,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "known_draws": "attacks.closed_form.known_draws:KnownDraws",
         "april": "attacks.closed_form.april:April",
         "batch_rounds": "attacks.closed_form.batch_rounds:BatchRounds",
+        "feature_decoder": "attacks.features.feature_decoder:FeatureDecoder",
         "later_block": "attacks.features.later_block:LaterBlock",
         "lora_span": "attacks.closed_form.lora_span:LoRASpan",
         "noisy_rounds": "attacks.closed_form.noisy_rounds:NoisyRounds",

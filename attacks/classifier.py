@@ -66,7 +66,7 @@ def read_step(observation: Observation, relative_error: float = 0.0) -> Step | N
     gradient = torch.cat(parts, dim=1)  # (K, D + 1)
     module = observation.model.get_submodule(layer)
     _, sizes, right = torch.linalg.svd(gradient, full_matrices=False)
-    error = max(_error(observation, gradient, module.weight), relative_error * float(sizes[0]))
+    error = max(gradient_error(observation, gradient, module.weight), relative_error * float(sizes[0]))
     terms = max(1, int((sizes > error).sum()))
     if terms > 1 or bias is None or module.bias is None:
         return Step(terms, float("nan"))
@@ -75,6 +75,18 @@ def read_step(observation: Observation, relative_error: float = 0.0) -> Step | N
     if not logits.isfinite().all():  # the bias' gradient was not sent (top-k): nothing shows the scale
         return Step(terms, float("nan"))
     return Step(terms, _factor(gradient[:, -1], logits.softmax(dim=0)))
+
+
+def classifier_gradient(observation: Observation) -> Tensor | None:
+    """[dL/dW, dL/db] of the classifier, (K, D + 1) float64; None where one of them was not sent, or is zero."""
+    layer = find_classifier(observation)
+    if layer is None or observation.model.get_submodule(layer).bias is None:
+        return None
+    parts = [observation.gradients.get(f"{layer}.{kind}") for kind in ("weight", "bias")]
+    if any(part is None or not part.any() for part in parts):
+        return None
+    weight, bias = (part.double() for part in parts)
+    return torch.cat([weight, bias[:, None]], dim=1)
 
 
 def find_classifier(observation: Observation) -> str | None:
@@ -121,7 +133,7 @@ def _find_classifier(model: nn.Module, image_shape: tuple[int, int, int]) -> str
     return next((n for n in equal if torch.equal(outputs[n], logits)), None)
 
 
-def _error(observation: Observation, gradient: Tensor, weight: Tensor) -> float:
+def gradient_error(observation: Observation, gradient: Tensor, weight: Tensor) -> float:
     """Size of the error of [dL/dW, dL/db] (K, D + 1), as the largest singular value that it may have.
 
     Over the classes the gradient sums to zero (`attacks.identities`), and independent errors to a vector of their

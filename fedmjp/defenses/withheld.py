@@ -11,8 +11,9 @@ weights that it sent, so what is withheld has to be enough that the rest does no
 - Without the first block, `patch_embedding` solves with positions and projection.
 - Nor are positions and the first block: `later_block` takes the tokens from the MLP of the first block that is sent.
 - Biases and norms hold sums over the tokens alone: dL/db = sum_t g_t, and of a norm's weight sum_t g_t * n_t, entry by
-  entry, D numbers each. The head's gradient is (p - y) f^T with f the pooled feature, which is known exactly for a
-  batch of one: f = dL/dW_c / dL/db_c. Attacks that match gradients match what is sent.
+  entry, D numbers each. Attacks that match gradients match what is sent.
+- The head's gradient gives the feature of every image of a batch smaller than the number of classes
+  (`feature_decoder`), which is all that there is where the head alone is trained.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ SOLVES_WITH: dict[str, tuple[tuple[str, ...], ...]] = {
     "dlg": ((),),
     # From the fifth block on no image of those tried came back (docs/leakage.md).
     "later_block": tuple(_layers(block, *MLP) for block in range(4)),
+    "feature_decoder": (("head.weight", "head.bias"),),
 }
+# Where one of these is sent, the features are not all that there is.
+BESIDE_HEAD = ("pos_embed", "cls_token", "patch_embed.proj.weight", "patch_embed.proj.bias", "norm.weight", "norm.bias")
+BESIDE_HEAD += tuple(name for block in range(4) for name in _layers(block, "norm1", "norm2", "attn.qkv", *MLP))
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Withheld(Defense):
     def known_by(self) -> tuple[str, ...]:
         """The attacks that solve with what is still sent."""
         sent = {name: any(not any(map(self.freezes, way)) for way in ways) for name, ways in SOLVES_WITH.items()}
+        sent["feature_decoder"] &= all(map(self.freezes, BESIDE_HEAD))
         return tuple(name for name, is_sent in sent.items() if is_sent)
 
     @property

@@ -51,6 +51,7 @@ ATTACKS = {
     "unmix": (ORANGE, "P"),
     "token_inverse": ("#9C5A00", "P"),
     "later_block": ("#9C5A00", "d"),
+    "feature_decoder": ("#9C5A00", "v"),
     "unmix_rounds": (BLACK, "X"),
     "noisy_rounds": ("#00593F", "h"),
     "sparse_rounds": ("#00593F", "d"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attacks import ATTACKS, Attack, Observation, Reconstruction
 from attacks.active.base import ActiveAttack
+from attacks.features.feature_decoder import FeatureDecoder
 from attacks.gradient_matching.attack import GradientMatching
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -40,8 +41,10 @@ FIRST_LAYERS = (
 
 
 def attack_of(name: str) -> Attack:
-    """The attack, with a single step where it searches."""
+    """The attack, with a single step where it searches, and few images where it learns."""
     kind = ATTACKS.get(name)
+    if issubclass(kind, FeatureDecoder):
+        return kind(images=160)
     return kind(steps=1) if issubclass(kind, GradientMatching) else kind()
 
 

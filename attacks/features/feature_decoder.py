@@ -1,0 +1,150 @@
+"""An image of what the classifier sees: features from the classifier's gradient, decoded.
+
+Where a client trains little but the classifier (linear probing, biases, norms, low-rank factors), no closed form finds
+the pixels. Its feature, the classifier's input, is told exactly (`attacks.features.classifier_features`), and that of
+every image of a batch smaller than the number of classes. The server has the model, and so learns what image is to be
+expected for a feature: a linear map (`attacks.features.linear_decoder`) from noise with the spectrum of natural images,
+for which it needs nothing, or from public photographs (`photographs`, with `Capability.AUXILIARY_DATA`).
+
+What comes back are colours and the layout of light and dark, as far as a feature holds them: an image that has the
+same feature as the batch's is not near it, because many have (docs/defenses.md). So nothing is vouched for. The
+features themselves are exact: with candidates for the image, the server compares theirs.
+
+It cannot work on updates without the classifier's gradient, on sums of local steps, and on more images than classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import Attack
+from attacks.classifier import classifier_gradient, find_classifier
+from attacks.features.classifier_features import classifier_features
+from attacks.features.linear_decoder import LinearDecoder, learn_decoder
+from attacks.features.noise_images import noise_images
+from attacks.features.photographs import photograph_crops
+from attacks.linear.position_rows import position_gradient
+from attacks.observation import Capability, Observation, Reconstruction
+from attacks.registry import UsageError
+from attacks.tokenizer import find_tokenizer
+
+# Seconds of one CPU core for a weight and a token of a forward pass in float32.
+SECONDS_FORWARD = 3e-11
+# Seconds for a class and the fifth power of the batch's size: about the steps of one search of 32 images.
+SECONDS_SEARCH = 2e-9
+TOGETHER = 64  # images in a forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureDecoder(Attack):
+    """The images that are to be expected for the batch's features.
+
+    Args:
+        images: that the decoder is learned from.
+        photographs: folder of public photographs to crop them from; noise where it is empty.
+        seed: of the noise, or of the crops.
+    """
+
+    images: int = 4096
+    photographs: str = ""
+    seed: int = 0
+
+    needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
+    reads_every_parameter: ClassVar[bool] = True
+
+    def used(self) -> frozenset[Capability]:
+        """See `Attack.used`: auxiliary data with photographs."""
+        return self.needs | ({Capability.AUXILIARY_DATA} if self.photographs else frozenset())
+
+    def obstacle(self, observations: Sequence[Observation]) -> str:
+        """See `Attack.obstacle`: where a closed form finds the pixels, a feature adds nothing."""
+        target = observations[-1]
+        if classifier_gradient(target) is None:
+            return "the update holds no gradient of a classifier's weight and bias"
+        tokenizer = find_tokenizer(target.model, target.image_shape)
+        if tokenizer.weight in target.gradients and position_gradient(target, tokenizer) is not None:
+            return "the update holds the gradients of positions and patch projection: patch_embedding uses them"
+        return ""
+
+    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
+        """See `Attack.estimated_seconds`: forward passes of the decoder's images, and a search for a batch."""
+        target = observations[-1]
+        tokens = find_tokenizer(target.model, target.image_shape).num_patches + 1
+        passes = self.images * tokens * sum(p.numel() for p in target.model.parameters())
+        gradient = classifier_gradient(target)
+        classes = 0 if gradient is None else len(gradient)
+        return SECONDS_FORWARD * passes + SECONDS_SEARCH * classes * target.num_examples**5
+
+    def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
+        """See `Attack.reconstruct`; `details` holds what images that were held out gained (dB), and the starts."""
+        return self.reconstruct_many([observations])[0]
+
+    def reconstruct_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
+        """See `Attack.reconstruct_many`: one decoder for all clients of a model."""
+        decoders: dict[tuple[int, tuple[int, int, int]], LinearDecoder] = {}
+        found = []
+        for case in cases:
+            target = case[-1]
+            key = (id(target.model), target.image_shape)
+            try:
+                if key not in decoders:
+                    decoders[key] = self._learn(target)
+                found.append(decoded(target, decoders[key]))
+            except UsageError as error:
+                found.append(Reconstruction(images=None, diagnosis=str(error)))
+        return found
+
+    def _learn(self, observation: Observation) -> LinearDecoder:
+        if classifier_gradient(observation) is None:
+            raise UsageError("the update holds no gradient of a classifier's weight and bias")
+        return learn_decoder(encoder(observation), self._examples(observation.image_shape))
+
+    def _examples(self, image_shape: tuple[int, int, int]) -> Iterator[Tensor]:
+        sizes = [min(TOGETHER, self.images - done) for done in range(0, self.images, TOGETHER)]
+        if self.photographs:
+            return photograph_crops(self.photographs, sizes, image_shape, self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        return (noise_images(size, image_shape, generator) for size in sizes)
+
+
+def decoded(observation: Observation, decoder: LinearDecoder) -> Reconstruction:
+    """What a decoder makes of an update's features."""
+    features = classifier_features(observation, decoder.examples)
+    images = decoder(features.values, features.error)
+    return Reconstruction(
+        images=images,
+        known=torch.zeros_like(images[:, :1], dtype=torch.bool),
+        labels=features.labels,
+        diagnosis="" if decoder.gain > 0 else "features tell nothing of images: those held out were decoded no better",
+        details={"held_out_gain": decoder.gain, "starts": features.starts},
+    )
+
+
+def encoder(observation: Observation) -> Callable[[Tensor], Tensor]:
+    """Images (B, C, H, W) in [0, 1] -> inputs of the model's classifier (B, D), float64."""
+    model = observation.model
+    classifier = model.get_submodule(find_classifier(observation))
+    like = next(model.parameters())
+    mean, std = (torch.tensor(v).to(like).view(1, -1, 1, 1) for v in (observation.mean, observation.std))
+
+    def encode(images: Tensor) -> Tensor:
+        """The features of images."""
+        kept: list[Tensor] = []
+
+        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            """Keep the classifier's input."""
+            kept.append(inputs[0])
+
+        handle = classifier.register_forward_pre_hook(keep)
+        try:
+            model((images.to(like) - mean) / std)
+        finally:
+            handle.remove()
+        return kept[-1].double()
+
+    return encode

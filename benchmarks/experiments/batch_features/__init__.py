@@ -1,0 +1,1 @@
+"""The features of a batch, from the gradient of the classifier alone."""
