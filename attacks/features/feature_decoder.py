@@ -113,14 +113,18 @@ class FeatureDecoder(Attack):
 
 
 def decoded(observation: Observation, decoder: LinearDecoder) -> Reconstruction:
-    """What a decoder makes of an update's features."""
+    """What a decoder makes of an update's features, with a diagnosis: the features are known, and not the pixels."""
     features = classifier_features(observation, decoder.examples)
-    images = decoder(features.values, features.error)
+    images, count = decoder(features.values, features.error), len(features.values)
+    of = f"{count} images" if count > 1 else "1 image"
     return Reconstruction(
         images=images,
         known=torch.zeros_like(images[:, :1], dtype=torch.bool),
         labels=features.labels,
-        diagnosis="" if decoder.gain > 0 else "features tell nothing of images: those held out were decoded no better",
+        diagnosis=(
+            f"the classifier's input of {of} is known to {features.error:.0e} of its length; the pixels are only those "
+            "to be expected for it"
+        ),
         details={"held_out_gain": decoder.gain, "starts": features.starts},
     )
 

@@ -12,8 +12,8 @@ weights that it sent, so what is withheld has to be enough that the rest does no
 - Nor are positions and the first block: `later_block` takes the tokens from the MLP of the first block that is sent.
 - Biases and norms hold sums over the tokens alone: dL/db = sum_t g_t, and of a norm's weight sum_t g_t * n_t, entry by
   entry, D numbers each. Attacks that match gradients match what is sent.
-- The head's gradient gives the feature of every image of a batch smaller than the number of classes
-  (`feature_decoder`), which is all that there is where the head alone is trained.
+- The head's gradient gives the feature of every image of a batch smaller than the number of classes, exactly
+  (`attacks.features.classifier_features`); `feature_decoder` makes of it the image that is to be expected.
 """
 
 from __future__ import annotations
@@ -46,11 +46,7 @@ SOLVES_WITH: dict[str, tuple[tuple[str, ...], ...]] = {
     "dlg": ((),),
     # From the fifth block on no image of those tried came back (docs/leakage.md).
     "later_block": tuple(_layers(block, *MLP) for block in range(4)),
-    "feature_decoder": (("head.weight", "head.bias"),),
 }
-# Where one of these is sent, the features are not all that there is.
-BESIDE_HEAD = ("pos_embed", "cls_token", "patch_embed.proj.weight", "patch_embed.proj.bias", "norm.weight", "norm.bias")
-BESIDE_HEAD += tuple(name for block in range(4) for name in _layers(block, "norm1", "norm2", "attn.qkv", *MLP))
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ class Withheld(Defense):
     def known_by(self) -> tuple[str, ...]:
         """The attacks that solve with what is still sent."""
         sent = {name: any(not any(map(self.freezes, way)) for way in ways) for name, ways in SOLVES_WITH.items()}
-        sent["feature_decoder"] &= all(map(self.freezes, BESIDE_HEAD))
         return tuple(name for name, is_sent in sent.items() if is_sent)
 
     @property
