@@ -15,9 +15,10 @@ It cannot work on updates without the classifier's gradient, on sums of local st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from attacks.tokenizer import find_tokenizer
 SECONDS_FORWARD = 3e-11
 # Seconds for a class and the fifth power of the batch's size: about the steps of one search of 32 images.
 SECONDS_SEARCH = 2e-9
+# Model -> what its last decoder is of, and the decoder.
+_LAST: WeakKeyDictionary[nn.Module, tuple[Hashable, LinearDecoder]] = WeakKeyDictionary()
 TOGETHER = 64  # images in a forward pass
 
 
@@ -82,27 +85,20 @@ class FeatureDecoder(Attack):
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds what images that were held out gained (dB), and the starts."""
-        return self.reconstruct_many([observations])[0]
-
-    def reconstruct_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
-        """See `Attack.reconstruct_many`: one decoder for all clients of a model."""
-        decoders: dict[tuple[int, tuple[int, int, int]], LinearDecoder] = {}
-        found = []
-        for case in cases:
-            target = case[-1]
-            key = (id(target.model), target.image_shape)
-            try:
-                if key not in decoders:
-                    decoders[key] = self._learn(target)
-                found.append(decoded(target, decoders[key]))
-            except UsageError as error:
-                found.append(Reconstruction(images=None, diagnosis=str(error)))
-        return found
-
-    def _learn(self, observation: Observation) -> LinearDecoder:
-        if classifier_gradient(observation) is None:
+        target = observations[-1]
+        if classifier_gradient(target) is None:
             raise UsageError("the update holds no gradient of a classifier's weight and bias")
-        return learn_decoder(encoder(observation), self._examples(observation.image_shape))
+        return decoded(target, self._decoder(target))
+
+    def _decoder(self, observation: Observation) -> LinearDecoder:
+        """For the weights that were sent: the clients of a round share it, so the last one of each model is kept."""
+        sums = tuple(float(tensor.double().sum()) for tensor in observation.model.state_dict().values())
+        key = (self, observation.image_shape, sums)
+        last = _LAST.get(observation.model)
+        if last is None or last[0] != key:
+            last = (key, learn_decoder(encoder(observation), self._examples(observation.image_shape)))
+            _LAST[observation.model] = last
+        return last[1]
 
     def _examples(self, image_shape: tuple[int, int, int]) -> Iterator[Tensor]:
         sizes = [min(TOGETHER, self.images - done) for done in range(0, self.images, TOGETHER)]

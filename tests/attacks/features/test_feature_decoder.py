@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,24 @@ def test_many_at_once_is_one_by_one(model: BuiltModel) -> None:
     cases = [[update(model, labels)[0]] for labels in ([1], [2, 5])]
     for alone, together in zip(map(attack, cases), attack.attack_many(cases), strict=True):
         torch.testing.assert_close(alone.images, together.images)
+
+
+def test_the_decoder_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned once for the clients of a round, and anew where weights or settings change."""
+    learned: list[int] = []
+    module = sys.modules[FeatureDecoder.__module__]
+    monkeypatch.setattr(module, "learn_decoder", lambda *given: learned.append(1) or learn_decoder(*given))
+    model = build_model("vit_micro8_32", num_classes=CLASSES, weights="random")
+    view, _ = update(model, [1])
+    attack = FeatureDecoder(images=160)
+    first, again = attack([view]), attack([view])
+    assert learned == [1]
+    torch.testing.assert_close(first.images, again.images, rtol=0, atol=0)
+    with torch.no_grad():
+        model.module.head.bias[0] += 0.5
+    attack([view])
+    FeatureDecoder(images=160, seed=1)([view])
+    assert len(learned) == 3
 
 
 def test_learns_from_a_folder_of_photographs(model: BuiltModel, tmp_path: Path) -> None:
