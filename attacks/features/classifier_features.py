@@ -42,6 +42,8 @@ STEPS, LESS_DAMPING, MORE_DAMPING, FIRST_DAMPING = 80, 0.3, 4.0, 1e-2
 LEAST_GAIN = 1e-3
 # Searches at most: with labels that are granted, and with labels that are guessed, as a whole and exchanged singly.
 STARTS, GUESSES, EXCHANGES = 24, 8, 120
+# Exchanges are fewer where a search takes long: this many classes times fifth powers of the batch's size, in all.
+MOST_EXCHANGES = 6e10
 # A solution may miss the gradient by this many times the error of the message, the misfit of float64 at least.
 EXPLAINED, LEAST_MISFIT = 3.0, 1e-9
 # Numbers of the largest Jacobian that is held: 0.5 GB.
@@ -223,7 +225,7 @@ class _Unmixed:
             best = found if best is None or found.missed < best.missed else best
             predicted = self._predicted(found).mean(dim=0)
         exchanged = self._exchanged(best)
-        for _ in range(EXCHANGES):
+        for _ in range(min(EXCHANGES, int(MOST_EXCHANGES / (len(self.weights) * count**5)))):
             labels = next((one for one in exchanged if tuple(one.tolist()) not in tried), None)
             if labels is None:
                 break

@@ -36,8 +36,8 @@ from attacks.tokenizer import find_tokenizer
 
 # Seconds of one CPU core for a weight and a token of a forward pass in float32.
 SECONDS_FORWARD = 3e-11
-# Seconds for a class and the fifth power of the batch's size: about the steps of one search of 32 images.
-SECONDS_SEARCH = 2e-9
+# Seconds for a class and the fifth power of the batch's size: a few searches with up to 80 steps each.
+SECONDS_SEARCH = 5e-9
 # Model -> what its last decoder is of, and the decoder.
 _LAST: WeakKeyDictionary[nn.Module, tuple[Hashable, LinearDecoder]] = WeakKeyDictionary()
 TOGETHER = 64  # images in a forward pass
