@@ -44,8 +44,10 @@ LEAST_GAIN = 1e-3
 STARTS, GUESSES, EXCHANGES = 24, 8, 120
 # Exchanges are fewer where a search takes long: this many classes times fifth powers of the batch's size, in all.
 MOST_EXCHANGES = 6e10
-# A solution may miss the gradient by this many times the error of the message, the misfit of float64 at least.
-EXPLAINED, LEAST_MISFIT = 3.0, 1e-9
+# A solution may miss the gradient by this many times the error of the message, and by this share of it, which the
+# arithmetic of the client may make (1e-6 on a ViT-Ti in float32; wrong labels leave 1e-3 and more). Searches end below
+# the last share.
+EXPLAINED, ARITHMETIC, LEAST_MISFIT = 3.0, 5e-6, 1e-9
 # Numbers of the largest Jacobian that is held: 0.5 GB.
 LARGEST = 2**26
 
@@ -127,7 +129,7 @@ def classifier_features(observation: Observation, others: Tensor) -> Features:
         return Features((right[0, :-1] / right[0, -1])[None], label.to(device), relative, 0)
     weights = torch.cat([module.weight, module.bias[:, None]], dim=1).detach().double()
     target, basis = count * left[:, :count] * sizes[:count], right[:count]
-    enough = max(EXPLAINED * count * error, LEAST_MISFIT * float(target.norm()))
+    enough = max(EXPLAINED * count * error, ARITHMETIC * float(target.norm()))
     unmixed = _Unmixed(count * gradient, basis, target, weights, others.to(gradient))
     granted = observation.labels
     guesses = unmixed.guesses() if granted is None else unmixed.from_all_starts(granted.to(device))
