@@ -53,7 +53,7 @@ class FeatureDecoder(Attack):
         seed: of the noise, or of the crops.
     """
 
-    images: int = 4096
+    images: int = 1024
     photographs: str = ""
     seed: int = 0
 
