@@ -65,6 +65,15 @@ def test_features_are_those_of_the_forward_pass(model: BuiltModel, labels: list[
     assert found.labels[near.indices].tolist() == labels
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_rounded_messages_give_features_to_their_precision(model: BuiltModel, dtype: torch.dtype, error: float) -> None:
+    view, truth = update(model, [0, 3, 5])
+    rounded = dataclasses.replace(view, gradients={n: g.to(dtype).float() for n, g in view.gradients.items()})
+    found = classifier_features(rounded, others(view))
+    assert (torch.cdist(truth, found.values).min(dim=1).values / truth.norm(dim=1)).max() < error
+    assert found.error > 1e-5
+
+
 def test_the_jacobian_is_that_of_autograd() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, target = torch.randn(3, 5, generator=generator), torch.randn(5, 3, generator=generator)
