@@ -45,8 +45,7 @@ STARTS, GUESSES, EXCHANGES = 24, 8, 120
 # Exchanges are fewer where a search takes long: this many classes times fifth powers of the batch's size, in all.
 MOST_EXCHANGES = 6e10
 # A solution may miss the gradient by this many times the error of the message, and by this share of it, which the
-# arithmetic of the client may make (1e-6 on a ViT-Ti in float32; wrong labels leave 1e-3 and more). Searches end below
-# the last share.
+# arithmetic of the client may make (1e-6 on a ViT-Ti in float32). Searches end below the last share.
 EXPLAINED, ARITHMETIC, LEAST_MISFIT = 3.0, 5e-6, 1e-9
 # Numbers of the largest Jacobian that is held: 0.5 GB.
 LARGEST = 2**26

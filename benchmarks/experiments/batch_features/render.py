@@ -43,7 +43,7 @@ def batch_features_block(folder: Path) -> str:
     lines = []
     for (model, weights, classes, size), own in table.groupby(BY[:3] + ["batch_size"], sort=False):
         by = own.set_index("labels")
-        trained = "random" if "NOT TRAINED" in weights else "trained"
+        trained = "random" if "NOT TRAINED" in weights else "longer training" if ".long." in weights else "trained"
         lines.append(
             [
                 f"{model}, {trained}",
@@ -51,10 +51,14 @@ def batch_features_block(folder: Path) -> str:
                 str(size),
                 *(f"{by.loc[how, 'solved']} of {by.loc[how, 'batches']}" for how in ("granted", "inferred")),
                 f"{own['feature_error_max'].max():.0e}" if own["feature_error_max"].notna().any() else "",
-                f"{by.loc['inferred', 'seconds_median']:.2g} ({by.loc['inferred', 'seconds_max']:.2g})",
+                "{} ({})".format(*(_seconds(by.loc["inferred", f"seconds_{part}"]) for part in ("median", "max"))),
             ]
         )
     return markdown_table(heads, lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1g}"
 
 
 BATCH_FEATURES = Rendering("batch_features", batch_features_files, {"batch_features": batch_features_block})
