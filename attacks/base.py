@@ -57,6 +57,8 @@ class Attack(ABC):
     reads_every_parameter: ClassVar[bool] = False
     # Whether a suite that chooses by itself may run the attack; attacks that repeat others are run by name only.
     in_suite: ClassVar[bool] = True
+    # Whether a suite gives the attack only what others leave of the budget: it tells less than they do.
+    last_resort: ClassVar[bool] = False
     # Updates of one client that the equations want; a protocol that may choose the number of rounds gives as many.
     updates_wanted: ClassVar[int] = 1
 

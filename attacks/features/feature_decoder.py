@@ -59,6 +59,7 @@ class FeatureDecoder(Attack):
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
     reads_every_parameter: ClassVar[bool] = True
+    last_resort: ClassVar[bool] = True
 
     def used(self) -> frozenset[Capability]:
         """See `Attack.used`: auxiliary data with photographs."""

@@ -1,9 +1,9 @@
 """Which attacks run on an update: the suite `auto`, `all`, or attacks by name.
 
 `auto` has no parameters to tune, as AutoAttack's suite has none (Croce and Hein 2020). It takes every registered attack
-that the threat model grants and that has something to add on the update, the fastest first, as long as the sum of their
-estimated times stays below a budget. What is left out is listed with its reason, because a verdict is only as good as
-the attacks behind it.
+that the threat model grants and that has something to add on the update, the fastest first and last resorts
+(`Attack.last_resort`) at the end, as long as the sum of their estimated times stays below a budget. What is left out is
+listed with its reason, because a verdict is only as good as the attacks behind it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def active_attack(
 def _within_budget(
     candidates: Mapping[str, Attack], observations: Sequence[Observation], budget: float, left_out: dict[str, str]
 ) -> dict[str, float]:
-    """Estimated seconds of those that `auto` runs, fastest first; the reasons of the others go to `left_out`."""
+    """Estimated seconds of those that `auto` runs, in their order; the reasons of the others go to `left_out`."""
     seconds: dict[str, float] = {}
     for name, attack in candidates.items():
         reason = attack.misfit(observations) or attack.obstacle(observations)
@@ -130,7 +130,7 @@ def _within_budget(
         else:
             seconds[name] = attack.estimated_seconds(observations)
     planned, spent = {}, 0.0
-    for name in sorted(seconds, key=seconds.__getitem__):
+    for name in sorted(seconds, key=lambda name: (candidates[name].last_resort, seconds[name])):
         if spent + seconds[name] > budget:
             left_out[name] = (
                 f"takes about {seconds[name]:.0f} s, beyond the budget of {budget:g} s an update (--budget)"

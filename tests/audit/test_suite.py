@@ -168,3 +168,14 @@ def test_estimates_are_of_the_right_size() -> None:
     assert 3 < ATTACKS.get("idlg")().estimated_seconds(views) < 300
     large = [observe(build_model("deit_s", num_classes=8, weights="random"), photographs(224, 1))]
     assert ATTACKS.get("idlg")().estimated_seconds(large) > 300
+
+
+def test_a_last_resort_takes_what_the_others_leave() -> None:
+    """`feature_decoder` is faster than `patch_set`, and tells less."""
+    view = observe(build_model("vit_mini_64_nope", num_classes=8, weights="random"), photographs(64, 1))
+    faster, better = (ATTACKS.get(name)().estimated_seconds([view]) for name in ("feature_decoder", "patch_set"))
+    assert faster < better
+    first, everything = (select_attacks(["auto"], [view], ThreatModel(), budget=b) for b in (better + 3, 60.0))
+    assert "patch_set" in first.chosen
+    assert "beyond the budget" in first.left_out["feature_decoder"]
+    assert list(everything.planned)[-1] == "feature_decoder"
