@@ -19,6 +19,7 @@ from attacks.features.feature_decoder import FeatureDecoder, encoder
 from attacks.features.linear_decoder import HELD_OUT, learn_decoder
 from attacks.features.noise_images import noise_images
 from attacks.features.photographs import photograph_crops
+from fedmjp.audit.per_image import observe_together
 from fedmjp.defenses.parameter_groups import belongs
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -63,6 +64,15 @@ def test_features_are_those_of_the_forward_pass(model: BuiltModel, labels: list[
     assert (near.values / truth.norm(dim=1)).max() < 1e-3
     assert len(set(near.indices.tolist())) == len(labels)
     assert found.labels[near.indices].tolist() == labels
+
+
+def test_a_sum_over_clients_gives_the_features_of_each(model: BuiltModel) -> None:
+    """What secure aggregation shows of three clients with an image each is the gradient of a batch of three."""
+    images, labels = photographs(32, 3), torch.tensor([0, 3, 5])
+    together = observe_together([observe(model, images[i : i + 1], labels[i : i + 1]) for i in range(3)])
+    view, truth = update(model, labels.tolist())
+    found = classifier_features(dataclasses.replace(head_of(together), labels=labels), others(view))
+    assert (torch.cdist(truth, found.values).min(dim=1).values / truth.norm(dim=1)).max() < 1e-3
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
