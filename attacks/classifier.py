@@ -62,8 +62,7 @@ def read_step(observation: Observation, relative_error: float = 0.0) -> Step | N
     if weight is None or not weight.any() or min(weight.shape) < 3:
         return None
     bias = observation.gradients.get(f"{layer}.bias")
-    parts = [weight.double()] + ([] if bias is None else [bias.double()[:, None]])
-    gradient = torch.cat(parts, dim=1)  # (K, D + 1)
+    gradient = _stacked(weight, bias)
     module = observation.model.get_submodule(layer)
     _, sizes, right = torch.linalg.svd(gradient, full_matrices=False)
     error = max(gradient_error(observation, gradient, module.weight), relative_error * float(sizes[0]))
@@ -85,8 +84,13 @@ def classifier_gradient(observation: Observation) -> Tensor | None:
     parts = [observation.gradients.get(f"{layer}.{kind}") for kind in ("weight", "bias")]
     if any(part is None or not part.any() for part in parts):
         return None
-    weight, bias = (part.double() for part in parts)
-    return torch.cat([weight, bias[:, None]], dim=1)
+    return _stacked(*parts)
+
+
+def _stacked(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[dL/dW, dL/db], (K, D + 1) float64; (K, D) without a bias."""
+    parts = [weight.double()] + ([] if bias is None else [bias.double()[:, None]])
+    return torch.cat(parts, dim=1)
 
 
 def find_classifier(observation: Observation) -> str | None:

@@ -150,7 +150,7 @@ def _checked(observation: Observation) -> Tensor:
     count, (classes, width) = observation.num_examples, gradient.shape
     if count > 1 and count >= min(classes, width):
         raise UsageError(
-            f"a classifier of {classes} classes and {width - 1} channels tells the features of at most "
+            f"a classifier of {classes} classes and {width - 1} channels keeps the features of at most "
             f"{min(classes, width) - 1} images apart, and the update sums {count}"
         )
     if classes * count**3 > LARGEST:

@@ -1,13 +1,13 @@
-"""An image of what the classifier sees: features from the classifier's gradient, decoded.
+"""An image of what the classifier receives: features from the classifier's gradient, decoded.
 
 Where a client trains little but the classifier (linear probing, biases, norms, low-rank factors), no closed form finds
-the pixels. Its feature, the classifier's input, is told exactly (`attacks.features.classifier_features`), and that of
+the pixels. Its feature, the classifier's input, is known exactly (`attacks.features.classifier_features`), and that of
 every image of a batch smaller than the number of classes. The server has the model, and so learns what image is to be
 expected for a feature: a linear map (`attacks.features.linear_decoder`) from noise with the spectrum of natural images,
 for which it needs nothing, or from public photographs (`photographs`, with `Capability.AUXILIARY_DATA`).
 
 What comes back are colours and the layout of light and dark, as far as a feature holds them: an image that has the
-same feature as the batch's is not near it, because many have (docs/defenses.md). So nothing is vouched for. The
+same feature as the batch's is not near it, because many have (docs/leakage.md). So nothing is vouched for. The
 features themselves are exact: with candidates for the image, the server compares theirs.
 
 It cannot work on updates without the classifier's gradient, on sums of local steps, and on more images than classes.
@@ -27,7 +27,7 @@ from attacks.base import Attack
 from attacks.classifier import classifier_gradient, find_classifier
 from attacks.features.classifier_features import classifier_features
 from attacks.features.linear_decoder import LinearDecoder, learn_decoder
-from attacks.features.noise_images import noise_images
+from attacks.features.noise_images import batch_sizes, noise_batches
 from attacks.features.photographs import photograph_crops
 from attacks.linear.position_rows import position_gradient
 from attacks.observation import Capability, Observation, Reconstruction
@@ -38,9 +38,9 @@ from attacks.tokenizer import find_tokenizer
 SECONDS_FORWARD = 3e-11
 # Seconds for a class and the fifth power of the batch's size: a few searches with up to 80 steps each.
 SECONDS_SEARCH = 5e-9
+TOGETHER = 64  # images in a forward pass
 # Model -> what its last decoder is of, and the decoder.
 _LAST: WeakKeyDictionary[nn.Module, tuple[Hashable, LinearDecoder]] = WeakKeyDictionary()
-TOGETHER = 64  # images in a forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,14 @@ class FeatureDecoder(Attack):
         return self.needs | ({Capability.AUXILIARY_DATA} if self.photographs else frozenset())
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
-        """See `Attack.obstacle`: where a closed form finds the pixels, a feature adds nothing."""
+        """See `Attack.obstacle`: beside the gradients that closed forms use, a feature adds little to the pixels."""
         target = observations[-1]
         if classifier_gradient(target) is None:
             return "the update holds no gradient of a classifier's weight and bias"
         tokenizer = find_tokenizer(target.model, target.image_shape)
         if tokenizer.weight in target.gradients and position_gradient(target, tokenizer) is not None:
+            if target.num_examples > 1:
+                return "the update holds what attacks on pixels use; run it by name for the features of the batch"
             return "the update holds the gradients of positions and patch projection: patch_embedding uses them"
         return ""
 
@@ -102,11 +104,9 @@ class FeatureDecoder(Attack):
         return last[1]
 
     def _examples(self, image_shape: tuple[int, int, int]) -> Iterator[Tensor]:
-        sizes = [min(TOGETHER, self.images - done) for done in range(0, self.images, TOGETHER)]
         if self.photographs:
-            return photograph_crops(self.photographs, sizes, image_shape, self.seed)
-        generator = torch.Generator().manual_seed(self.seed)
-        return (noise_images(size, image_shape, generator) for size in sizes)
+            return photograph_crops(self.photographs, batch_sizes(self.images, TOGETHER), image_shape, self.seed)
+        return noise_batches(self.images, TOGETHER, image_shape, self.seed)
 
 
 def decoded(observation: Observation, decoder: LinearDecoder) -> Reconstruction:

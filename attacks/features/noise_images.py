@@ -15,6 +15,7 @@ deviations, is its cost at the place; the patch expected there, given the token,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,17 @@ def noise_images(count: int, image_shape: tuple[int, int, int], generator: torch
         low + (high - low) * torch.rand(count, 1, 1, 1, generator=generator) for low, high in (CONTRAST, BRIGHTNESS)
     )
     return (brightness + contrast * noise).clamp(0, 1)
+
+
+def batch_sizes(count: int, together: int) -> list[int]:
+    """Sizes of the batches in which `count` images are sent through a model, at most `together` at once."""
+    return [min(together, count - done) for done in range(0, count, together)]
+
+
+def noise_batches(count: int, together: int, image_shape: tuple[int, int, int], seed: int) -> Iterator[Tensor]:
+    """`count` of `noise_images` in batches of `together`."""
+    generator = torch.Generator().manual_seed(seed)
+    return (noise_images(size, image_shape, generator) for size in batch_sizes(count, together))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from attacks.registry import UsageError
 
 # Least area of a crop, as a share of the largest square of its photograph; shorter side that is kept of a photograph.
 LEAST_AREA, KEPT_SIDE = 0.25, 320
+# Files that are taken for photographs, and what they may hold: parsers of other formats are not called.
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
 
 
 def photograph_crops(
@@ -29,7 +32,8 @@ def photograph_crops(
         image_shape: (3, H, W), H = W.
 
     Raises:
-        UsageError: no such folder, no photograph in it, or images that are not square or of three channels.
+        UsageError: no such folder, no photograph in it, one that cannot be read, or images that are not square or of
+            three channels.
     """
     channels, height, width = image_shape
     if channels != 3 or height != width:
@@ -51,19 +55,19 @@ def _crop(picture: Image.Image, width: int, random: np.random.Generator) -> Tens
 
 @lru_cache(maxsize=2)
 def _pictures(folder: str) -> list[Image.Image]:
-    """All images of a folder that can be read, in the order of their names, reduced to `KEPT_SIDE`."""
+    """All images of a folder in the order of their names, reduced to `KEPT_SIDE`."""
     if not Path(folder).is_dir():
         raise UsageError(f"no folder of photographs at {folder}")
     found = []
-    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+    for path in sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES):
         try:
-            with Image.open(path) as opened:
+            with Image.open(path, formats=FORMATS) as opened:
                 picture = opened.convert("RGB")
-        except (UnidentifiedImageError, OSError):
-            continue
+        except (OSError, Image.DecompressionBombError) as error:
+            raise UsageError(f"the photograph {path} cannot be read ({error}); mend it or take it away") from error
         factor = min(1.0, KEPT_SIDE / min(picture.size))
         size = tuple(max(1, round(factor * length)) for length in picture.size)
         found.append(picture.resize(size, Image.Resampling.BICUBIC))
     if not found:
-        raise UsageError(f"the folder {folder} holds no image that can be read")
+        raise UsageError(f"the folder {folder} holds no image ({', '.join(SUFFIXES)})")
     return found

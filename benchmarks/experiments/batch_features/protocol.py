@@ -14,7 +14,7 @@ from torch import Tensor
 from attacks.classifier import find_classifier
 from attacks.features.classifier_features import classifier_features
 from attacks.features.feature_decoder import encoder
-from attacks.features.noise_images import noise_images
+from attacks.features.noise_images import noise_batches
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from experiments.batch_features.options import Options
@@ -122,13 +122,11 @@ class Run(TableRun):
 
     def others(self, view: Observation) -> Tensor:
         """(n, D), features of noise; computed once."""
-        if self._others is not None:
-            return self._others
-        generator, encode = torch.Generator().manual_seed(self.options.seed), encoder(view)
-        left = self.options.examples
-        sizes = [min(TOGETHER, left - done) for done in range(0, left, TOGETHER)]
-        with torch.no_grad():
-            self._others = torch.cat([encode(noise_images(size, view.image_shape, generator)) for size in sizes])
+        if self._others is None:
+            o, encode = self.options, encoder(view)
+            noise = noise_batches(o.examples, TOGETHER, view.image_shape, o.seed)
+            with torch.no_grad():
+                self._others = torch.cat([encode(images) for images in noise])
         return self._others
 
 

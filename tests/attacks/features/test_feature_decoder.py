@@ -191,9 +191,16 @@ def test_names_a_folder_that_is_of_no_use(model: BuiltModel, tmp_path: Path, fol
     assert words in found.diagnosis
 
 
+def test_names_a_photograph_that_cannot_be_read(model: BuiltModel, tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    found = FeatureDecoder(photographs=str(tmp_path))([update(model, [1])[0]])
+    assert "broken.png cannot be read" in found.diagnosis
+
+
 def test_has_nothing_to_add_to_whole_updates(model: BuiltModel) -> None:
     attack, view = ATTACKS.get("feature_decoder")(), observe(model, photographs(32, 1))
     assert "patch_embedding uses them" in attack.obstacle([view])
+    assert "by name for the features of the batch" in attack.obstacle([observe(model, photographs(32, 2))])
     assert attack.obstacle([head_of(view)]) == ""
     assert classifier_gradient(head_of(view)).shape == (CLASSES, 65)
     without = dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n != "head.bias"})
