@@ -142,6 +142,7 @@ def information(system: RoundedSystem, patches: Tensor) -> Tensor:
     scaled = at.inverse[:, None] * at.extended  # (D, N, Q)
     inverses = torch.diag_embed(at.inverse) - scaled.mT @ at.inner @ scaled  # C_d^-1, (D, Q, Q)
     squares = term.factors[:, :, None] * term.factors[:, None]  # (D, N, N)
+    squares = squares.sum(dim=0, keepdim=True) if term.alike else squares
     summed = squares.flatten(1).T @ inverses[:, :p, :p].flatten(1)
     return summed.view(n, n, p, p).transpose(1, 2).reshape(n * p, n * p)
 
@@ -156,6 +157,8 @@ class _Term:
         nothing = torch.zeros_like(system.factors[:, 0], dtype=torch.bool)
         self.seen = ~(nothing if system.hidden is None else system.hidden)  # (N,)
         self.channels = system.channels or len(system.products)
+        parts = (self.of_factors, self.of_products)
+        self.alike = all(bool((part == part[:1]).all()) for part in parts)  # one covariance for all channels
 
     @property
     def equations(self) -> int:
@@ -180,10 +183,11 @@ class _Linearised:
     def __init__(self, term: _Term, patches: Tensor, inflation: float = 1.0) -> None:
         self.term, self.width, v = term, patches.shape[1], term.of_factors
         self.extended = term.extended(patches)  # (N, Q)
-        self.inverse = 1 / (inflation * term.of_products)
-        inner = torch.stack([(self.extended * row) @ self.extended.T for row in self.inverse])  # (D, N, N)
+        different = slice(1) if term.alike else slice(None)
+        self.inverse = 1 / (inflation * term.of_products[different])  # (D, Q) or (1, Q)
+        inner = torch.stack([(self.extended * row) @ self.extended.T for row in self.inverse])  # (D, N, N) or (1, N, N)
         diagonal = inner.diagonal(dim1=1, dim2=2)
-        inner.diagonal(dim1=1, dim2=2).add_(1 / v + JITTER * (diagonal + diagonal.mean(dim=1, keepdim=True)))
+        inner.diagonal(dim1=1, dim2=2).add_(1 / v[different] + JITTER * (diagonal + diagonal.mean(dim=1, keepdim=True)))
         self.inner = torch.cholesky_inverse(torch.linalg.cholesky(inner))
         rest = term.products - term.factors @ self.extended  # r, (D, Q)
         weighted = self.whiten(rest)
@@ -194,7 +198,8 @@ class _Linearised:
     def whiten(self, rows: Tensor) -> Tensor:
         """C_d^-1 applied to each row of (D, Q)."""
         scaled = self.inverse * rows
-        inner = torch.bmm(self.inner, (scaled @ self.extended.T)[..., None])[..., 0]  # (D, N)
+        along = scaled @ self.extended.T  # (D, N)
+        inner = along @ self.inner[0] if self.term.alike else torch.bmm(self.inner, along[..., None])[..., 0]
         return scaled - self.inverse * (inner @ self.extended)
 
     def hessian(self, x: Tensor) -> Tensor:

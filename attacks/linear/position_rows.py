@@ -302,15 +302,19 @@ def masked_rows(rows: Tensor) -> Tensor:
 
 
 def remove_localisation(
-    observation: Observation, tokenizer: Tokenizer, rows: Tensor
+    observation: Observation, tokenizer: Tokenizer, rows: Tensor, masked: Tensor | None = None
 ) -> tuple[Tensor, Tensor, float, float]:
     """Find the mask and subtract the localisation loss from the patches' position rows (N, D) as sent.
+
+    Args:
+        masked: (N,) bool, the mask where it is known.
 
     Returns:
         rows (N, D) float64, masked (N,) bool, lambda, imbalance: see `PositionRows`.
     """
-    # Without a shared embedding nothing is masked, and rows that are alike are no noise.
-    masked = masked_rows(rows) if tokenizer.hides_positions else (rows == 0).all(dim=1)
+    if masked is None:
+        # Without a shared embedding nothing is masked, and rows that are alike are no noise.
+        masked = masked_rows(rows) if tokenizer.hides_positions else (rows == 0).all(dim=1)
     rows = torch.where(masked[:, None], 0.0, rows.to(torch.float64))
     excess = _excess(observation, tokenizer, rows, masked)
     if excess is None:

@@ -65,6 +65,7 @@ class Defense:
     Attributes:
         random: whether the update depends on random numbers of the defence.
         known_by: registered attacks that take the defence into account. A verdict without one of them says so.
+        known_beside_others: those that do so in a chain, and without another defence have nothing to work on.
         moves_patches: whether the input's patches may stand at other places than in the image.
         hides_positions: whether it works by hiding or withholding the position embedding.
         remembers: whether a client keeps something between updates (`send`).
@@ -73,6 +74,7 @@ class Defense:
 
     random: ClassVar[bool] = False
     known_by: ClassVar[tuple[str, ...]] = ()
+    known_beside_others: ClassVar[tuple[str, ...]] = ()
     moves_patches: ClassVar[bool] = False
     hides_positions: ClassVar[bool] = False
     remembers: ClassVar[bool] = False

@@ -75,7 +75,7 @@ class Chain(Defense):
     @property
     def known_by(self) -> tuple[str, ...]:
         """The attacks that take every part into account."""
-        first, *others = (part.known_by for _, part in self.parts)
+        first, *others = ((*part.known_by, *part.known_beside_others) for _, part in self.parts)
         return tuple(name for name in first if all(name in other for other in others))
 
     @property

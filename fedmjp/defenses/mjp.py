@@ -49,6 +49,7 @@ class MaskedJigsawPuzzle(Defense):
     moves_patches: ClassVar[bool] = True
     hides_positions: ClassVar[bool] = True
     known_by: ClassVar[tuple[str, ...]] = ("mjp_subspace", "mjp_mixture", "mjp_rounds", "unmix", "unmix_rounds")
+    known_beside_others: ClassVar[tuple[str, ...]] = ("noisy_rounds",)
 
     added: ClassVar[tuple[str, ...]] = ("mask_sampler", "mask_choice", "mask_key", "index_of", "dal_distance")
 

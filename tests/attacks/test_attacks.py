@@ -56,7 +56,7 @@ TRAITS = {
     "patch_embedding": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "known_draws": Traits(exact_on=(STANDARD, APRIL), single_step=False),
     "sparse_rounds": Traits(exact_on=(STANDARD, APRIL), single_step=False),
-    "noisy_rounds": Traits(exact_on=(STANDARD,)),
+    "noisy_rounds": Traits(exact_on=(STANDARD,), reads_masks=True),
     # Of an image that the policy has made: others are no case for it.
     "undo_policy": Traits(single_step=False, own=contract.transformed),
     "april": Traits(exact_on=(APRIL,)),

@@ -53,6 +53,15 @@ def test_bounds_stand_beside_what_was_measured(table: Path) -> None:
         assert np.allclose(line["psnr_unbiased_median"], own["psnr_unbiased"].median(), atol=0.05)
 
 
+def test_under_masks_no_bound_is_stated(tmp_path, capsys) -> None:
+    masked = f"mjp:gamma=0.1+{WEAK}"
+    options = ["--attacks", "noisy_rounds", "--clients", "1", "--updates", "2", "--threads", "1"]
+    assert noise.main([*options, "--defenses", masked, "--out", str(tmp_path)]) == 0
+    assert "bound, " not in capsys.readouterr().out
+    rows = read_rows(tmp_path)
+    assert rows[rows["attack"] == "noisy_rounds"]["psnr"].notna().all()
+
+
 def test_commas_part_defences_and_not_their_settings() -> None:
     given = split_commas(Options(defenses=(f"{WEAK},{STRONG}", "noise,dp_sgd:dp_epsilon=8"), attacks=("a,b",)))
     assert given.defenses == (WEAK, STRONG, "noise", "dp_sgd:dp_epsilon=8")
@@ -62,8 +71,8 @@ def test_commas_part_defences_and_not_their_settings() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--defenses", "mjp"], "--defenses takes settings of noise and dp_sgd, not 'mjp'"),
-        (["--defenses", "noise+mjp"], "--defenses takes settings of noise and dp_sgd, not 'noise+mjp'"),
+        (["--defenses", "mjp"], "--defenses takes settings of noise and dp_sgd, alone or after mjp, not 'mjp'"),
+        (["--defenses", "noise+mjp"], "noise and dp_sgd, alone or after mjp, not 'noise+mjp'"),
         (["--defenses", "dp_sgd:dp_epsilon=-1"], "--dp-epsilon must lie above 0"),
         (["--updates", "0"], "--updates must be at least 1"),
         (["--attacks", "nosy_rounds"], "noisy_rounds"),

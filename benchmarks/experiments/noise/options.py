@@ -23,14 +23,15 @@ class Options(AttackOptions):
     A federation for each of --defenses: clients with one image each send its noised gradient in every round, and the
     server takes steps with it. At each of --updates the last update, or all so far, are attacked. Beside them stands
     the least expected error that the equations of these updates allow (`fedmjp.audit.noise_bound`): of unbiased
-    estimates, and of any where pixels are drawn from independent normal distributions of the image's variance.
+    estimates, and of any where pixels are drawn from independent normal distributions of the image's variance. Under
+    noise that comes after mjp (mjp:gamma=0.1+noise:...) no bound is known, and none is stated.
 
     A federation is taken up where it stopped (--resume). Writes rows.jsonl.gz, bounds.csv, table.csv and run.json to
     --out.
     """
 
     model: str = "vit_mini_32"
-    """A plain ViT with position embedding."""
+    """A ViT with position embedding; mjp trains NAME_mjp."""
     weights: str = "auto"
     """Where every federation starts: random, auto (shipped weights, else random), long, or a checkpoint's path."""
     data: str = "photos"
@@ -46,7 +47,7 @@ class Options(AttackOptions):
         *(f"dp_sgd:dp_noise_multiplier={level}" for level in ("1e-5", "1e-3")),
         "dp_sgd:dp_epsilon=8",
     )
-    """Settings of noise and of dp_sgd, as for --defense of fedmjp.simulate."""
+    """Settings of noise and of dp_sgd, alone or after mjp, as for --defense of fedmjp.simulate."""
     attacks: tuple[str, ...] = ("patch_embedding", "noisy_rounds")
     """Attacks at every number of updates."""
     seed: int = 0
@@ -74,8 +75,10 @@ class Options(AttackOptions):
         check_names(ATTACKS, self.attacks)
         for entry in self.defenses:
             names = [name for name, _ in split_chain(entry)]
-            if len(names) != 1 or names[0] not in NOISES:
-                raise UsageError(f"--defenses takes settings of {' and '.join(NOISES)}, not {entry!r}")
+            if names[-1] not in NOISES or names[:-1] not in ([], ["mjp"]):
+                raise UsageError(
+                    f"--defenses takes settings of {' and '.join(NOISES)}, alone or after mjp, not {entry!r}"
+                )
             read_defense(entry).validate()
             self.federation(entry).validate()
         super().validate()

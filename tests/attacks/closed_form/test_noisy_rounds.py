@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Observation
-from attacks.closed_form.noisy_rounds import growth, noise_of, same_image, stacked, whitened
-from attacks.linear.errors_in_variables import RoundedSystem, marginal_misfit
-from attacks.linear.position_rows import read_position_rows
+from attacks.closed_form.noisy_rounds import joined, predicts, stacked
+from attacks.linear.errors_in_variables import RoundedSystem, correct, marginal_misfit
+from attacks.linear.noisy_update import noise_of, read_noisy_update, whitened
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -66,17 +66,17 @@ def test_the_noise_is_read_from_the_message(trained) -> None:
     size = view.gradient_norm()
     assert size > 1  # so that the defence clips it to 1
     entry = sum(g.numel() for g in view.gradients.values()) ** -0.5
-    found = [noise_of(read_position_rows(noised(view, 1e-2, seed))) for seed in range(20)]
+    found = [noise_of(read_noisy_update(noised(view, 1e-2, seed))) for seed in range(20)]
     assert sum(found) / 20 == pytest.approx(1e-2 * entry, rel=0.03)
     kept = {name: g for name, g in view.gradients.items() if name != "patch_embed.proj.bias"}
     bare = noised(dataclasses.replace(view, gradients=kept), 1e-4, 0)
-    assert noise_of(read_position_rows(bare)) == pytest.approx(1e-4 * entry, rel=0.05)
+    assert noise_of(read_noisy_update(bare)) == pytest.approx(1e-4 * entry, rel=0.05)
 
 
 def test_the_triangular_factor_says_what_all_updates_say(trained) -> None:
     """Three updates as three systems, channel by channel, against their one triangular factor."""
     image = photographs(32, 1)
-    updates = [read_position_rows(view) for view in rounds(trained, image, 3, 1e-3)]
+    updates = [read_noisy_update(view) for view in rounds(trained, image, 3, 1e-3)]
     tokenizer = updates[0].tokenizer
     apart = []
     for update in updates:
@@ -94,24 +94,56 @@ def test_the_triangular_factor_says_what_all_updates_say(trained) -> None:
 
 @pytest.mark.parametrize("share", [1e-4, 1e-3, 1e-2, 1e-1])
 def test_updates_of_other_images_are_left_out(trained, share: float) -> None:
+    """Of the same photograph mirrored, too."""
     images = photographs(32, 4)
-    own = [read_position_rows(noised(observe(trained, images[:1]), share, seed)) for seed in (0, 1)]
-    assert same_image(*own)
+    last, own = (read_noisy_update(noised(observe(trained, images[:1]), share, seed)) for seed in (0, 1))
+    start = torch.zeros(64, last.tokenizer.patch_dim, dtype=torch.float64)
+    known = correct([stacked([last])], start, last.tokenizer, trained.std, attack().prior).patches
+    assert predicts(known, own)
     for other in (images[1:2], images[2:3], images[3:4], images[:1].flip(-1)):
-        assert not same_image(own[0], read_position_rows(noised(observe(trained, other), share, 2)))
+        assert not predicts(known, read_noisy_update(noised(observe(trained, other), share, 2)))
 
 
-def test_growth_of_pure_noise_is_one() -> None:
-    draws = torch.Generator().manual_seed(0)
-    x = torch.randn(6, 20, generator=draws, dtype=torch.float64) * 30
-    whole = torch.cat([torch.eye(6, dtype=torch.float64) * 30, x], dim=1)
-    first, second = (
-        torch.randn(40, 6, generator=draws, dtype=torch.float64) @ whole
-        + torch.randn(40, 26, generator=draws, dtype=torch.float64)
-        for _ in range(2)
-    )
-    assert growth(first, second, 6) == pytest.approx(1, abs=0.3)
-    assert growth(first[:2], second[:2], 6) != growth(first[:2], second[:2], 6)  # NaN: too few rows
+def test_a_server_that_knows_takes_every_update(trained) -> None:
+    """Noise as large as the update itself leaves nothing that predicts another one."""
+    views = [noised(observe(trained, photographs(32, 1)), 1.0, seed) for seed in range(3)]
+    assert attack()(views).details["updates"] == 1
+    assert attack(one_image=True)(views).details["updates"] == 3
+
+
+@pytest.fixture(scope="module")
+def masked() -> list[Observation]:
+    """Six jigsawed steps of one photograph, gamma 0.1, and two of another one, without noise."""
+    model, draws = build_model("vit_mini_32_mjp", num_classes=10, weights="auto"), torch.Generator().manual_seed(3)
+    mjp, images = DEFENSES.get("mjp")(gamma=0.1), photographs(32, 2)
+    seen = [mjp.on_input(images[number : number + 1], model, draws, 1) for number in (0, 0, 0, 0, 0, 0, 1, 1)]
+    return [observe(model, one.images, torch.tensor([2]), one.position_mask) for one in seen]
+
+
+@pytest.mark.parametrize("share", [1e-3, 1e-2])
+def test_masked_updates_are_joined_where_attacks_on_masks_fail(masked, share: float) -> None:
+    image = photographs(32, 1)
+    views = [noised(view, share, number) for number, view in enumerate(masked)]
+    one_image = views[6:] + views[:6]
+    known = max(float(psnr(ATTACKS.get(name)()(one_image).images, image)) for name in ("mjp_subspace", "mjp_rounds"))
+    found = attack()(one_image)
+    assert (found.details["updates"], found.details["masked"]) == (6, 6)
+    assert float(psnr(found.images, image)) > known + 6
+    assert not found.known.any()  # nothing is vouched for
+    alone = attack()(one_image[-1:])
+    assert float(psnr(found.images, image)) > float(psnr(alone.images, image)) + 3
+
+
+def test_masked_and_plain_updates_of_one_image_add_up(masked) -> None:
+    """A client that jigsaws every other step."""
+    built, image = build_model("vit_mini_32_mjp", num_classes=10, weights="auto"), photographs(32, 1)
+    plain = [noised(observe(built, image, torch.tensor([2])), 1e-2, 40 + number) for number in range(2)]
+    views = [plain[0], noised(masked[0], 1e-2, 0), plain[1], noised(masked[1], 1e-2, 1)]
+    updates = [read_noisy_update(view) for view in views]
+    assert [system.hidden is None for system in joined(updates)] == [True, False, False]
+    best = float(psnr(attack()(views).images, image))
+    for fewer in (views[:1], views[1::2]):
+        assert best > float(psnr(attack()(fewer).images, image))
 
 
 def test_what_stands_in_its_way() -> None:
@@ -119,7 +151,10 @@ def test_what_stands_in_its_way() -> None:
     model = build_model("vit_micro_32_mjp", num_classes=5, weights="random")
     views = [observe(model, photographs(32, 1)), observe(model, photographs(32, 1), mask=mask)]
     assert "shows no noise" in attack().obstacle(views[:1])
-    assert "20 of 64 position rows" in attack().obstacle(views[1:])
+    assert "shows no noise: mjp_subspace" in attack().obstacle(views[1:])
+    every = observe(model, photographs(32, 1), mask=torch.ones(1, 64, dtype=torch.bool))
+    assert "every position row is masked" in attack().obstacle([noised(every, 1e-3, 0)])
+    assert "every position row is masked" in attack()([noised(every, 1e-3, 0)]).diagnosis
     assert attack().obstacle([noised(views[0], 1e-3, 0)]) == ""
     batch = noised(observe(model, photographs(32, 2)), 1e-3, 0)
     assert "the batch holds 2 images" in attack()([batch]).diagnosis
