@@ -33,6 +33,7 @@ from attacks.mjp.token_search import TokenSearch
 from fedmjp.audit import Watcher, audit_gradient
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
+from fedmjp.defenses import DEFENSES
 from fedmjp.devices import usable_device
 from fedmjp.metrics import psnr, score
 from fedmjp.models import BuiltModel, build_model
@@ -75,6 +76,13 @@ def masked() -> list[Observation]:
     masks[0, 0, 2:7], masks[1, 0, 5:11] = True, True
     views = (observe(small("_mjp"), photographs(32, 1), mask=mask) for mask in masks)
     return [dataclasses.replace(view, round=number) for number, view in enumerate(views, 1)]
+
+
+def noisy() -> list[Observation]:
+    """The same under noise that hides which positions are masked."""
+    noise, draws = DEFENSES.get("noise")(noise_unit="entry", noise_multiplier=0.03), torch.Generator().manual_seed(0)
+    views = masked()
+    return [dataclasses.replace(view, gradients=noise.on_update(dict(view.gradients), draws)) for view in views]
 
 
 def without_positions() -> list[Observation]:
@@ -121,6 +129,7 @@ CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("patch_embedding", plain, {}),
     ("april", plain, {}),
     ("noisy_rounds", plain, {}),
+    ("noisy_rounds", noisy, {"prior": VectorialVariation(smoothing=(None,))}),
     ("batch_rounds", plain, {}),
     ("token_span", without_positions, {"steps": 0}),
     ("position_head", lambda: [contract.places_predicted()], {"steps": 1}),

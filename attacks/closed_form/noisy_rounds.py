@@ -13,21 +13,9 @@ matrix, at most (N + P + 1)^2 numbers, says all, after any number of updates. `a
 solves it with the image prior.
 
 *Masked positions* (MJP, `attacks.linear.noisy_update`). The factors of masked patches are unknown but for their sum and
-their size, in every update those of other patches, so that masked updates stay systems of their own beside R. Patches
-and hidden factors multiply each other: the search starts from the zero image and from the solve of
-`attacks.mjp.subspace`, whichever explains the last update better, and is repeated until the misfit has settled. No
-patch is vouched for: the expected error knows nothing of other optima, and at gamma 0.5 it is up to ten times too low.
-
-*Which updates show the image.* X of the last update alone, however rough, predicts what another update of the image
-sends far better than X with its patches mirrored in themselves does, which has the same colours, contrasts and
-smoothness. For another image both predict nothing. An update counts where
-
-    misfit of X < `PREDICTS` times the least misfit of X with mirrored patches (columns, rows, or both reversed).
-
-Measured with shipped vit_mini_32 and vit_mini_64, plain and MJP at gamma 0.1 and 0.5, eight photographs in all pairs,
-noise of 1e-4 to 3e-1 of the update's rms entry: at least 0.80 for other images; at most 0.77 for the same image with
-noise up to 1e-2, and up to 0.97 with more, where updates are left out. At gamma 0.9 and 32 pixels other images have
-0.69, and with noise of 1e-4 the test fails.
+their size, in every update those of other patches, so that masked updates stay systems of their own beside R. How they
+are solved, and which updates count as showing the image, masked or not, says `attacks.linear.inexact_updates`. No patch
+is vouched for: the expected error knows nothing of other optima, and at gamma 0.5 it is up to ten times too low.
 
 Departs from averaging (the usual answer to noise): the weights may move. It assumes the same pixels in every update;
 augmented views are left out. With one update it is `patch_embedding`, or `mjp_subspace`, with errors on both sides.
@@ -44,25 +32,19 @@ from torch import Tensor
 
 from attacks.base import Attack
 from attacks.closed_form.patch_embedding import STRENGTH, corrected
-from attacks.linear.completion import complete, render
-from attacks.linear.errors_in_variables import Corrected, RoundedSystem, correct, marginal_misfit
+from attacks.linear.completion import render
+from attacks.linear.errors_in_variables import RoundedSystem, correct
 from attacks.linear.image_prior import VectorialVariation
+from attacks.linear.inexact_updates import predicts, solve_as_exact, solve_inexact
 from attacks.linear.least_squares import solve_rows
-from attacks.linear.masked_update import solve_masked
 from attacks.linear.noisy_update import BOUND, noise_of, noisy_system, read_noisy_update, whitened
 from attacks.linear.null_space import settle_rows
 from attacks.linear.position_rows import PositionRows, unmet_assumptions
-from attacks.linear.views import mirror
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
-from attacks.tokenizer import Tokenizer
 
 # Share of dL/db by which the rows miss it above which an update counts as noisy; float32 leaves 1e-7 to 1e-5.
 NOISY = 3e-5
-# See the module.
-PREDICTS = 0.65
-# Solves of masked updates, one from the other's answer, while the misfit falls to less than this share.
-SOLVES, SETTLED = 4, 0.98
 # Seconds of one CPU core for a row of R times N^2 P, all steps of the solve together.
 SECONDS_A_PRODUCT = 2.5e-8
 
@@ -105,48 +87,36 @@ class NoisyRounds(Attack):
         if _unreadable(last):
             raise UsageError(_unreadable(last))
         reasons = unmet_assumptions(last.num_examples, last.local_steps)
-        start, updates = self._start(last, target.std), [last]
-        sure, misfit = torch.zeros(len(start), dtype=torch.bool, device=start.device), float("nan")
+        patches, updates = self._start(last, target.std), [last]
+        sure, misfit = torch.zeros(len(patches), dtype=torch.bool, device=patches.device), float("nan")
         if not reasons:
-            alone = self._solve([last], start, target.std).patches
+            alone = self._alone(last, patches, target.std)
             updates = [*self._of_same_image(observations[:-1], last, alone), last]
-            start = self._solve(updates, alone if last.masked.any() else start, target.std, SOLVES - 1).patches
-            systems = joined(updates)
-            start, sure, misfit = corrected(systems, start, last.tokenizer, target.std, self.prior, reasons)
-            if any(update.masked.any() for update in updates):
-                sure = torch.zeros_like(sure)  # see the module
+            masked = any(bool(update.masked.any()) for update in updates)
+            if masked:
+                starts = [alone, solve_as_exact(updates, target.std, self.prior)]
+                patches = solve_inexact(joined(updates), starts, last.tokenizer, target.std, self.prior).patches
+            solved = corrected(joined(updates), patches, last.tokenizer, target.std, self.prior, reasons)
+            patches, misfit = solved[0], solved[2]
+            sure = sure if masked else solved[1]  # see the module
         details = {"updates": len(updates), "masked": int(last.masked.sum()), "noise": noise_of(last), "misfit": misfit}
-        return render(target, last.tokenizer, start, sure, "; ".join(reasons), details)
+        return render(target, last.tokenizer, patches, sure, "; ".join(reasons), details)
 
     def _start(self, last: PositionRows, std: tuple[float, ...]) -> Tensor:
-        """The solve of the last update without errors of its rows, (N, P)."""
+        """The solve of the last update as if its entries had no errors, (N, P)."""
         if last.masked.any():
-            return self._start_of_masked(last, std)
+            return solve_as_exact([last], std, self.prior)
         products = last.products[None, :, : last.tokenizer.patch_dim]
         solution = solve_rows(last.rows[None], products, sent=last.dtype)[0]
         return settle_rows(solution, last.tokenizer, std, self.prior)
 
-    def _start_of_masked(self, last: PositionRows, std: tuple[float, ...]) -> Tensor:
-        """The zero image, or the solve that projects the hidden patches off: whichever leads to a lower misfit."""
-        update = solve_masked(last)
-        found = complete(self.prior, update.estimate(), last.tokenizer, std, ~update.masked, updates=1).patches
-        starts = [found, torch.zeros_like(found)]
-        return min((self._solve([last], start, std) for start in starts), key=lambda solved: solved.misfit).patches
-
-    def _solve(
-        self, updates: Sequence[PositionRows], start: Tensor, std: tuple[float, ...], solves: int = 1
-    ) -> Corrected:
-        """The most probable patches; of masked updates after several solves, each from the last one's answer."""
-        systems, tokenizer = joined(updates), updates[-1].tokenizer
-        best = correct(systems, start, tokenizer, std, self.prior)
-        for _ in range(solves - 1 if any(update.masked.any() for update in updates) else 0):
-            found = correct(systems, best.patches, tokenizer, std, self.prior)
-            if not found.misfit < best.misfit:
-                break
-            settled, best = found.misfit > SETTLED * best.misfit, found
-            if settled:
-                break
-        return best
+    def _alone(self, last: PositionRows, start: Tensor, std: tuple[float, ...]) -> Tensor:
+        """What the last update says without the others, (N, P)."""
+        systems = joined([last])
+        if last.masked.any():
+            starts = [start, torch.zeros_like(start)]
+            return solve_inexact(systems, starts, last.tokenizer, std, self.prior).patches
+        return correct(systems, start, last.tokenizer, std, self.prior).patches
 
     def _of_same_image(self, earlier: Sequence[Observation], last: PositionRows, patches: Tensor) -> list[PositionRows]:
         """The earlier updates of the same client that show the image of the last one, of which `patches` are known."""
@@ -158,7 +128,11 @@ class NoisyRounds(Attack):
                 continue
             fits = update.tokenizer == last.tokenizer and not _unreadable(update)
             fits = fits and not unmet_assumptions(update.num_examples, update.local_steps)
-            if fits and update.products.isfinite().all() and (self.one_image or predicts(patches, update)):
+            if (
+                fits
+                and update.products.isfinite().all()
+                and (self.one_image or predicts(patches, noisy_system(update), last.tokenizer))
+            ):
                 found.append(update)
         return found
 
@@ -178,19 +152,6 @@ def _noiseless(update: PositionRows) -> str:
         return ""
     named = "mjp_subspace" if update.masked.any() else "patch_embedding"
     return f"the update shows no noise: {named} gives the same answer"
-
-
-def predicts(patches: Tensor, update: PositionRows) -> bool:
-    """Whether patches (N, P) of one image explain an update so well that it shows the same; see the module."""
-    system, tokenizer = noisy_system(update), update.tokenizer
-    own, *turned = (marginal_misfit(system, seen)[0] for seen in (patches, *_mirrored(patches, tokenizer)))
-    return 0 < own < PREDICTS * min(turned)
-
-
-def _mirrored(patches: Tensor, tokenizer: Tokenizer) -> list[Tensor]:
-    """Every patch (N, P) mirrored in itself: columns, rows, or both reversed."""
-    upside_down = patches.unflatten(1, (tokenizer.channels, -1, tokenizer.patch_size)).flip(2).flatten(1)
-    return [mirror(patches, tokenizer), upside_down, mirror(upside_down, tokenizer)]
 
 
 def joined(updates: Sequence[PositionRows]) -> list[RoundedSystem]:

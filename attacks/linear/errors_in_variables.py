@@ -152,10 +152,10 @@ class _Term:
 
     def __init__(self, system: RoundedSystem) -> None:
         self.factors, self.products = system.factors.T, system.products  # (D, N), (D, Q)
-        self.of_factors = _variance(system.factor_bounds.T)
-        self.of_products = _variance(system.product_bounds)
         nothing = torch.zeros_like(system.factors[:, 0], dtype=torch.bool)
         self.seen = ~(nothing if system.hidden is None else system.hidden)  # (N,)
+        self.of_factors = _variance(system.factor_bounds.T, self.seen)
+        self.of_products = _variance(system.product_bounds)
         self.channels = system.channels or len(system.products)
         parts = (self.of_factors, self.of_products)
         self.alike = all(bool((part == part[:1]).all()) for part in parts)  # one covariance for all channels
@@ -170,11 +170,15 @@ class _Term:
         return torch.cat([patches, patches.new_ones(len(patches), self.products.shape[1] - patches.shape[1])], dim=1)
 
 
-def _variance(bounds: Tensor) -> Tensor:
-    """Of entries in rows of one channel each, (D, n)."""
+def _variance(bounds: Tensor, sent: Tensor | slice = slice(None)) -> Tensor:
+    """Of entries in rows of one channel each, (D, n).
+
+    Args:
+        sent: the columns whose bounds are those of what was sent; that of a hidden factor is its size.
+    """
     variance = bounds.double().square() / 3
-    floor = LEAST_VARIANCE * variance.mean(dim=1, keepdim=True)
-    return variance.clamp(min=LEAST_VARIANCE**2 * float(variance.mean())).maximum(floor)
+    typical = variance[:, sent].mean(dim=1, keepdim=True)
+    return variance.maximum(LEAST_VARIANCE * typical).clamp(min=LEAST_VARIANCE**2 * float(typical.mean()))
 
 
 class _Linearised:

@@ -32,7 +32,7 @@ from attacks.linear.completion import complete, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.position_rows import PositionRows
 from attacks.mjp.joined_updates import join_updates, nothing_masked, obstacle_to_joining, read_update
-from attacks.mjp.rounded import correct_rounded
+from attacks.mjp.rounded import correct_rounded, inexact, seconds_of_correction
 from attacks.mjp.subspace import details_of
 from attacks.observation import Capability, Observation, Reconstruction
 
@@ -57,13 +57,17 @@ class MJPRounds(Attack):
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
         reason = nothing_masked(observations[-1], spans=True)
-        if reason or not isinstance(read_update(observations[-1], spans=True), PositionRows):
+        last = None if reason else read_update(observations[-1], spans=True)
+        if reason or not isinstance(last, PositionRows):
             return reason
+        if self.intervals and len(observations) > 1 and inexact(last):
+            return ""  # what belongs together shows when the last update is solved
         return obstacle_to_joining(observations, "mjp_subspace")
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: every update is solved."""
-        return super().estimated_seconds(observations) * len(observations)
+        exact = super().estimated_seconds(observations) * len(observations)
+        return exact + (seconds_of_correction(observations) if self.intervals else 0.0)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` adds numbers over all updates.

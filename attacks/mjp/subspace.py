@@ -25,7 +25,7 @@ from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
 from attacks.mjp.joined_updates import nothing_masked
-from attacks.mjp.rounded import correct_rounded
+from attacks.mjp.rounded import correct_rounded, seconds_of_correction
 from attacks.observation import Capability, Observation, Reconstruction
 
 
@@ -47,6 +47,11 @@ class MJPSubspace(Attack):
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
         return nothing_masked(observations[-1])
+
+    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
+        """See `Attack.estimated_seconds`."""
+        exact = super().estimated_seconds(observations)
+        return exact + (seconds_of_correction(observations[-1:]) if self.intervals else 0.0)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds what `details_of` lists."""

@@ -48,7 +48,9 @@ def test_a_chain_acts_in_order_with_the_options_of_each() -> None:
 
 def test_an_attack_knows_a_chain_if_it_knows_every_part() -> None:
     mjp, noise = (DEFENSES.get(name).known_by for name in ("mjp", "noise"))
-    assert set(known_defense("mjp+noise").known_by) == set(mjp) & set(noise)
+    assert "noisy_rounds" not in mjp  # it has nothing to weigh without noise
+    assert set(known_defense("mjp+noise").known_by) == set(mjp) & set(noise) | {"noisy_rounds"}
+    assert "noisy_rounds" not in known_defense("mjp+frozen_positions").known_by
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Observation
-from attacks.closed_form.noisy_rounds import joined, predicts, stacked
+from attacks.closed_form.noisy_rounds import joined, stacked
 from attacks.linear.errors_in_variables import RoundedSystem, correct, marginal_misfit
-from attacks.linear.noisy_update import noise_of, read_noisy_update, whitened
+from attacks.linear.inexact_updates import predicts
+from attacks.linear.noisy_update import noise_of, noisy_system, read_noisy_update, whitened
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -99,9 +100,10 @@ def test_updates_of_other_images_are_left_out(trained, share: float) -> None:
     last, own = (read_noisy_update(noised(observe(trained, images[:1]), share, seed)) for seed in (0, 1))
     start = torch.zeros(64, last.tokenizer.patch_dim, dtype=torch.float64)
     known = correct([stacked([last])], start, last.tokenizer, trained.std, attack().prior).patches
-    assert predicts(known, own)
+    assert predicts(known, noisy_system(own), own.tokenizer)
     for other in (images[1:2], images[2:3], images[3:4], images[:1].flip(-1)):
-        assert not predicts(known, read_noisy_update(noised(observe(trained, other), share, 2)))
+        update = read_noisy_update(noised(observe(trained, other), share, 2))
+        assert not predicts(known, noisy_system(update), own.tokenizer)
 
 
 def test_a_server_that_knows_takes_every_update(trained) -> None:
