@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# They measure the noise in the message and weigh its equations by it; `noisy_rounds` does so over rounds, `mjp_rounds`
-# where masked rows show the noise (up to 5 % of dL/db). `batch_rounds` joins no updates with noise (1e-4, measured).
+# They measure the noise in the message and weigh its equations by it; `noisy_rounds` does so over rounds, masked or
+# not, `mjp_rounds` where masked rows show the noise (up to 5 % of dL/db). `batch_rounds` joins no updates with noise
+# (1e-4, measured).
 KNOWING_NOISE = ("noisy_rounds", "patch_embedding", "token_span", "mjp_subspace", "mjp_rounds")
 
 
