@@ -31,19 +31,23 @@ SHORTEST = 3.0
 BOUND = 3**0.5
 
 
-def read_noisy_update(observation: Observation) -> PositionRows:
+def read_noisy_update(observation: Observation, *, explained: bool = True) -> PositionRows:
     """The update's rows and mask, with the bounds that uniform errors of its noise's variance have.
+
+    Args:
+        explained: rows count as masked that noise explains, and not only those that are far shorter than every other.
 
     Raises:
         UsageError: see `read_position_rows`.
     """
-    return observation.once(_read_noisy_update)
+    return observation.once(_read_noisy_update, explained)
 
 
-def _read_noisy_update(observation: Observation) -> PositionRows:
+def _read_noisy_update(observation: Observation, explained: bool) -> PositionRows:
     found = read_position_rows(observation)
     tokenizer, noise = found.tokenizer, _measured(found)
-    if tokenizer.hides_positions and not found.masked.any() and not observation.drops_patches:
+    may_hide = tokenizer.hides_positions and not observation.drops_patches
+    if explained and may_hide and not found.masked.any():
         sent = position_gradient(observation, tokenizer)[tokenizer.prefix :]
         masked = rows_of_noise(sent.double(), noise)
         if masked.any():
