@@ -88,9 +88,9 @@ class NoisyRounds(Attack):
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds updates used, rows taken for masked, sigma, and the misfit."""
-        target, masked = observations[-1], read_noisy_update(observations[-1]).masked
+        target, explained = observations[-1], read_noisy_update(observations[-1])
         found = self._joined(observations, explained=False)
-        hidden = not masked.all() and not torch.equal(masked, found.updates[-1].masked)
+        hidden = not _unreadable(explained) and not torch.equal(explained.masked, found.updates[-1].masked)
         if hidden and found.misfit >= HOLDS:
             found = self._joined(observations, explained=True)
         last = found.updates[-1]
@@ -173,6 +173,9 @@ def _unreadable(update: PositionRows) -> str:
     """Why the equations do not hold of this update, or ""."""
     if update.masked.all():
         return "every position row is masked: there is nothing to solve with"
+    values = update.products.shape[1]
+    if update.hidden >= values:
+        return f"{update.mask_in_words()}, and patches have {values} values: what is hidden may be anything"
     if update.dropped and update.masked.any():
         return f"{update.mask_in_words()}, and the model may not have seen their patches"
     return ""

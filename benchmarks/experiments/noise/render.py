@@ -38,5 +38,5 @@ def noise_block(folder: Path) -> str:
 
 
 NOISE_TABLE = Rendering("noise", noise_files, {"noise": noise_block})
-MASKED_TABLE = Rendering("noise_mjp", noise_files, {"noise-mjp": noise_block})
+MASKED_TABLE = Rendering("noise_mjp", noise_files, {"noise_mjp": noise_block})
 RENDERINGS = (NOISE_TABLE, MASKED_TABLE)

@@ -159,6 +159,8 @@ def test_what_stands_in_its_way() -> None:
     every = dataclasses.replace(views[1], gradients={**views[1].gradients, "pos_embed": sent})
     assert "every position row is masked" in attack().obstacle([every])
     assert "every position row is masked" in attack()([every]).diagnosis
+    most = observe(model, photographs(32, 1), mask=torch.arange(64)[None] < 49)
+    assert "patches have 49 values: what is hidden may be anything" in attack().obstacle([noised(most, 1e-4, 0)])
     assert attack().obstacle([noised(views[0], 1e-3, 0)]) == ""
     batch = noised(observe(model, photographs(32, 2)), 1e-3, 0)
     assert "the batch holds 2 images" in attack()([batch]).diagnosis
