@@ -15,9 +15,9 @@ solves it with the image prior.
 *Masked positions* (MJP, `attacks.linear.noisy_update`). The factors of masked patches are unknown but for their sum and
 their size, in every update those of other patches, so that masked updates stay systems of their own beside R. How they
 are solved, and which updates count as showing the image, masked or not, says `attacks.linear.inexact_updates`. No patch
-is vouched for: the expected error knows nothing of other optima, and at gamma 0.5 it is up to ten times too low. Where
+is vouched for: the expected error knows nothing of other optima, and at gamma 0.5 whole images of 16 dB would be. Where
 noise hides which rows are masked, the equations are tried with all of them visible first: if these hold, what masked
-patches add is below the noise, too.
+patches add is below the noise, too, and again no patch is vouched for.
 
 Departs from averaging (the usual answer to noise): the weights may move. It assumes the same pixels in every update;
 augmented views are left out. With one update it is `patch_embedding`, or `mjp_subspace`, with errors on both sides.
@@ -96,9 +96,10 @@ class NoisyRounds(Attack):
         if hidden and found.misfit >= HOLDS:
             found = self._joined(observations, explained=True)
         last = found.updates[-1]
+        sure = found.sure & ~torch.full_like(found.sure, hidden)
         details = {"updates": len(found.updates), "masked": int(last.masked.sum())}
         details |= {"noise": noise_of(last), "misfit": found.misfit}
-        return render(target, last.tokenizer, found.patches, found.sure, "; ".join(found.reasons), details)
+        return render(target, last.tokenizer, found.patches, sure, "; ".join(found.reasons), details)
 
     def _joined(self, observations: Sequence[Observation], *, explained: bool) -> _Joined:
         """The updates that show the last one's image, solved.

@@ -6,9 +6,8 @@ sigma is read from the singular values of [G^T | S] beyond N.
 
 *Masked positions* (MJP) have rows of noise alone. Where these are much shorter than every other row they show at once
 (`attacks.linear.position_rows.masked_rows`). Under more noise every row counts as masked whose length noise of that
-size explains. Visible patches whose gradient is below the noise are among them, and lose next to nothing: nothing is
-assumed of a masked row but the size of its gradient, while a masked row that is taken for a visible one denies its
-patch's whole part in S.
+size explains. Visible patches whose gradient is below the noise are among them: nothing is assumed of a masked row but
+the size of its gradient, while a masked row that is taken for a visible one denies its patch's whole part in S.
 """
 
 from __future__ import annotations

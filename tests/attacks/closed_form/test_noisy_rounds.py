@@ -136,6 +136,13 @@ def test_masked_updates_are_joined_where_attacks_on_masks_fail(masked, share: fl
     assert float(psnr(found.images, image)) > float(psnr(alone.images, image)) + 3
 
 
+def test_masks_below_the_noise_leave_equations_that_hold_and_vouch_for_nothing(masked) -> None:
+    found = attack()([noised(view, 0.3, number) for number, view in enumerate(masked[:6])])
+    assert found.details["masked"] == 0
+    assert found.details["misfit"] < 1.05
+    assert not found.known.any()
+
+
 def test_masked_and_plain_updates_of_one_image_add_up(masked) -> None:
     """A client that jigsaws every other step."""
     built, image = build_model("vit_mini_32_mjp", num_classes=10, weights="auto"), photographs(32, 1)
