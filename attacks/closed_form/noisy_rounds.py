@@ -175,7 +175,7 @@ class _Joined:
 def _unreadable(update: PositionRows) -> str:
     """Why the equations do not hold of this update, or ""."""
     if update.masked.all():
-        return "every position row is masked: there is nothing to solve with"
+        return f"{update.mask_in_words()}: there is nothing to solve with"
     values = update.products.shape[1]
     if update.hidden >= values:
         return f"{update.mask_in_words()}, and patches have {values} values: what is hidden may be anything"
