@@ -43,7 +43,7 @@ from fedmjp.audit.patches import IN_PLACE, most_patches, order_guessed, patch_ga
 from fedmjp.audit.strongest import IMAGE, ByImage, above_guesses, strongest
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import chain_name, defense_of_row
-from fedmjp.metrics import Interval, bootstrap_mean
+from fedmjp.metrics import Interval, bootstrap_mean, psnr_in_words
 from fedmjp.records.reasons import grouped, in_one_sentence, pattern
 from fedmjp.records.rows import ANY_PLACE, BASELINES, distinct
 
@@ -206,7 +206,7 @@ class Verdict:
         return f"No attack that knows {self.defense} was tested; those that do: {', '.join(self.knowing)}."
 
     def _figures(self) -> str:
-        text = f"{self.attack}, " + (f"median {self.psnr:.1f} dB" if self.psnr == self.psnr else "no image")
+        text = f"{self.attack}, " + (f"median {psnr_in_words(self.psnr)}" if self.psnr == self.psnr else "no image")
         if not self.gain.count:
             return text
         return f"{text}, {_interval(self.gain, 1, '{:+.1f}')} dB over the best guess without a gradient"

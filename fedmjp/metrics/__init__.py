@@ -14,7 +14,7 @@ from torch import Tensor
 from fedmjp.metrics.baselines import MEAN_IMAGE, OTHER_IMAGE, mean_image, other_image
 from fedmjp.metrics.intervals import Interval, bootstrap_mean, bootstrap_statistic, t_interval
 from fedmjp.metrics.perceptual import Lpips, load_lpips
-from fedmjp.metrics.pixel import any_place, mse, patch_recovery, psnr
+from fedmjp.metrics.pixel import any_place, mse, patch_recovery, psnr, psnr_in_words
 from fedmjp.metrics.spectrum import fft2d, fft2d_official
 from fedmjp.metrics.ssim import WINDOW, ssim
 
@@ -95,6 +95,7 @@ __all__ = [
     "other_image",
     "patch_recovery",
     "psnr",
+    "psnr_in_words",
     "score",
     "ssim",
 ]

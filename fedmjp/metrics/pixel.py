@@ -13,6 +13,8 @@ from fedmjp.metrics.pairs import checked_pair
 
 # Keeps the PSNR of identical images finite (120 dB), so that means over images are finite.
 LEAST_MSE = 1e-12
+# Rounding to 8 bits has a mean squared error of 1 / (12 * 255^2), which is 58.9 dB.
+EXACT_8_BIT = 59.0  # dB
 
 
 def mse(reconstruction: Tensor, original: Tensor) -> Tensor:
@@ -34,6 +36,14 @@ def psnr(reconstruction: Tensor, original: Tensor) -> Tensor:
     rec, orig = checked_pair(reconstruction, original)
     error = (rec - orig).square().flatten(1).mean(dim=1)
     return _decibels(error).float()
+
+
+def psnr_in_words(psnr: float) -> str:
+    """A PSNR (dB) as a sentence gives it: to 0.1 dB, or as exact where the error is below that of rounding to 8 bits.
+
+    Tables give the number at any size.
+    """
+    return f"{psnr:.1f} dB" if psnr <= EXACT_8_BIT else f">{EXACT_8_BIT:.0f} dB (8-bit exact)"
 
 
 def patch_recovery(reconstruction: Tensor, original: Tensor, patch_size: int, threshold_db: float = 25.0) -> Tensor:

@@ -44,7 +44,7 @@ CAPTIONS = {
 MEANINGS = {
     "mse": "Mean squared error per pixel, pixels in [0, 1]. Higher is less leakage.",
     "psnr": "Peak signal-to-noise ratio, the MSE on a logarithmic scale: about 20 dB shows outlines, 25 dB is "
-    "recognisable, 30 dB a good copy, 60 dB all but exact, 120 dB the largest value given. Lower is less leakage; "
+    "recognisable, 30 dB a good copy, 59 dB as exact as 8 bits, 120 dB the largest value given. Lower is less leakage; "
     "compare it with the two guesses, not with zero.",
     "ssim": "Structural similarity, 1 for equal pictures. Lower is less leakage.",
     "fft2d": "Cosine distance of the two-dimensional Fourier spectra, 0 for equal pictures. Higher is less leakage.",

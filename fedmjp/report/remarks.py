@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fedmjp.audit.strongest import IMAGE
 from fedmjp.audit.verdict import Answer, Verdict, judge
+from fedmjp.metrics import psnr_in_words
 from fedmjp.records.failures import LEFT_OUT
 from fedmjp.records.reasons import in_one_sentence, pattern
 from fedmjp.records.rows import ANY_PLACE, BASELINES
@@ -198,5 +199,5 @@ def picture_words(rows: pd.DataFrame) -> str:
             parts.append(f"{defence_words(defense)}: no attack has a score")
             continue
         best = group.loc[group["psnr"].idxmax()]
-        parts.append(f"{defence_words(defense)}: {best['attack']} reaches {best['psnr']:.1f} dB at best")
+        parts.append(f"{defence_words(defense)}: {best['attack']} reaches {psnr_in_words(best['psnr'])} at best")
     return "; ".join(parts)

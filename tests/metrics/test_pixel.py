@@ -5,7 +5,8 @@ import torch
 from skimage import metrics as skimage_metrics
 
 from attacks.registry import UsageError
-from fedmjp.metrics import any_place, mse, patch_recovery, psnr
+from fedmjp.metrics import any_place, mse, patch_recovery, psnr, psnr_in_words
+from fedmjp.metrics.pixel import EXACT_8_BIT
 
 
 def test_mse_and_psnr_agree_with_scikit_image(noisy, photographs):
@@ -24,6 +25,14 @@ def test_identical_images_have_the_documented_maximum(photographs):
 def test_a_constant_error_of_a_tenth_is_twenty_decibels():
     original = torch.full((2, 3, 8, 8), 0.5)
     np.testing.assert_allclose(psnr(original + 0.1, original), [20.0, 20.0], rtol=1e-5)
+
+
+def test_as_exact_as_eight_bits_is_what_rounding_to_them_leaves() -> None:
+    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    rounded = float(psnr((image * 255).round() / 255, image))
+    assert EXACT_8_BIT - 0.3 < rounded < EXACT_8_BIT
+    assert psnr_in_words(rounded) == f"{rounded:.1f} dB"
+    assert psnr_in_words(120.0) == ">59 dB (8-bit exact)"
 
 
 def test_patch_recovery_agrees_with_scikit_image_on_each_patch(photographs):
