@@ -104,6 +104,7 @@ KEYS = {
     "diagnosis": "the most common reason why an attack failed",
     "flags": "what makes the figures doubtful",
     "verdict": "what the difference says of the paper's, in words; all of a table are tested together",
+    "psnr_by_round": "mean PSNR (dB) at each attacked round, as ROUND=dB",
     "note": "why there is no image, or why not to trust it",
 }
 # How many; a mean without another count is over `count` images.
@@ -160,6 +161,7 @@ QUANTITIES = {
     "right": "share of patches above 25 dB",
     "patches_any_order": "share of patches above 25 dB in any place, of attacks that guess their order",
     "patches_found": "share of patches that most_patches brings above 25 dB",
+    "recognised": "share of attacked images that came back within an LPIPS of 0.1",
     "reidentified": "share of attacked images whose original is the nearest of the candidates to the reconstruction",
     "claims_right": "share of the patches vouched for that are above 25 dB, over all images",
     "excess": "vouched minus right, on the same image",

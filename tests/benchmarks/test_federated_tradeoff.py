@@ -14,7 +14,7 @@ import pytest
 from experiments.client_recipes import RECIPES, recipe_of, with_recipe
 from experiments.tradeoff import figure
 from experiments.tradeoff.options import Options
-from experiments.tradeoff.table import final_accuracy, point_of, reidentified, tradeoff_table
+from experiments.tradeoff.table import final_accuracy, placed, point_of, recognised, reidentified, tradeoff_table
 
 from attacks import ATTACKS, UsageError
 from attacks.active.base import ActiveAttack
@@ -326,6 +326,27 @@ def test_an_image_that_did_not_come_back_is_not_found() -> None:
     assert reidentified(rows, ranks[:0]) == {}  # the ranks were not measured
 
 
+def test_a_line_gives_the_mean_of_each_attacked_round(whole) -> None:
+    rows = placed(rows_of(whole), {}).groupby(["partition", "point", "attack", "round"])["psnr"].mean()
+    table = pd.read_csv(whole / "table.csv").set_index(["partition", "point", "attack"])["psnr_by_round"].dropna()
+    found = {
+        (*line, int(n)): float(m)
+        for line, text in table.items()
+        for n, _, m in (part.partition("=") for part in text.split())
+    }
+    assert found == {line: round(mean, 1) for line, mean in rows.dropna().items()}
+
+
+def test_an_image_that_did_not_come_back_is_not_recognised() -> None:
+    near, far, absent = {"psnr": 30.0, "lpips": 0.1}, {"psnr": 30.0, "lpips": 0.11}, {"psnr": None, "lpips": None}
+    rows = pd.DataFrame([make_row(client=c, attack="april", **row) for c, row in enumerate([near, far, far, absent])])
+    found = recognised(rows)
+    assert found["recognised_mean"] == 0.25
+    assert 0 < found["recognised_low"] < 0.25 < found["recognised_high"] < 1
+    assert recognised(rows[3:])["recognised_mean"] == 0
+    assert recognised(rows[:2].assign(lpips=np.nan)) == {}  # LPIPS was not measured
+
+
 def test_labels_that_would_overlap_are_moved_up_and_the_others_stay() -> None:
     places = np.array([[52.0, 0.0], [50.0, 1.0], [51.0, 0.0], [35.0, 0.0], [52.0, 90.0]])
     size = np.array([7.0, 6.0])
@@ -340,12 +361,13 @@ def test_many_defences_are_drawn_as_lines(whole, tmp_path, monkeypatch) -> None:
     table = pd.read_csv(whole / "table.csv").fillna({"note": "", "most_patches": ""})
     many = pd.concat([table.assign(point=[f"{p}, x = {n}" for p in table["point"]]) for n in range(5)])
     figure.tradeoff_figure(many, pd.DataFrame(), pd.DataFrame(), tmp_path / "lines.png")
-    lines, planes = drawn[0].axes[:3], drawn[0].axes[3:]
+    lines, planes = drawn[0].axes[:4], drawn[0].axes[4:]
     found = many[many["strongest"]]
     assert len(found) == 15
     labels = [label.get_text() for label in lines[0].get_yticklabels()]
     assert sorted(label.partition(": ")[0] for label in labels) == sorted(found["point"])
-    assert [axes.get_xlabel() for axes in lines] == ["Test accuracy (%)", "PSNR (dB)", "Nearest of 9 (%)"]
+    labels = [axes.get_xlabel().replace("\n", " ") for axes in lines]
+    assert labels == ["Test accuracy (%)", "PSNR (dB)", "LPIPS below 0.1 (%)", "Nearest of 9 (%)"]
     for axes in planes:
         ranges = [part.split("-") for text in axes.texts for part in text.get_text().split(", ")]
         assert sorted(n for ends in ranges for n in range(int(ends[0]), int(ends[-1]) + 1)) == list(range(1, 16))

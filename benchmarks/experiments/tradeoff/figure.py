@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments.tradeoff.table import STRENGTHS
+from experiments.tradeoff.table import RECOGNISED, STRENGTHS
 from fedmjp.metrics.intervals import wilson
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.figures import draw_by_round, legend_below, strongest_attacks
@@ -22,6 +23,7 @@ GUESS = "mean_image"
 PANELS = 3  # a line of the figure
 NEAR = np.array([0.1, 0.07])  # shares of the range of an axis
 LABEL = np.array([0.4, 0.06])  # of the longest label, in such shares
+NARROW = 13  # characters in a line of a column's label
 MOST_PANELS = 12  # with more points than these, a line for each
 _MARKERS = ("o", "s", "^", "D")  # a partition each
 
@@ -77,6 +79,8 @@ def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
     found = table[table["strongest"].astype(bool)]
     found = found.sort_values("psnr_mean", ascending=False, kind="stable").reset_index(drop=True)
     shown = [(f"{measured} (%)", "accuracy", 100.0), ("PSNR (dB)", "psnr", 1.0)]  # label, column, scale
+    if "recognised_mean" in found and found["recognised_mean"].notna().any():
+        shown.append((f"LPIPS below {RECOGNISED:g} (%)", "recognised", 100.0))
     if "reidentified_mean" in found and found["reidentified_mean"].notna().any():
         shown.append((f"Nearest of {found['candidates'].max():,.0f} (%)", "reidentified", 100.0))
     figure = Figure(figsize=(WIDTH, 3.2 + 0.19 * len(found)), layout="constrained")
@@ -84,7 +88,7 @@ def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
     columns, planes = upper.subplots(1, len(shown), sharey=True), lower.subplots(1, len(shown) - 1, squeeze=False)[0]
     for axes, (label, name, scale) in zip(columns, shown, strict=True):
         _draw_lines(axes, found, name, scale)
-        axes.set_xlabel(label, fontsize=SMALL)
+        axes.set_xlabel(fill(label, NARROW), fontsize=SMALL)
     columns[0].set_yticks(range(len(found)), _numbered(found), fontsize=SMALL)
     columns[0].set_ylim(len(found) - 0.5, -0.5)
     for axes, (label, name, scale) in zip(planes, shown[1:], strict=True):
