@@ -24,7 +24,8 @@ PUBLIC_VIT_TI = "vit_tiny_patch16_224.tiny_imagenet.safetensors"  # what the com
 EVERY_LINE = tuple("ABCDEFGHIJ")  # of Table 2
 LONG = FineTuningOptions(  # five passes in batches of four times the size, at twice the rate a step
     weights=PUBLIC_VIT_TI,
-    lines=tuple("ACGJ"),
+    lines=EVERY_LINE,
+    more_gammas=(0.03, 0.09, 0.15, 0.21, 0.27, 0.5, 0.7, 0.9),
     data=DataConfig("tiny-imagenet", None, 30_000, 5_000),
     recipe=replace(FINE, epochs=5, batch_size=128, learning_rate=0.001),
 )
