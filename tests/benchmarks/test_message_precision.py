@@ -68,6 +68,14 @@ def test_known_errors_come_near_the_bound_in_float16_and_no_plain_solve_does(tmp
     assert run(tmp_path / "large", *options, "--model", "vit_mini_64") == 2
 
 
+def test_of_a_tenth_of_the_entries_no_estimate_says_much_unless_it_knows_photographs(tmp_path) -> None:
+    options = ["--attacks", "patch_embedding", "--bounds", "--precisions", "largest 10 %", "--num-images", "1"]
+    assert run(tmp_path / "out", *options) == 0
+    values = pd.read_csv(tmp_path / "out" / "table.csv").set_index("way")["psnr_median"]
+    assert values["bound"] < 0 < values["bound of normal pixels"]
+    assert abs(values["errors known"] - values["bound of normal pixels"]) < 3
+
+
 def test_known_errors_gain_and_a_finished_run_is_not_repeated(tmp_path) -> None:
     out = tmp_path / "out"
     assert run(out, "--attacks", "patch_embedding") == 0

@@ -8,7 +8,12 @@ the inverse of the Fisher information (Cramer 1946, Rao 1945), here with the fac
 
 s_d and v_d are the variances of the entries of dL/dE and G in channel d. Rounding errors are uniform and are taken for
 normal ones of the same variance: with three equations an unknown, as here, the difference is 0.4 dB (see the module).
-An image prior is a bias, so that an estimate with one can be better where the message says little.
+An image prior is a bias, so that an estimate with one can be better where the message says little. With pixels drawn
+from independent normal distributions of the image's variance tau^2 the information is H + I / tau^2 (van Trees 1968),
+for biased estimates as well; an estimate that knows more of photographs than that may still be better.
+
+Entries that were left out have errors of the size that the message shows of them (at most the least entry that was
+sent), taken for normal ones like those of rounding.
 
 *The whole message.* A server that computes the gradient g(x) from the weights has every entry for an equation, and the
 pixels for its only unknowns (`gauss_newton`):
@@ -37,13 +42,14 @@ from attacks.linear.position_rows import bounds_of_update, position_gradient, pr
 LARGEST, JITTER = 4096, 1e-12
 
 
-def least_error(exact: Observation, sent: Observation, original: Tensor) -> float:
+def least_error(exact: Observation, sent: Observation, original: Tensor, *, normal: bool = False) -> float:
     """Mean squared error of a pixel in [0, 1] by the bound.
 
     Args:
         exact: the update before it was rounded.
         sent: the message.
         original: (1, C, H, W) in [0, 1], of at most `LARGEST` values.
+        normal: of any estimate, where pixels are normal with the image's variance; else of unbiased ones.
 
     Raises:
         ValueError: the message has the digits of float32.
@@ -56,7 +62,10 @@ def least_error(exact: Observation, sent: Observation, original: Tensor) -> floa
     patches = tokenizer.patchify((original.double() - mean) / std)[0]  # (N, P)
     rows = position_gradient(exact, tokenizer)[tokenizer.prefix :].double()
     system = RoundedSystem(rows, bounds[0], projection_products(exact, tokenizer).double(), bounds[1])
-    variances = _least_variances(information(system, patches)).view_as(patches)
+    found = information(system, patches)
+    if normal:
+        found = found + torch.eye(len(found), dtype=found.dtype) / patches.var()
+    variances = _least_variances(found).view_as(patches)
     scale = tokenizer.patchify(std.expand_as(original))[0]
     return float((variances * scale.square()).mean())
 

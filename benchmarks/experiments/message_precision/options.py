@@ -50,7 +50,8 @@ class Options(AttackOptions):
     every step jigsawed, with its localisation loss, weights drifting by --drift between two of them). Every message is
     sent in each of --precisions. Attacks that know the errors of a message's entries run twice, without and with them;
     weight decay is left in the update for the first and removed for the second. Of small images --bounds adds what no
-    unbiased estimate from the equations of `patch_embedding` goes below, and from those of `gauss_newton`.
+    unbiased estimate from the equations of `patch_embedding` goes below, and from those of `gauss_newton`; of the
+    former also what no estimate does where pixels are normal.
 
     `sparse_rounds` reads --sparse-updates updates, weights drifting likewise, of an undefended client that sends a
     share of the entries; messages with feedback are for it alone.
@@ -68,8 +69,8 @@ class Options(AttackOptions):
     attacks: tuple[str, ...] = ATTACKS
     """Of patch_embedding, token_span, mjp_subspace, mjp_rounds, unmix, sparse_rounds and gauss_newton."""
     bounds: bool = False
-    """Also the Cramer-Rao bounds of the equations of patch_embedding and gauss_newton, of images up to 4,096 values and
-    rounded messages that leave no entries out."""
+    """Also the Cramer-Rao bounds of the equations of patch_embedding and gauss_newton, of images up to 4,096 values;
+    of gauss_newton for rounded messages that leave no entries out."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     data_path: Path | None = None

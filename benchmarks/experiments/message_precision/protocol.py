@@ -15,7 +15,7 @@ from attacks.registry import UsageError
 from experiments.message_precision.bounds import LARGEST, least_error, least_error_of_message, psnr_of
 from experiments.message_precision.options import DECAYED, RETURNED, Options
 from experiments.message_precision.precisions import has_memory, is_sparse, send
-from experiments.message_precision.render import BOUND, KNOWN, MESSAGE_PRECISION, PLAIN
+from experiments.message_precision.render import BOUND, KNOWN, MESSAGE_PRECISION, NORMAL, PLAIN
 from experiments.session import TableRun
 from fedmjp.audit.harness import Scored, run_attack
 from fedmjp.audit.per_image import observe_groups
@@ -102,8 +102,8 @@ class Run(TableRun):
             o = self.options
             history = _read_part(histories[length]) if name == "sparse_rounds" else histories[length]
             sent = send(history, precision, rate=o.rate, decay=o.decay, seed=100 * o.seed + client)
-            if way == BOUND:
-                yield case, _bound(name, history[-1], sent[-1], originals), sent[-1].gradient_norm()
+            if way in (BOUND, NORMAL):
+                yield case, _bound(name, way, history[-1], sent[-1], originals), sent[-1].gradient_norm()
                 continue
             if way == KNOWN and precision == DECAYED:
                 sent = [repair(view)[0] for view in sent]
@@ -116,8 +116,8 @@ class Run(TableRun):
             for name in names:
                 if _reads(name, precision):
                     yield from ((precision, name, way, attack) for way, attack in _ways(name, precision).items())
-            for name in sorted({*names} & {*BOUNDED}) if self.options.bounds and _is_rounded(precision) else ():
-                yield precision, name, BOUND, build_attack(name)
+            for name in sorted({*names} & {*BOUNDED}) if self.options.bounds else ():
+                yield from ((precision, name, way, build_attack(name)) for way in _bounds(name, precision))
 
     def length(self, name: str, defense: str) -> int:
         """How many updates an attack reads."""
@@ -158,17 +158,23 @@ def _read_part(history: Sequence[Observation]) -> list[Observation]:
     return [replace(view, gradients={n: view.gradients[n] for n in names}) for view in history]
 
 
-def _bound(name: str, exact: Observation, sent: Observation, originals: torch.Tensor) -> Scored:
+def _bound(name: str, way: str, exact: Observation, sent: Observation, originals: torch.Tensor) -> Scored:
     """The bound of the equations that an attack of `BOUNDED` uses, as a row that has an error and no image."""
-    whole = name == "gauss_newton"
-    error = least_error_of_message(sent, originals) if whole else least_error(exact, sent, originals)
+    if name == "gauss_newton":
+        error = least_error_of_message(sent, originals)
+    else:
+        error = least_error(exact, sent, originals, normal=way == NORMAL)
     record = dict.fromkeys(METRIC_DIRECTIONS, float("nan")) | {"mse": error, "psnr": psnr_of(error)}
     return Scored(name, {}, None, [record], 0.0, "")
 
 
-def _is_rounded(precision: str) -> bool:
-    """Whether every entry of a message is sent, rounded."""
-    return precision not in ("float32", RETURNED, DECAYED) and not is_sparse(precision) and "signs" not in precision
+def _bounds(name: str, precision: str) -> tuple[str, ...]:
+    """The bounds of a message: of the whole one, of rounded messages of which every entry is sent."""
+    if precision in ("float32", RETURNED, DECAYED) or "signs" in precision or has_memory(precision):
+        return ()
+    if name == "gauss_newton":
+        return () if is_sparse(precision) else (BOUND,)
+    return BOUND, NORMAL
 
 
 def _reads(name: str, precision: str) -> bool:
