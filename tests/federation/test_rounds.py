@@ -159,11 +159,26 @@ def test_a_failing_client_stops_the_round_and_is_named(small, monkeypatch, fault
         train(small)
 
 
+WEIGHTS = {"update": "weights"}
+ON_RAY = {  # defence, and options of the federation
+    "mjp": ("mjp", {}),
+    "crop+flip, dropout, drop path": ("none", {"augment": "crop+flip", "dropout": 0.1, "drop_path": 0.1}),
+    "two epochs": ("none", WEIGHTS | {"local_epochs": 2, "batch_size": 2, "augment": "deit"}),
+    "AdamW": ("none", WEIGHTS | {"optimizer": "adamw", "weight_decay": 0.05, "learning_rate": 1e-3}),
+    "momentum, FedAvgM": ("none", WEIGHTS | {"momentum": 0.9, "strategy": "fedavgm"}),
+    "FedProx": ("none", WEIGHTS | {"local_steps": 2, "strategy": "fedprox:proximal_mu=0.5"}),
+    "FedAdam": ("dp_sgd", {"strategy": "fedadam"}),
+}
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_ray_gives_identical_updates(small) -> None:
-    here, there = train(small, "mjp")[0], train(small, "mjp", engine="ray")[0]
-    assert sorted(here) == sorted(there)
-    assert all(torch.equal(here[k][n], there[k][n]) for k in here for n in here[k])
+@pytest.mark.parametrize("name", ON_RAY)
+def test_ray_gives_identical_updates_and_models(small, name: str) -> None:
+    defense, options = ON_RAY[name]
+    config = changed(small, **options)
+    for here, there in zip(train(config, defense), train(config, defense, engine="ray"), strict=True):
+        assert sorted(here) == sorted(there)
+        assert all(torch.equal(here[k][n], there[k][n]) for k in here for n in here[k])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
