@@ -112,6 +112,7 @@ COUNTS = {
     "count": "images behind a mean",
     "failed": "of them, images of which the attack returned nothing",
     "recovered": "images above 25 dB, nearer than the best guess",
+    "above_25": "images above 25 dB",
     "above_30": "images above 30 dB",
     "whole": "images that the attack vouches for, every pixel",
     "certified": "images whose reconstruction reproduces the update",

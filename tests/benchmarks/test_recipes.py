@@ -25,6 +25,10 @@ def test_recipes_add_up_to_one_table(tmp_path) -> None:
     assert list(table.index) == [name for name in RECIPES if name in ("flip", "weight decay 0.05", "2 local steps")]
     assert list(table["answer"]) == ["leaks", "leaks", "partly"]
     assert (table["count"] == 2).all()
+    found = pd.read_csv(tmp_path / "attacks.csv").set_index(["recipe", "attack"])
+    assert found.loc[("flip", "patch_embedding"), "above_25"] == table.loc["flip", "recovered"] == 2
+    assert found.loc[("2 local steps", "patch_embedding"), ["above_25", "count"]].tolist() == [0, 2]
+    assert found.loc[("flip", "mean_image"), "psnr_median"] < 25
     described = json.loads((tmp_path / "run.json").read_text())
     assert sorted(described["recipes"].values()) == sorted(table.index)
     assert "mjp_subspace" in described["not_run"]

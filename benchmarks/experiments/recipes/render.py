@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from experiments.client_recipes import RECIPES
 from experiments.rendering import Rendering, csv, markdown_table, read_rows, read_run, verdict_cell, verdict_columns
+from fedmjp.audit.verdict import RECOGNISABLE
+from fedmjp.records.rows import BASELINES
 from fedmjp.report.words import defence_words
+
+BY = ["recipe", "defense"]
 
 
 def recipe_files(folder: Path) -> dict[str, str]:
-    """table.csv: the verdict by recipe and defence."""
+    """table.csv: the verdict by recipe and defence; attacks.csv: what each attack found there."""
     rows, names = read_rows(folder), read_run(folder)["recipes"]
     rows["recipe"] = rows["run_id"].map(names)
-    lines = []
-    for (recipe, defense), own in rows.groupby(["recipe", "defense"], sort=False):
+    lines, found = [], []
+    for place, own in rows.groupby(BY, sort=False):
         images = own.groupby(["round", "client", "image"]).ngroups
-        lines.append({"recipe": recipe, "defense": defense} | verdict_columns(own, images))
+        lines.append(dict(zip(BY, place, strict=True)) | verdict_columns(own, images))
+        found += [dict(zip(BY, place, strict=True)) | line for line in _by_attack(own)]
+    return {name: csv(_in_order(table), 4) for name, table in (("table.csv", lines), ("attacks.csv", found))}
+
+
+def _by_attack(rows: pd.DataFrame) -> list[dict[str, float | int | str]]:
+    """Median PSNR (dB), images above the bar, images without an answer and images of each attack, guesses first."""
+    lines = []
+    for name, own in rows.groupby("attack", sort=False):
+        above, failed = int((own["psnr"] > RECOGNISABLE).sum()), int(own["psnr"].isna().sum())
+        figures = {"psnr_median": own["psnr"].median(), "above_25": above, "failed": failed, "count": len(own)}
+        lines.append({"attack": name} | figures)
+    return sorted(lines, key=lambda line: line["attack"] not in BASELINES)
+
+
+def _in_order(lines: list[dict[str, Any]]) -> pd.DataFrame:
+    """Lines by recipe, as `RECIPES` has them."""
     order = {name: place for place, name in enumerate(RECIPES)}
-    table = pd.DataFrame(lines).sort_values("recipe", key=lambda names: names.map(order), kind="stable")
-    return {"table.csv": csv(table, 4)}
+    return pd.DataFrame(lines).sort_values("recipe", key=lambda names: names.map(order), kind="stable")
 
 
 def recipe_block(folder: Path) -> str:
@@ -39,5 +59,26 @@ def _cell(table: pd.DataFrame, key: tuple[str, str]) -> str:
     return verdict_cell(table.loc[key]) if key in table.index else ""
 
 
-RECIPE_TABLE = Rendering("recipes", recipe_files, {"recipes": recipe_block})
+def attack_block(folder: Path) -> str:
+    """Each attack as Markdown: a row for each defence and recipe, a column for each attack."""
+    table = pd.read_csv(folder / "attacks.csv")
+    names = list(dict.fromkeys([*BASELINES, *table["attack"]]))
+    lines = []
+    for (defense, recipe), own in table.groupby(["defense", "recipe"], sort=False):
+        by = own.set_index("attack")
+        cells = [_found(by.loc[name]) if name in by.index else "" for name in names]
+        lines.append([recipe, defence_words(defense), *cells])
+    ordered = sorted(lines, key=lambda line: line[1] != "none")
+    return markdown_table(["clients", "defence", *(f"`{name}`" for name in names)], ordered)
+
+
+def _found(line: pd.Series) -> str:
+    """The median, and how many images are above the bar where any is."""
+    if line["failed"] == line["count"]:
+        return "no image"
+    above = f", {line['above_25']} of {line['count']}" if line["above_25"] else ""
+    return f"{line['psnr_median']:.1f}{above}"
+
+
+RECIPE_TABLE = Rendering("recipes", recipe_files, {"recipes": recipe_block, "recipes_attacks": attack_block})
 RENDERINGS = (RECIPE_TABLE,)
