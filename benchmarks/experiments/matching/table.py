@@ -19,9 +19,11 @@ from fedmjp.report.styles import GREY, MOST_LINES, NORMAL, SMALL, WIDTH, attack_
 
 BY = ["model", "weights", "defense", "gamma", "batch_size", "setting", "attack", "init", "steps"]
 GUESS = "mean_image"
-# Steps of the published experiments: Geiping et al. run at most 24,000, Hatamizadeh et al. 120,000 (ViT-B, batches of
-# 8, with a CNN's prior).
-PUBLISHED = {"inverting_gradients": 24_000, "gradvit": 120_000}
+# Steps of the published experiments, and on what: Geiping et al. run at most 24,000, Hatamizadeh et al. 120,000.
+PUBLISHED = {
+    "inverting_gradients": (24_000, "published: CNNs"),
+    "gradvit": (120_000, "published: ViT-B, batch of 8, CNN prior"),
+}
 
 
 def matching_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -129,10 +131,10 @@ def _panel(axes: Axes, table: pd.DataFrame, guess: pd.DataFrame, by: str, label:
         ticks = sorted(searched[by].unique())
     if by == "steps":
         for attack in dict.fromkeys(attack for attack, _ in nearest if attack in PUBLISHED):
-            steps = PUBLISHED[attack]
+            steps, on_what = PUBLISHED[attack]
             axes.axvline(steps, lw=1, ls=":", color=attack_style(attack)["color"])
             text = {"fontsize": SMALL, "rotation": 90, "ha": "right", "va": "bottom", "color": GREY}
-            axes.annotate("as published", (steps, 0.02), xycoords=("data", "axes fraction"), **text)
+            axes.annotate(on_what, (steps, 0.02), xycoords=("data", "axes fraction"), **text)
             ticks.append(steps)
     if by != "gamma":
         ticks = sorted(set(ticks))
