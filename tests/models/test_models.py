@@ -195,3 +195,28 @@ def test_normalisations_are_timms() -> None:
     assert registry.IMAGENET_STD == timm.data.IMAGENET_DEFAULT_STD
     assert registry.INCEPTION_MEAN == timm.data.IMAGENET_INCEPTION_MEAN
     assert registry.INCEPTION_STD == timm.data.IMAGENET_INCEPTION_STD
+
+
+def test_timms_weights_are_taken_over_and_their_positions_resampled(monkeypatch) -> None:
+    """As of a download: timm's own model of the name, with the classes of ImageNet."""
+    create, asked = timm.create_model, []
+
+    def downloaded(name: str, pretrained: bool = False, **options):
+        asked.append((name, pretrained))
+        return create(name, **options)
+
+    monkeypatch.setattr(timm, "create_model", downloaded)
+    torch.manual_seed(5)
+    expected = create("vit_tiny_patch16_224").state_dict()
+    torch.manual_seed(5)
+    built = build_model("vit_ti_mjp", num_classes=200, weights="timm", image_size=160)
+    assert asked[-1] == ("vit_tiny_patch16_224", True)
+    added = "head random, unknown position random, DAL map random"
+    assert built.provenance == f"timm vit_tiny_patch16_224 ({added}), resized to 160 px"
+    state = built.module.state_dict()
+    for key in ("patch_embed.proj.weight", "blocks.11.mlp.fc2.weight", "norm.bias"):
+        assert torch.equal(state[key], expected[key]), key
+    assert state["head.weight"].shape == (200, 192)
+    grid = expected["pos_embed"][:, 1:].unflatten(1, (14, 14)).permute(0, 3, 1, 2)
+    smaller = torch.nn.functional.interpolate(grid, (10, 10), mode="bicubic", antialias=True)
+    torch.testing.assert_close(state["pos_embed"][:, 1:], smaller.flatten(2).mT)
