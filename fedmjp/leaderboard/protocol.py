@@ -71,7 +71,7 @@ class Track:
 TRACKS = {
     track.name: track
     for track in (
-        Track("small", "8 photographs; about 1.3 to 3 minutes of a CPU core for most defences", 8),
+        Track("small", "8 photographs; 2 to 14 minutes on one of two busy cores for all defences but soteria", 8),
         Track(
             "full",
             "32 photographs on more federations with longer searches; not timed",
