@@ -14,7 +14,16 @@ import pytest
 from experiments.client_recipes import RECIPES, recipe_of, with_recipe
 from experiments.tradeoff import figure
 from experiments.tradeoff.options import Options
-from experiments.tradeoff.table import final_accuracy, placed, point_of, recognised, reidentified, tradeoff_table
+from experiments.tradeoff.table import (
+    final_accuracy,
+    markdown,
+    placed,
+    point_of,
+    ranked,
+    recognised,
+    reidentified,
+    tradeoff_table,
+)
 
 from attacks import ATTACKS, UsageError
 from attacks.active.base import ActiveAttack
@@ -335,6 +344,14 @@ def test_a_line_gives_the_mean_of_each_attacked_round(whole) -> None:
         for n, _, m in (part.partition("=") for part in text.split())
     }
     assert found == {line: round(mean, 1) for line, mean in rows.dropna().items()}
+
+
+def test_a_share_that_was_not_measured_leaves_its_cell_empty(whole) -> None:
+    table = pd.read_csv(whole / "table.csv").fillna({"note": "", "most_patches": ""})
+    assert ranked(table)
+    measured, without = markdown(table), markdown(table.drop(columns=["recognised_mean"]))
+    assert measured.splitlines()[2].count("] %") == without.splitlines()[2].count("] %") + 1
+    assert "nan" not in without.splitlines()[2]
 
 
 def test_an_image_that_did_not_come_back_is_not_recognised() -> None:

@@ -298,8 +298,9 @@ def _cells(own: pd.DataFrame, rounds: Sequence[int], ranked: bool) -> list[str]:
 
 
 def _percent(line: pd.Series, name: str) -> str:
-    share, low, high = (100 * line[f"{name}{part}"] for part in MEAN)
-    return f"{share:.0f} [{low:.0f}, {high:.0f}] %"
+    """A share with its interval; "" where it was not measured."""
+    share, low, high = (100 * line.get(f"{name}{part}", np.nan) for part in MEAN)
+    return "" if np.isnan(share) else f"{share:.0f} [{low:.0f}, {high:.0f}] %"
 
 
 def _most(line: pd.Series) -> str:
