@@ -23,8 +23,9 @@ def recipe_files(folder: Path) -> dict[str, str]:
     lines, found = [], []
     for place, own in rows.groupby(BY, sort=False):
         images = own.groupby(["round", "client", "image"]).ngroups
-        lines.append(dict(zip(BY, place, strict=True)) | verdict_columns(own, images))
-        found += [dict(zip(BY, place, strict=True)) | line for line in _by_attack(own)]
+        named = dict(zip(BY, place, strict=True))
+        lines.append(named | verdict_columns(own, images))
+        found += [named | line for line in _by_attack(own)]
     return {name: csv(_in_order(table), 4) for name, table in (("table.csv", lines), ("attacks.csv", found))}
 
 
