@@ -70,7 +70,7 @@ def test_mce_by_hand() -> None:
     plain = pd.DataFrame(np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 1, 0, 1], [1, 1, 1, 1, 1]]))
     other = pd.DataFrame(np.array([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]]))
     plain.columns = other.columns = pd.MultiIndex.from_tuples(cells)
-    table, summary = corruption_table.tables({"plain": plain, "other": other}, "plain")
+    table, summary = corruption_table.tables({"plain": [plain], "other": [other]}, "plain")
     found = table.set_index(["model", "corruption"])
     assert found.loc[("plain", "contrast"), "error_mean"] == 75  # 2 of 4 and 4 of 4
     assert found.loc[("other", "contrast"), "error_mean"] == 37.5  # 1 of 4 and 2 of 4

@@ -143,7 +143,7 @@ def test_tables_and_figures(checkpoint, tmp_path) -> None:
     ("options", "words"),
     [
         (["--model", "vit_mini_64_nope=FILE"], "no position embeddings"),
-        (["--model", "vit_b"], "no checkpoint of vit_b ships"),
+        (["--model", "vit_b"], "no trained weights of vit_b"),
         (["--model", "vit_x"], "unknown model"),
         (["--shuffles", "0"], "take numbers from 1"),
         (["--projections", "tsne"], "choose from: pca, umap"),

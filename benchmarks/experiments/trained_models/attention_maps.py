@@ -18,6 +18,7 @@ three are to be read together. The figure is drawn on photographs that ship with
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from experiments.rendering import csv
 from experiments.session import prepare_torch
 from experiments.trained_models.checkpoints import load_bundle, load_trained
 from experiments.trained_models.options import AttentionOptions
+from experiments.trained_models.subjects import over_trainings
 from fedmjp.data import DataBundle, load_gallery
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.models import BuiltModel, build_model, split_name
@@ -114,45 +116,69 @@ def batches(bundle: DataBundle, device: torch.device, title: str) -> Iterator[Te
         yield bundle.test.images(range(start, min(start + BATCH, count))).to(device)
 
 
-def build_subjects(options: AttentionOptions, device: torch.device) -> list[tuple[BuiltModel, DataBundle]]:
+@dataclass(frozen=True)
+class Measured:
+    """A line of the table.
+
+    Attributes:
+        name: of the model.
+        trainings: the same model once a training.
+        bundle: the images that they are measured on.
+    """
+
+    name: str
+    trainings: list[BuiltModel]
+    bundle: DataBundle
+
+
+def build_subjects(options: AttentionOptions, device: torch.device) -> list[Measured]:
     """Trained models in the order asked for, then the same architectures with random weights; each with its images.
 
     Raises:
         UsageError: data or weights that are not there, or weights for other classes.
     """
-    sources, bundles = options.sources(), {}
-    for name in sources:
-        size = options.side(name)
-        bundles[size] = bundles.get(size) or load_bundle(options, name)
-    classes = len(next(iter(bundles.values())).classes)
-    models = [load_trained(options, name, source, bundles[options.side(name)]) for name, source in sources.items()]
-    bases = dict.fromkeys(split_name(name)[0] for name in sources)
-    untrained = {"num_classes": classes, "weights": "random", "seed": options.seed, "image_size": options.image_size}
-    models += [build_model(base, **untrained) for base in bases]
-    for model in models:
+    found, bundles = list[Measured](), dict[int, DataBundle]()
+    for name, subject in options.subjects().items():
+        size = options.side(subject)
+        bundles[size] = bundles.get(size) or load_bundle(options, subject)
+        models = [load_trained(options, name, source, bundles[size]) for source in subject.sources]
+        found.append(Measured(name, models, bundles[size]))
+    untrained = {"weights": "random", "seed": options.seed, "image_size": options.image_size}
+    for base in dict.fromkeys(split_name(one.name)[0] for one in found):
+        model = build_model(base, num_classes=len(found[0].bundle.classes), **untrained)
+        found.append(Measured(base, [model], bundles[model.image_size]))
+    for model in (model for one in found for model in one.trainings):
         model.module.to(device).eval()
-    return [(model, bundles[model.image_size]) for model in models]
+    return found
 
 
-def table(models: list[tuple[BuiltModel, DataBundle]], options: AttentionOptions, device: torch.device) -> pd.DataFrame:
+def table(subjects: list[Measured], options: AttentionOptions, device: torch.device) -> pd.DataFrame:
     """A line a model: means with 95 % intervals, and paired differences from the reference."""
-    found = [measure(model, bundle, device) for model, bundle in models]
-    place = next(i for i, (model, _) in enumerate(models) if model.name == options.reference)
+    found = [[measure(model, one.bundle, device) for model in one.trainings] for one in subjects]
+    place = next(i for i, one in enumerate(subjects) if one.name == options.reference)
     reference, lines = found[place], []
-    for (model, bundle), own in zip(models, found, strict=True):
+    for one, own in zip(subjects, found, strict=True):
+        model = one.trainings[0]
+        weights = ", ".join(training.provenance for training in one.trainings)
         patches = model.grid[0] * model.grid[1]
-        line = {"model": model.name, "weights": model.provenance, "patches": patches, "count": len(own)}
+        line = {"model": one.name, "weights": weights, "patches": patches, "count": len(own[0])}
         for name in MEASURES:
-            line |= _named(name, own[name])
-            if model.grid == models[place][0].grid:
-                line |= _named(f"{name}_difference", own[name] - reference[name])
-        lines.append(line | {"dataset": bundle.provenance})
+            line |= _named(name, [training[name] for training in own])
+            if model.grid == subjects[place].trainings[0].grid and len(own) == len(reference):
+                pairs = zip(own, reference, strict=True)
+                line |= _named(f"{name}_difference", [mine[name] - theirs[name] for mine, theirs in pairs])
+        if max(map(len, found)) > 1:
+            line["seeds"] = len(own)
+        lines.append(line | {"dataset": one.bundle.provenance})
     return pd.DataFrame(lines).assign(commit=provenance.commit(), seed=options.seed)
 
 
-def _named(name: str, values: pd.Series) -> dict[str, float]:
-    interval = bootstrap_mean(values.to_numpy())
-    return {f"{name}_mean": interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+def _named(name: str, trainings: list[pd.Series]) -> dict[str, float]:
+    """Columns of a mean and its interval: over images of one training, over several trainings else."""
+    if len(trainings) > 1:
+        return over_trainings(name, np.array([values.mean() for values in trainings]))
+    found = bootstrap_mean(trainings[0].to_numpy())
+    return {f"{name}_mean": found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def figure(models: list[BuiltModel], photographs: int, path: Path) -> None:
@@ -211,11 +237,11 @@ def figure(models: list[BuiltModel], photographs: int, path: Path) -> None:
 def run(options: AttentionOptions, console: Console) -> None:
     """Write table and figure and print the table."""
     device = prepare_torch(options)
-    models = build_subjects(options, device)
-    measured = table(models, options, device)
+    subjects = build_subjects(options, device)
+    measured = table(subjects, options, device)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "table.csv").write_text(csv(measured, 5), encoding="utf-8")
-    trained = [model for model, _ in models if "NOT TRAINED" not in model.provenance]
+    trained = [one.trainings[0] for one in subjects if "NOT TRAINED" not in one.trainings[0].provenance]
     figure(trained, options.photographs, options.out / "attention.png")
     devices = [provenance.device_name(device)]
     note_run(options.out, "python benchmarks/attention_maps.py", devices=devices, overwritten=True)

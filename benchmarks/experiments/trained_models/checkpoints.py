@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from attacks import UsageError
 from experiments.trained_models.options import TrainedOptions
+from experiments.trained_models.subjects import Subject
 from fedmjp.data import DataBundle, load_data
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.weights import classes_of
 
 
-def load_bundle(options: TrainedOptions, model: str) -> DataBundle:
-    """The test images asked for, at the size that `model` takes."""
+def load_bundle(options: TrainedOptions, subject: Subject) -> DataBundle:
+    """The test images asked for, at the size that a model takes."""
     asked = {"path": options.data_path, "test_limit": options.num_images, "seed": options.seed}
-    return load_data(options.data, size=options.side(model), **asked)
+    return load_data(options.data, size=options.side(subject), **asked)
 
 
 def load_trained(options: TrainedOptions, name: str, source: str, bundle: DataBundle) -> BuiltModel:
-    """The model at the size asked for, without its DAL map, in evaluation mode.
+    """The model `name` at the size asked for, without its DAL map, in evaluation mode.
 
     Raises:
         UsageError: weights that are not there, or for other classes than those of `bundle`.

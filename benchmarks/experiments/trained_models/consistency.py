@@ -32,7 +32,7 @@ def kept(options: ConsistencyOptions) -> list[pd.DataFrame]:
     if not path.exists():
         return []
     before = pd.read_csv(path, dtype=TEXT)
-    return [before[(before["source"] == "measured") & ~before["model"].isin(options.sources())]]
+    return [before[(before["source"] == "measured") & ~before["model"].isin(options.subjects())]]
 
 
 def table(options: ConsistencyOptions, device: torch.device) -> pd.DataFrame:
@@ -42,9 +42,9 @@ def table(options: ConsistencyOptions, device: torch.device) -> pd.DataFrame:
         UsageError: data or weights that are not there, or weights for other classes.
     """
     parts = []
-    for name, source in options.sources().items():
-        bundle = load_bundle(options, name)
-        model = load_trained(options, name, source, bundle)
+    for name, subject in options.subjects().items():
+        bundle = load_bundle(options, subject)
+        model = load_trained(options, subject.name, subject.sources[0], bundle)
         own = summarise(measure(model, bundle.test, options.gammas, seed=options.seed, device=device))
         parts.append(own.assign(source="measured", model=name, weights=model.provenance, dataset=bundle.provenance))
     ours = pd.concat(parts, ignore_index=True).assign(commit=provenance.commit(), seed=options.seed)

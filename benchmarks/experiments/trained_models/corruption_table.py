@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from experiments.rendering import Rendering, csv, interval, markdown_table, read_rows, read_run
 from experiments.scaffold import PAPER
 from experiments.trained_models.options import CLEAN
+from experiments.trained_models.subjects import compared, over_trainings, over_trainings_in_words
+from experiments.trainings.verdicts import signs_in_words, with_verdicts
 from fedmjp.metrics import bootstrap_statistic
 from fedmjp.records.rows import Schema
 from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
@@ -30,7 +32,8 @@ ROWS = Schema(
 def asked_rows(folder: Path) -> pd.DataFrame:
     """The rows that belong to the folder's last call, as its run.json describes it."""
     rows, asked = read_rows(folder, ROWS), read_run(folder)["asked"]
-    chosen = rows["state"] == rows["model"].map(asked["states"])
+    states = {state for own in asked["states"].values() for state in own}
+    chosen = rows["state"].isin(states) & rows["model"].isin(asked["states"])
     for key, value in asked["case"].items():
         chosen &= rows[key] == value
     chosen &= rows["corruption"].isin([CLEAN, *asked["corruptions"]])
@@ -40,13 +43,14 @@ def asked_rows(folder: Path) -> pd.DataFrame:
 def measured_tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     """`tables` of the folder's last call."""
     asked, wrong = read_run(folder)["asked"], answers(asked_rows(folder))
-    return tables({name: wrong[name] for name in asked["states"]}, asked["reference"])
+    trainings = {name: [wrong[name, state] for state in states] for name, states in asked["states"].items()}
+    return tables(trainings, asked["reference"])
 
 
 def corruption_files(folder: Path) -> dict[str, str]:
     """table.csv and summary.csv, ours before the paper's."""
     rows = asked_rows(folder)
-    weights = dict(zip(rows["model"], rows["weights"], strict=True))
+    weights = {name: ", ".join(own.unique()) for name, own in rows.groupby("model", sort=False)["weights"]}
     origin = {"dataset": rows["dataset"].iloc[0], "count": rows["images"].iloc[0], "seed": rows["seed"].iloc[0]}
     origin["commit"] = "+".join(sorted(rows["commit"].unique()))
     found = {}
@@ -73,24 +77,31 @@ def corruption_block(folder: Path) -> str:
     rows += [("mean of the paper's ten", ten, "mce", cells), ("mean of all", whole.loc["all"], "mce", ["", ""])]
     lines = []
     for name, found, ce, beside in rows:
+        words = found["verdict"] if "verdict" in found else pd.Series("", found.index)
         found = found.loc[models].apply(pd.to_numeric, errors="coerce")
         cells = [interval(found.loc[plain], "error", 1)]
-        cells += [f"{found.loc[m, 'error_mean']:.1f} ({interval(found.loc[m], 'difference', 1)})" for m in others]
+        for other in others:
+            cell = f"{found.loc[other, 'error_mean']:.1f} ({interval(found.loc[other], 'difference', 1)})"
+            cells.append(f"{cell}: {words[other]}" if words[other] else cell)
         cells += [interval(found.loc[m], ce, 1) for m in others]
         lines.append([name, *cells, *map(str, beside)])
-    return markdown_table([*heads, *(f"{model}, paper" for model in theirs)], lines)
+    text = markdown_table([*heads, *(f"{model}, paper" for model in theirs)], lines)
+    if "seeds" not in ours:
+        return text
+    both = pd.concat([ours, means[means["source"] == "measured"]]).replace("", np.nan)
+    return f"{text}\n\n{over_trainings_in_words(int(ours['seeds'].iloc[0]))} {signs_in_words(both)}".rstrip()
 
 
-def answers(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Model -> frame of 0 and 1 (wrong), a row an image and a column a (corruption, severity), in the rows' order.
+def answers(rows: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
+    """(Model, state) -> frame of 0 and 1 (wrong), a row an image and a column a (corruption, severity).
 
-    The first column is (CLEAN, 0).
+    The first column is (CLEAN, 0), the others stand in the rows' order.
     """
     return {
-        model: pd.DataFrame(
+        one: pd.DataFrame(
             {(r.corruption, r.severity): np.frombuffer(r.wrong.encode(), np.uint8) - ord("0") for r in own.itertuples()}
         )
-        for model, own in rows.groupby("model", sort=False)
+        for one, own in rows.groupby(["model", "state"], sort=False)
     }
 
 
@@ -117,35 +128,73 @@ def measures(means: np.ndarray, groups: Sequence[list[int]]) -> np.ndarray:
     return np.stack(found, axis=-1)
 
 
-def tables(wrong: dict[str, pd.DataFrame], reference: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+def tables(wrong: dict[str, list[pd.DataFrame]], reference: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Table 9, a line a model and a corruption, and its means, a line a model and a group of corruptions; in per cent.
 
     Args:
-        wrong: as `answers` gives it; the same columns for every model, each corruption at the same severities.
-        reference: a key of `wrong`.
+        wrong: a frame of `answers` a training, with the same columns everywhere, each corruption at the same
+            severities; every model has as many trainings as `reference`, in the same order.
+        reference: a key of `wrong`. Over several trainings the signs of an MJP model's differences from it are
+            compared with the paper's, all of them together.
     """
-    names = [c for c in dict.fromkeys(wrong[reference].columns.get_level_values(0)) if c != CLEAN]
-    errors = {
-        model: 100 * np.stack([own[c].to_numpy(float).mean(axis=1) for c in (CLEAN, *names)], axis=1)
-        for model, own in wrong.items()
-    }  # (images, 1 + corruptions) each
+    names = [c for c in dict.fromkeys(wrong[reference][0].columns.get_level_values(0)) if c != CLEAN]
+    errors = {model: [errors_by_corruption(one, names) for one in own] for model, own in wrong.items()}
     ten = [names.index(c) for c in paper_corruptions() if c in names]
     means = {CLEAN: [], TEN: ten, "all": list(range(len(names)))}
     means = {name: group for name, group in means.items() if group or name == CLEAN}
     groups = [[place] for place in range(len(names))] + list(means.values())
     lines, summary = [], []
     for model, own in errors.items():
-        both = np.concatenate([own, errors[reference]], axis=1)
-        three = np.stack(bootstrap_statistic(both, partial(measures, groups=groups)), axis=-1)
-        found = three.reshape(len(groups), len(MEASURES), 3)
+        found = compare(own, errors[reference], groups, paper_differences([*names, *means], model.endswith("_mjp")))
         for name, values in zip(names, found, strict=False):
-            severities = {
-                f"error_severity_{severity}": 100 * share for severity, share in wrong[model][name].mean().items()
-            }
-            lines.append({"model": model, "corruption": name} | _named(values) | severities)
+            shares = pd.concat([one[name] for one in wrong[model]]).mean()
+            severities = {f"error_severity_{severity}": 100 * share for severity, share in shares.items()}
+            lines.append({"model": model, "corruption": name} | values | severities)
         for (name, group), values in zip(means.items(), found[len(names) :], strict=True):
-            summary.append({"model": model, "corruptions": name, "corruption_count": len(group)} | _named(values))
-    return pd.DataFrame(lines), pd.DataFrame(summary).rename(columns=lambda column: re.sub("^ce", "mce", column))
+            summary.append({"model": model, "corruptions": name, "corruption_count": len(group)} | values)
+    both = with_verdicts(pd.concat([pd.DataFrame(lines), pd.DataFrame(summary)], ignore_index=True))
+    added = list(both.columns.intersection(["verdict"]))
+    table, means = both[: len(lines)][[*lines[0], *added]], both[len(lines) :][[*summary[0], *added]]
+    means = means.astype({"corruption_count": int}).reset_index(drop=True)
+    return table, means.rename(columns=lambda column: re.sub("^ce", "mce", column))
+
+
+def errors_by_corruption(wrong: pd.DataFrame, names: Sequence[str]) -> np.ndarray:
+    """(images, 1 + corruptions): errors in per cent, on untouched images first, from a frame of `answers`."""
+    return 100 * np.stack([wrong[c].to_numpy(float).mean(axis=1) for c in (CLEAN, *names)], axis=1)
+
+
+def compare(
+    own: Sequence[np.ndarray], other: Sequence[np.ndarray], groups: Sequence[list[int]], paper: Sequence[float]
+) -> list[dict[str, float]]:
+    """`MEASURES` of each group of corruptions with their intervals, columns of a line each.
+
+    Args:
+        own, other: `errors_by_corruption` of each training of a model, and of the one it is compared with.
+        groups: see `measures`.
+        paper: the paper's difference of each group, NaN where it gives none.
+    """
+    pairs = [np.concatenate(pair, axis=1) for pair in zip(own, other, strict=True)]
+    if len(pairs) == 1:
+        three = np.stack(bootstrap_statistic(pairs[0], partial(measures, groups=groups)), axis=-1)
+        return [_named(values) for values in three.reshape(len(groups), len(MEASURES), 3)]
+    each = np.stack([measures(pair.mean(axis=0), groups) for pair in pairs]).reshape(len(pairs), len(groups), -1)
+    lines = []
+    for values, theirs in zip(each.transpose(1, 2, 0), paper, strict=True):  # (measures, trainings)
+        line = {}
+        for measure, one in zip(MEASURES, values, strict=True):
+            line |= compared(one, theirs) if measure == "difference" else over_trainings(measure, one)
+        lines.append(line | {"seeds": len(pairs)})
+    return lines
+
+
+def paper_differences(groups: Sequence[str], defended: bool) -> list[float]:
+    """Of each corruption or group, the paper's MJP model's error minus its plain one's; NaN where it gives none."""
+    ninth = pd.read_csv(PAPER / "mjp_table9.csv").pivot(index="corruption", columns="model", values="error")
+    found = (ninth["deit_s_mjp"] - ninth["deit_s"]).to_dict() if defended else {}
+    if found:
+        found[TEN] = float(np.mean(list(found.values())))
+    return [found.get(group, np.nan) for group in groups]
 
 
 def paper_lines(name: str) -> pd.DataFrame:

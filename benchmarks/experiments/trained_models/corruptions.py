@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 import torch
@@ -38,19 +39,22 @@ class Run:
     def __init__(self, options: CorruptionOptions, console: Console) -> None:
         package = corrupted.load_package()[1]
         self.options, self.console, self.session = options, console, Session(options, console, ROWS)
-        self.bundle = load_bundle(options, options.reference)
-        sources = options.sources().items()
-        self.models = {name: load_trained(options, name, source, self.bundle) for name, source in sources}
+        self.subjects = options.subjects()
+        self.bundle = load_bundle(options, self.subjects[options.reference])
+        self.models = {
+            name: [load_trained(options, subject.name, source, self.bundle) for source in subject.sources]
+            for name, subject in self.subjects.items()
+        }
         images = self.bundle.test
         self.shared = {
             "dataset": self.bundle.name,
             "subset": _digest("\n".join(images.ids).encode()),
             "images": len(images),
             "package": package,
-            "size": next(iter(self.models.values())).image_size,
+            "size": self.models[options.reference][0].image_size,
             "seed": options.seed,
         }
-        self.states = {name: fingerprint(model) for name, model in self.models.items()}
+        self.states = {name: [fingerprint(model) for model in models] for name, models in self.models.items()}
 
     def __call__(self) -> None:
         """Measure what is missing, then write tables and figure."""
@@ -74,21 +78,24 @@ class Run:
         with self.session.bar() as bar:
             task = bar.add_task("", total=len(cells) * len(images))
             for number, (corruption, severity) in enumerate(cells):
-                cases = {
-                    name: {**self.shared, "model": name, "state": state, "corruption": corruption, "severity": severity}
-                    for name, state in self.states.items()
-                }
-                missing = {name: case for name, case in cases.items() if not log.has(case)}
+                missing = [found for found in self.cases(corruption, severity) if not log.has(found[1])]
                 bar.update(task, description=f"{corruption} {severity or ''}", completed=number * len(images))
-                wrong: dict[str, list[Tensor]] = {name: [] for name in missing}
+                wrong: list[list[Tensor]] = [[] for _ in missing]
                 for pictures, labels in self.batches(corruption, severity) if missing else ():
-                    for name in missing:
-                        wrong[name].append(mistakes(self.models[name], pictures.to(self.session.device), labels))
+                    for (model, _), answers in zip(missing, wrong, strict=True):
+                        answers.append(mistakes(model, pictures.to(self.session.device), labels))
                     bar.advance(task, len(labels))
-                for name, case in missing.items():
-                    every = torch.cat(wrong[name])
+                for (model, case), answers in zip(missing, wrong, strict=True):
+                    every = torch.cat(answers)
                     found = {"error": 100 * float(every.double().mean()), "wrong": "".join(map(str, every.tolist()))}
-                    log.append({**self.session.columns, **case, "weights": self.models[name].provenance, **found})
+                    log.append({**self.session.columns, **case, "weights": model.provenance, **found})
+
+    def cases(self, corruption: str, severity: int) -> Iterator[tuple[BuiltModel, dict[str, Any]]]:
+        """(model, what identifies its row) under a corruption, training by training."""
+        cell = {**self.shared, "corruption": corruption, "severity": severity}
+        for name, models in self.models.items():
+            for model, state in zip(models, self.states[name], strict=True):
+                yield model, cell | {"model": name, "state": state}
 
     def batches(self, corruption: str, severity: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(corrupted images, labels) in order."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attacks.registry import UsageError
 from experiments.scaffold import DeviceOptions, RowOptions
+from experiments.trained_models.subjects import Subject, read_subjects
 from fedmjp.defenses import DEFENSES
 
 # The order of ImageNet-C: noise, blur, weather, digital.
@@ -38,7 +39,8 @@ class TrainedOptions(DeviceOptions):
     """Trained models and the test images on which they are measured."""
 
     model: tuple[str, ...] = ()
-    """MODEL for its shipped checkpoint, or MODEL=FILE (none given: every shipped 64-pixel checkpoint)."""
+    """MODEL for its shipped checkpoint, or MODEL=FILE, several times for several trainings of it in the order of their
+    seeds (none given: every shipped 64-pixel checkpoint)."""
     data: str = "tiny-imagenet"
     """Data set whose test images are measured; the models must have been trained on its classes."""
     data_path: Path | None = None
@@ -50,37 +52,32 @@ class TrainedOptions(DeviceOptions):
     seed: int = 0
     """Fixes the subset, and all that is drawn."""
 
-    def side(self, model: str) -> int:
+    def side(self, subject: Subject) -> int:
         """Pixels of a side of the images that a model takes."""
         from fedmjp.models import MODELS, split_name
 
-        return self.image_size or MODELS.get(split_name(model)[0]).image_size
+        return self.image_size or MODELS.get(split_name(subject.name)[0]).image_size
 
-    def sources(self) -> dict[str, str]:
-        """Model -> source of its weights.
+    def subjects(self) -> dict[str, Subject]:
+        """Name -> what is measured under it.
 
         Raises:
             UsageError: an unknown model, or one without a checkpoint.
         """
-        from fedmjp.models import split_name
         from fedmjp.models.weights import shipped_names
 
-        named = dict(entry.split("=", 1) if "=" in entry else (entry, "auto") for entry in self.model)
-        named = named or {name: "auto" for name in shipped_names() if name.startswith("vit_mini_64")}
-        for name, source in named.items():
-            split_name(name)
-            if source in ("random", "timm") or (source == "auto" and name not in shipped_names()):
-                raise UsageError(f"no trained weights of {name}; write {name}=FILE, or choose from: {shipped_names()}")
-        if not named:
-            raise UsageError("no checkpoint ships; pass --model MODEL=FILE")
-        return named
+        shipped = tuple(name for name in shipped_names() if name.startswith("vit_mini_64"))
+        return read_subjects(self.model or shipped)
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
         super().validate()
-        sources, reference = self.sources(), getattr(self, "reference", None)
-        if reference is not None and reference not in sources:
-            raise UsageError(f"--reference {reference} is none of the models: {', '.join(sources)}")
+        subjects, reference = self.subjects(), getattr(self, "reference", None)
+        if reference is not None and reference not in subjects:
+            raise UsageError(f"--reference {reference} is none of the models: {', '.join(subjects)}")
+        if reference is not None:
+            for subject in subjects.values():
+                subject.require_pairs(subjects[reference])
         if self.seed < 0:
             raise UsageError("--seed must not be negative")
 
@@ -108,6 +105,8 @@ class ConsistencyOptions(TrainedOptions):
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
         super().validate()
+        for subject in self.subjects().values():
+            subject.require_single()
         for gamma in self.gammas:
             DEFENSES.get("mjp")(gamma=gamma).validate()
         if not self.gammas:
@@ -157,7 +156,7 @@ class CorruptionOptions(TrainedOptions, RowOptions):
         if not self.severities or not set(self.severities) <= set(SEVERITIES):
             raise UsageError("--severities takes numbers from 1 to 5")
         super().validate()
-        sizes = {name: self.side(name) for name in self.sources()}
+        sizes = {name: self.side(subject) for name, subject in self.subjects().items()}
         if len(set(sizes.values())) > 1:
             raise UsageError(f"models of one image size see the same pictures, these take {sizes}; run them apart")
 
@@ -213,8 +212,8 @@ class PositionOptions:
     """
 
     model: tuple[str, ...] = ()
-    """MODEL for its shipped checkpoint, or MODEL=FILE (none given: every shipped checkpoint with position
-    embeddings)."""
+    """MODEL for its shipped checkpoint, or MODEL=FILE (timm: published weights), several times for several trainings of
+    it in the order of their seeds (none given: every shipped checkpoint with position embeddings)."""
     image_size: int | None = None
     """Pixels of an image's side, for models trained at another size than their own."""
     dimensions: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 16, 32)
@@ -228,8 +227,22 @@ class PositionOptions:
     out: Path = Path("runs/position_embeddings")
     """Folder of tables and figures (the committed ones stand in results/position_embeddings)."""
 
+    def subjects(self) -> dict[str, Subject]:
+        """Name -> what is measured under it.
+
+        Raises:
+            UsageError: an unknown model, or one without a checkpoint.
+        """
+        from fedmjp.models.weights import shipped_names
+
+        shipped = [name for name in shipped_names() if not name.endswith("_nope")]
+        return read_subjects(self.model or shipped, also=("timm",))
+
     def validate(self) -> None:
         """Raise `UsageError` for options out of range."""
+        subjects = list(self.subjects().values())
+        for subject in subjects[1:]:
+            subject.require_pairs(subjects[0])
         if not self.dimensions or min(self.dimensions) < 1 or self.shuffles < 1 or self.seed < 0:
             raise UsageError("--dimensions and --shuffles take numbers from 1, --seed from 0")
         if not self.projections or not set(self.projections) <= set(PROJECTIONS):

@@ -24,8 +24,10 @@ from attacks import UsageError
 from experiments.rendering import csv
 from experiments.scaffold import PAPER
 from experiments.trained_models.options import PROJECTIONS, PositionOptions
+from experiments.trained_models.subjects import compared, over_trainings
+from experiments.trainings.verdicts import with_verdicts
 from fedmjp.models import build_model, split_name
-from fedmjp.models.weights import classes_of, shipped_names
+from fedmjp.models.weights import classes_of
 from fedmjp.records import provenance
 from fedmjp.records.run_record import note_run
 from fedmjp.report.styles import NORMAL, SMALL, WIDTH, dress, save, style
@@ -75,18 +77,11 @@ def load_all(options: PositionOptions) -> list[Embeddings]:
     """Trained embeddings in the order asked for, then those of the same architectures with random weights.
 
     Raises:
-        UsageError: a model without a checkpoint.
+        UsageError: see `load`.
     """
-    sources = dict(entry.split("=", 1) if "=" in entry else (entry, "auto") for entry in options.model)
-    sources = sources or {name: "auto" for name in shipped_names() if not name.endswith("_nope")}
-    if not sources:
-        raise UsageError("no checkpoint with position embeddings ships; pass --model MODEL=FILE")
-    for name, source in sources.items():
-        split_name(name)
-        if source == "auto" and name not in shipped_names():
-            raise UsageError(f"no checkpoint of {name} ships; write {name}=FILE, or choose from: {shipped_names()}")
-    trained = [load(options, name, source) for name, source in sources.items()]
-    bases = dict.fromkeys(split_name(name)[0] for name in sources)
+    subjects = options.subjects()
+    trained = [load(options, name, source) for name, subject in subjects.items() for source in subject.sources]
+    bases = dict.fromkeys(split_name(name)[0] for name in subjects)
     return trained + [load(options, base, "random") for base in bases]
 
 
@@ -157,16 +152,49 @@ def tables(found: list[Embeddings], options: PositionOptions) -> dict[str, pd.Da
         "explained_variance.csv": pd.concat([pd.DataFrame(variance), paper[0]], ignore_index=True),
         "regression.csv": pd.concat([pd.DataFrame(errors), paper[1]], ignore_index=True),
     }
+    if any(len(subject.sources) > 1 for subject in options.subjects().values()):
+        made["over_trainings.csv"] = means_over_trainings(made).assign(source="measured")
     return {
         name: frame.assign(commit=np.where(frame["source"] == "measured", provenance.commit(), ""))
         for name, frame in made.items()
     }
 
 
+def means_over_trainings(made: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Tables 7 and 8 over several trainings, a line a model and measure.
+
+    Values and paired differences from the first model with Student's 95 % interval, and for an MJP model whether the
+    differences have the signs of the paper's, of its MJP model with the nonlinear localisation loss; all signs are
+    tested together.
+
+    Args:
+        made: the tables, a line a training.
+    """
+    variance, errors = made["explained_variance.csv"], made["regression.csv"]
+    columns = [(f"first {n}", own, "explained_variance") for n, own in variance.groupby("dimension", sort=False)]
+    columns += [(f"{space[:-1]}-D error", errors, f"mae_{space}_mean") for space in ("1d", "2d")]
+    lines = []
+    for measure, table, column in columns:
+        trained = table[(table["source"] == "measured") & ~table["weights"].str.contains("NOT TRAINED", na=False)]
+        ours = {model: own[column].to_numpy(float) for model, own in trained.groupby("model", sort=False)}
+        theirs = table[table["source"] != "measured"]
+        if "dal" in theirs:
+            theirs = theirs[theirs["dal"].isin(["none", "nonlinear"])]
+        printed = theirs.set_index("model")[column]
+        gap = printed.get("deit_s_mjp", np.nan) - printed.get("deit_s", np.nan)
+        plain = next(iter(ours))
+        for model, values in ours.items():
+            line = {"model": model, "measure": measure, "seeds": len(values)} | over_trainings("value", values)
+            if model != plain:
+                line |= compared(values - ours[plain], gap if model.endswith("_mjp") else np.nan)
+            lines.append(line)
+    return with_verdicts(pd.DataFrame(lines))
+
+
 def eigenvalue_figure(found: list[Embeddings], path: Path) -> None:
     """Figure 3: accumulated eigenvalues against their number, a panel for trained and for random weights.
 
-    Each line is of one embedding, not a mean: there is no interval.
+    Each line is of one training's embeddings, not a mean: there is no interval.
     """
     models = list(dict.fromkeys(one.model for one in found))
     groups = {"trained": [], "random": []}
@@ -176,11 +204,12 @@ def eigenvalue_figure(found: list[Embeddings], path: Path) -> None:
     figure = Figure(figsize=(0.6 + 3.1 * len(groups), 3.2), layout="constrained")
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, (words, group) in zip(panels, groups.items(), strict=True):
-        for one in group:
+        for place, one in enumerate(group):
             shares = 100 * explained_variance(one.values)
             marks = {"ms": 3, "lw": 1.3, "markevery": max(1, len(shares) // 12)}
             x = np.arange(1, len(shares) + 1) / len(shares)
-            axes.plot(x, shares, label=one.model, **style(models.index(one.model)) | marks)
+            label = None if one.model in [other.model for other in group[:place]] else one.model
+            axes.plot(x, shares, label=label, **style(models.index(one.model)) | marks)
         axes.set_title(f"{words} weights", fontsize=NORMAL)
         axes.set_xlabel("Share of the principal components", fontsize=NORMAL)
         axes.legend(fontsize=SMALL, frameon=False)
@@ -243,7 +272,8 @@ def run(options: PositionOptions, console: Console) -> None:
         (options.out / name).write_text(csv(frame, 5), encoding="utf-8")
         console.print(frame.drop(columns="commit").to_string(index=False, na_rep="", float_format="%.3f"))
     eigenvalue_figure(found, options.out / "eigenvalues.png")
-    projection_figure(found, options.projections, options.seed, options.out / "projections.png")
+    first = list({one.label: one for one in reversed(found)}.values())[::-1]  # of several trainings the first
+    projection_figure(first, options.projections, options.seed, options.out / "projections.png")
     devices = [provenance.device_name(torch.device("cpu"))]
     note_run(options.out, "python benchmarks/position_embeddings.py", devices=devices, overwritten=True)
     console.print(f"tables and figures: {options.out}", soft_wrap=True, highlight=False)

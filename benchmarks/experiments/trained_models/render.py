@@ -11,6 +11,9 @@ import pandas as pd
 from experiments.rendering import Rendering, interval, markdown_table
 from experiments.trained_models.consistency import consistency_figures
 from experiments.trained_models.corruption_table import CORRUPTION
+from experiments.trained_models.subjects import over_trainings_in_words
+from experiments.trainings.seeds import difference_cell
+from experiments.trainings.verdicts import signs_in_words
 
 # Distances at masking ratio 0.5: column, its head, digits. Tables from before a measure was taken lack it.
 DISTANCES = {
@@ -44,7 +47,8 @@ def consistency_block(folder: Path, paper: bool) -> str:
 
 
 def position_block(folder: Path) -> str:
-    """Explained variance and position regression, ours before the paper's."""
+    """Explained variance and position regression, ours before the paper's; then means over several trainings."""
+    several = folder / "over_trainings.csv"
     variance, errors = (pd.read_csv(folder / name) for name in ("explained_variance.csv", "regression.csv"))
     shown, lines = (3, 4, 6, 7), []
     for (model, weights), group in variance[variance["source"] == "measured"].groupby(["model", "weights"], sort=False):
@@ -52,6 +56,8 @@ def position_block(folder: Path) -> str:
         cells = [f"{_spread(row, 'mae', k, 2)} ({row[f'guess_{k}']:.1f})" for k in ("1d", "2d")]
         cells += [_spread(row, "ridge", k, 2) for k in ("1d", "2d")]
         name = f"`{model}`, {'random' if 'NOT TRAINED' in weights else 'trained'}"
+        if several.exists() and "NOT TRAINED" not in weights:
+            name = f"`{model}`, {weights.removesuffix('.safetensors')}"
         lines.append([name, *_shares(group, shown), *cells])
     for model, group in variance[variance["source"] != "measured"].groupby("model", sort=False):
         lines.append([f"{model}, paper's Table 7", *_shares(group, shown), "", "", "", ""])
@@ -60,7 +66,24 @@ def position_block(folder: Path) -> str:
         name = row.model if row.dal == "none" or pd.isna(row.dal) else f"{row.model} ({row.dal} DAL)"
         lines.append([f"{name}, paper's Table 8", *[""] * len(shown), *cells, "", ""])
     heads = ["position embeddings", *(f"first {n}" for n in shown), "1-D error (guessing)", "2-D error (guessing)"]
-    return markdown_table([*heads, "1-D, ridge", "2-D, ridge"], lines)
+    text = markdown_table([*heads, "1-D, ridge", "2-D, ridge"], lines)
+    return f"{text}\n\n{_position_means(pd.read_csv(several), shown)}" if several.exists() else text
+
+
+def _position_means(table: pd.DataFrame, shown: tuple[int, ...]) -> str:
+    """Means over trainings, a line a model, and paired differences with the paper's."""
+    digits = {f"first {n}": 2 for n in shown} | {"1-D error": 3, "2-D error": 4}
+    lines = []
+    for model, group in table.groupby("model", sort=False):
+        own = group.set_index("measure")
+        lines.append([f"`{model}`", *(interval(own.loc[name], "value", count) for name, count in digits.items())])
+        if own["difference_mean"].notna().all():
+            cells = [difference_cell(own.loc[name], count) for name, count in digits.items()]
+            lines.append([f"… minus `{table.model[0]}`", *cells])
+    words = f"{over_trainings_in_words(table['seeds'].max())} {signs_in_words(table)}".rstrip()
+    return (
+        markdown_table(["mean", *(f"{n} (%)" if n.startswith("first") else n for n in digits)], lines) + f"\n\n{words}"
+    )
 
 
 def _spread(row: pd.Series, kind: str, space: str, digits: int) -> str:
@@ -84,7 +107,8 @@ def attention_block(folder: Path) -> str:
             cells = [interval(row, f"{name}_difference", count) for name, count in digits.items()]
             lines.append([f"… minus `{table.model[0]}`", "", *cells])
     heads = ["entropy / uniform", "distance / image side", "head diversity", "content (bits)"]
-    return markdown_table(["model", "patches", *heads], lines)
+    text = markdown_table(["model", "patches", *heads], lines)
+    return f"{text}\n\n{over_trainings_in_words(table['seeds'].max())}" if "seeds" in table else text
 
 
 def on_fine_tuned(measured: Rendering) -> Rendering:

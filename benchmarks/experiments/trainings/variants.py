@@ -1,7 +1,8 @@
 """Trainings of a table: each variant trained with every seed by `Trainer`, measured under jigsaws, kept as rows.
 
 What decides about weights and measurement makes a training's identity, and rows are stored under it: tables that share
-a variant share its training, and an interrupted table goes on where it stopped. Weights are kept where asked.
+a variant share its training, and an interrupted table goes on where it stopped. How each training went, epoch by epoch,
+stands in rows of its own (`HISTORY`, in a folder of that name). Weights are kept where asked.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,26 @@ TRAININGS = Schema(
     ),
     identity=("training", "gamma"),
     optional=dict.fromkeys((*_ADDED, "start", "image_size")),
+)
+# Rows of a training's epochs, as `Trainer.epoch` describes them.
+HISTORY = Schema(
+    keys=(
+        *("training", "model", "defense", "defense_parameters", "seed", "epoch", "steps", "rate", "train_loss"),
+        *("test_loss", "test_accuracy", "test_images", "train_seconds", "images_per_second"),
+        *("commit", "version", "torch_version", "device"),
+    ),
+    identity=("training", "epoch"),
+)
+_IN_BOTH = (
+    "training",
+    "model",
+    "defense",
+    "defense_parameters",
+    "seed",
+    "commit",
+    "version",
+    "torch_version",
+    "device",
 )
 
 
@@ -82,13 +104,23 @@ def train_variants(variants: Sequence[Variant], options: TrainingOptions, consol
         UsageError: see `TrainingOptions.check`, and data that is not there.
     """
     options.check(variants)
-    path = options.trainings / "rows.jsonl"
-    unpack_rows(path)
-    with RowLog(path, TRAININGS) as log:
-        if options.train:
-            _train_missing(log, variants, options, console)
-    pack_rows(path)
+    if options.train:
+        with (
+            _unpacked(options.trainings, TRAININGS) as log,
+            _unpacked(options.trainings / "history", HISTORY) as epochs,
+        ):
+            _train_missing(log, epochs, variants, options, console)
     return rows_of(variants, options, options.trainings)
+
+
+@contextmanager
+def _unpacked(folder: Path, schema: Schema) -> Iterator[RowLog]:
+    """The rows of a folder, to append to; packed where the block ends without an exception."""
+    path = folder / "rows.jsonl"
+    unpack_rows(path)
+    with RowLog(path, schema) as log:
+        yield log
+    pack_rows(path)
 
 
 def rows_of(variants: Sequence[Variant], options: TrainingOptions, trainings: Path) -> pd.DataFrame:
@@ -135,7 +167,9 @@ def limits(rows: pd.DataFrame, with_paper: bool) -> str:
     return text
 
 
-def _train_missing(log: RowLog, variants: Sequence[Variant], options: TrainingOptions, console: Console) -> None:
+def _train_missing(
+    log: RowLog, epochs: RowLog, variants: Sequence[Variant], options: TrainingOptions, console: Console
+) -> None:
     missing: dict[str, tuple[Variant, TrainConfig]] = {}
     for seed in options.seeds:
         for variant in variants:
@@ -156,7 +190,10 @@ def _train_missing(log: RowLog, variants: Sequence[Variant], options: TrainingOp
             if options.checkpoints is not None:
                 line = re.sub(r"[^\w.]+", "_", variant.name.replace("γ", "gamma"))
                 kept = options.checkpoints / f"{line}-{config.seed}.safetensors"
-            rows = train_and_measure(config, options.gammas, data[1], kept)
+            rows, history = train_and_measure(config, options.gammas, data[1], kept)
+            for line in history:
+                if not epochs.has(line):  # a training whose rows were lost half-way is repeated
+                    epochs.append(line)
             for row in rows:
                 log.append(row)
             bar.update(task, advance=1)
@@ -170,12 +207,15 @@ def _train_missing(log: RowLog, variants: Sequence[Variant], options: TrainingOp
 
 def train_and_measure(
     config: TrainConfig, gammas: Sequence[float], data: DataBundle | None = None, kept: Path | None = None
-) -> list[dict[str, Any]]:
-    """Train once and measure at every masking ratio, with the positions shown as in training; a row each.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train once and measure at every masking ratio, with the positions shown as in training.
 
     Args:
         data: what `config` names, if it is loaded already.
         kept: file for the weights (`export`), or None.
+
+    Returns:
+        a row of `TRAININGS` a masking ratio, and one of `HISTORY` an epoch.
     """
     trainer = Trainer(config, data)
     history = [trainer.epoch(number, lambda loss: None) for number in range(1, config.recipe.epochs + 1)]
@@ -200,4 +240,6 @@ def train_and_measure(
         "provenance": trainer.data.provenance,
         **provenance.columns(trainer.device),
     }
-    return [shared | line for line in summarise(found).to_dict("records")]
+    measured = [shared | line for line in summarise(found).to_dict("records")]
+    whose = {name: shared[name] for name in HISTORY.keys if name in shared}
+    return measured, [whose | epoch for epoch in history]

@@ -1,0 +1,89 @@
+"""What a table of trained models measures: models, each with one training or several of the same recipe.
+
+Of one training, intervals are over images. Of several, what is measured of each is one value, and intervals are
+Student's over trainings; differences are paired in the order in which the files are named, by the seed that trained
+both, and their signs are compared with the paper's (`experiments.trainings.verdicts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attacks.registry import UsageError
+from experiments.trainings.verdicts import p_value
+from fedmjp.metrics import t_interval
+
+PARTS = ("_mean", "_low", "_high")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A line of a table.
+
+    Attributes:
+        name: of the model with its variant, as `--model` takes it elsewhere.
+        sources: of the weights, one a training.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+
+    def require_single(self) -> None:
+        """Raise `UsageError` unless there is one training."""
+        if len(self.sources) > 1:
+            raise UsageError(f"{self.name}: one training at a time here, not {len(self.sources)}; name one file")
+
+    def require_pairs(self, reference: Subject) -> None:
+        """Raise `UsageError` unless each training has its counterpart among those of `reference`."""
+        if len(self.sources) != len(reference.sources):
+            raise UsageError(
+                f"{self.name} has {len(self.sources)} trainings, --reference {reference.name} "
+                f"{len(reference.sources)}; differences are paired, name as many files of both"
+            )
+
+
+def read_subjects(entries: Sequence[str], also: Sequence[str] = ()) -> dict[str, Subject]:
+    """Name -> subject, from entries `MODEL` or `MODEL=FILE`; several entries of a model are trainings of it.
+
+    Args:
+        also: what may stand in a file's place: `random` or `timm`.
+
+    Raises:
+        UsageError: a file given twice, an unknown model, or one without trained weights.
+    """
+    from fedmjp.models import split_name
+    from fedmjp.models.weights import shipped_names
+
+    found: dict[str, Subject] = {}
+    for entry in entries:
+        name, _, file = entry.partition("=")
+        source = file or "auto"
+        split_name(name)
+        if source in {"random", "timm"} - set(also) or (source == "auto" and name not in shipped_names()):
+            raise UsageError(f"no trained weights of {name}; write {name}=FILE, or choose from: {shipped_names()}")
+        before = found[name].sources if name in found else ()
+        if source in before:
+            raise UsageError(f"--model {entry} is there twice; name another training's file, or leave it out")
+        found[name] = Subject(name, (*before, source))
+    if not found:
+        raise UsageError("no checkpoint ships; pass --model MODEL=FILE")
+    return found
+
+
+def over_trainings(name: str, values: np.ndarray) -> dict[str, float]:
+    """Columns NAME_mean, NAME_low and NAME_high: Student's 95 % interval of one value a training, (T,)."""
+    found = t_interval(values)
+    return dict(zip((name + part for part in PARTS), (found.mean, found.low, found.high), strict=True))
+
+
+def compared(values: np.ndarray, paper: float) -> dict[str, float]:
+    """Columns of `over_trainings` of paired differences (T,), the paper's (NaN where it gives none), and `p_value`."""
+    return over_trainings("difference", values) | {"paper_difference": paper, "difference_p": p_value(values)}
+
+
+def over_trainings_in_words(count: int) -> str:
+    """What the brackets of a table over `count` trainings stand for, a sentence."""
+    return f"Means over {count} trainings with Student's 95 % interval over them; differences are paired by seed."
