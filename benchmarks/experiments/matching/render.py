@@ -65,6 +65,7 @@ RENDERINGS = (
     rendering("gradient_matching/vit_mini_32_trained", matching_trained=matching_block),
     rendering("gradient_matching/vit_mini_32_long", matching_long=matching_block),
     rendering("gradient_matching/vit_mini_32_tuned", matching_tuned=matching_block),
+    rendering("gradient_matching/vit_mini_32_long_tuned", matching_long_tuned=matching_block),
     rendering("gradient_matching/vit_mini_64_trained"),
     rendering("gradient_matching/vit_ti_trained", matching_vit_ti=matching_block),
     TUNING,
