@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from experiments.trained_models import attention_maps
+from experiments.trained_models.render import attention_block
 from safetensors.torch import save_file
 
 from fedmjp.models import build_model
@@ -80,6 +81,31 @@ def test_table_and_figure(tmp_path) -> None:
     assert table["entropy_mean"].min() > 0.99
     assert table["entropy_difference_mean"].tolist() == pytest.approx([0] * 4, abs=0.01)
     assert table["content_mean"][0] == table["content_mean"][2]
+
+
+def test_means_over_trainings(tmp_path) -> None:
+    """One mean a training, and intervals over these means."""
+    entries, scale = [], {"vit_mini_64": 1.0, "vit_mini_64_mjp": 12.0}
+    for name, factor in scale.items():
+        for seed in range(2):
+            built = build_model(name, num_classes=8, weights="random", seed=seed)
+            with torch.no_grad():
+                built.module.blocks[-1].attn.qkv.weight.mul_(factor)  # sharper maps
+            save_file(built.module.state_dict(), tmp_path / f"{name}-{seed}.safetensors")
+            entries.append(f"{name}={tmp_path / name}-{seed}.safetensors")
+    few = ["--data", "photos", "--num-images", "4", "--photographs", "1"]
+    assert command.main(["--model", *entries, *few, "--out", str(tmp_path / "all")]) == 0
+    table = pd.read_csv(tmp_path / "all" / "table.csv").set_index("model", drop=False)
+    single = []
+    for seed in range(2):
+        pair = [entries[seed], entries[2 + seed]]
+        assert command.main(["--model", *pair, *few, "--out", str(tmp_path / f"{seed}")]) == 0
+        single.append(pd.read_csv(tmp_path / f"{seed}" / "table.csv").iloc[1])
+    for column in ("entropy_mean", "entropy_difference_mean", "content_mean"):
+        assert table.loc["vit_mini_64_mjp", column] == pytest.approx(np.mean([one[column] for one in single]), rel=1e-3)
+    assert table["seeds"].tolist() == [2, 2, 1]
+    assert pd.isna(table["entropy_difference_mean"].iloc[2])  # random weights are not paired with a seed
+    assert "Means over 2 trainings" in attention_block(tmp_path / "all")
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def test_table_and_figure(tmp_path, monkeypatch) -> None:
     [
         (["--model", "vit_b"], "no trained weights of vit_b"),
         (["--model", "vit_mini_64=random"], "no trained weights"),
+        (["--model", "vit_mini_64=FILE", "vit_mini_64=b.safetensors"], "one training at a time here, not 2"),
         (["--gammas", "1.5"], "gamma must lie in"),
         (["--model", "vit_mini_64=FILE", "--data", "photos"], "are for 5 classes"),
     ],

@@ -16,6 +16,7 @@ from experiments.trained_models import corrupted, corruption_table, corruptions
 from experiments.trained_models.checkpoints import load_trained
 from experiments.trained_models.options import CORRUPTIONS, CorruptionOptions
 from safetensors.torch import save_file
+from scipy import stats
 
 from fedmjp.data import load_data
 from fedmjp.models import build_model
@@ -88,6 +89,43 @@ def test_mce_by_hand() -> None:
     assert means.loc[("plain", "all"), ["difference_low", "difference_high"]].tolist() == [0, 0]
 
 
+def test_several_trainings_by_hand() -> None:
+    """Three pairs: means and Student's intervals over trainings, paired by place, and a sign beside the paper's."""
+    cells = pd.MultiIndex.from_tuples([("none", 0), ("contrast", 1)])
+
+    def answers(*counts: int) -> list[pd.DataFrame]:
+        """One frame a training: every tenth image wrong untouched, so many of ten under contrast."""
+        frames = [np.stack([np.arange(10) < 1, np.arange(10) < count], axis=1) for count in counts]
+        return [pd.DataFrame(frame.astype(np.uint8), columns=cells) for frame in frames]
+
+    wrong = {"vit": answers(5, 6, 7), "vit_mjp": answers(4, 5, 5), "vit_nope": answers(5, 6, 7)}
+    table, summary = corruption_table.tables(wrong, "vit")
+    found, means = table.set_index("model"), summary.set_index(["model", "corruptions"])
+    differences = np.array([-10.0, -10.0, -20.0])
+    half = stats.t.ppf(0.975, 2) * differences.std(ddof=1) / np.sqrt(3)
+    assert found.loc["vit", "error_mean"] == pytest.approx(60)
+    assert found.loc["vit_mjp", "difference_mean"] == pytest.approx(differences.mean())
+    assert found.loc["vit_mjp", "difference_low"] == pytest.approx(differences.mean() - half)
+    assert found.loc["vit_mjp", "difference_p"] == pytest.approx(stats.ttest_rel([4, 5, 5], [5, 6, 7]).pvalue)
+    assert found.loc["vit_mjp", "ce_mean"] == pytest.approx(np.mean([400 / 5, 500 / 6, 500 / 7]))
+    assert found.loc["vit_mjp", "error_severity_1"] == pytest.approx(100 * 14 / 30)
+    assert found.loc["vit_mjp", "paper_difference"] == pytest.approx(34.5 - 36.1)
+    assert found.loc["vit_mjp", "verdict"] == "cannot tell"  # p 0.057, and the mean of the ten is tested with it
+    assert found.loc["vit_nope", "verdict"] == ""  # the paper tells nothing of it
+    assert means.loc[("vit_mjp", "table 9"), "paper_difference"] == pytest.approx(43.24 - 44.0)
+    assert means.loc[("vit_mjp", "none"), "verdict"] == ""
+    assert set(table["seeds"]) == {3}
+
+
+def test_an_established_sign_is_told() -> None:
+    cells = pd.MultiIndex.from_tuples([("none", 0), ("contrast", 1)])
+    few, many = (pd.DataFrame(np.arange(10)[:, None] < [1, count], columns=cells) for count in (3, 6))
+    table, summary = corruption_table.tables({"vit": [many] * 3, "vit_mjp": [few] * 3}, "vit")
+    assert table.set_index("model").loc["vit_mjp", "verdict"] == "agrees"
+    table, summary = corruption_table.tables({"vit": [few] * 3, "vit_mjp": [many] * 3}, "vit")
+    assert summary.set_index(["model", "corruptions"]).loc[("vit_mjp", "table 9"), "verdict"] == "contradicts"
+
+
 def test_papers_mce_is_no_mean_of_its_table_9() -> None:
     """DeiT-S's printed mCE is the mean of its ten errors; the MJP model's is not."""
     lines = corruption_table.paper_lines("summary.csv").set_index("model")
@@ -140,6 +178,26 @@ def test_other_weights_are_measured_anew(call, tmp_path) -> None:
     assert len(pd.read_csv(out / "table.csv").query("source == 'measured'")) == 4
 
 
+def test_several_trainings_of_a_model(call, tmp_path, capsys) -> None:
+    """Each is measured once; a block says what brackets and words stand for."""
+    for seed in (1, 2):
+        for name in ("vit_mini_64", "vit_mini_64_mjp"):
+            built = build_model(name, num_classes=8, weights="random", dal="none", seed=seed)
+            save_file(built.module.state_dict(), tmp_path / f"{name}-{seed}.safetensors")
+            call[1:1] = [f"{name}={tmp_path / name}-{seed}.safetensors"]
+    out = tmp_path / "out"
+    assert command.main([*call, "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in gzip.decompress((out / "rows.jsonl.gz").read_bytes()).splitlines()]
+    assert len(rows) == 6 * 5
+    assert len({row["state"] for row in rows}) == 6
+    block = corruption_table.corruption_block(out)
+    assert "Means over 3 trainings" in block
+    assert "3 signs were tested together" in block  # of two corruptions, and of their mean
+    unpaired = [call[0], "vit_mini_64=another.safetensors", *call[1:]]
+    assert command.main([*unpaired, "--out", str(tmp_path / "other")]) == 2
+    assert "differences are paired" in capsys.readouterr().err
+
+
 def test_a_missing_package_ends_in_one_line(call, tmp_path, monkeypatch, capsys) -> None:
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
@@ -163,6 +221,7 @@ def test_a_missing_package_ends_in_one_line(call, tmp_path, monkeypatch, capsys)
         (["--severities", "6"], "numbers from 1 to 5"),
         (["--model", "vit_mini_64", "vit_ti=x.safetensors"], "run them apart"),
         (["--model", "vit_mini_64", "--data", "photos"], "are for 200 classes, photos has 8"),
+        (["--model", "vit_mini_64", "vit_mini_64"], "--model vit_mini_64 is there twice"),
     ],
 )
 def test_mistakes_end_in_one_line(options, words, tmp_path, capsys) -> None:

@@ -8,6 +8,7 @@ import position_embeddings as command
 import pytest
 import torch
 from experiments.trained_models import options, position_embeddings
+from experiments.trained_models.render import position_block
 from safetensors.torch import save_file
 
 from fedmjp.models import build_model
@@ -137,6 +138,40 @@ def test_tables_and_figures(checkpoint, tmp_path) -> None:
     errors = pd.read_csv(out / "regression.csv").set_index("weights")
     assert errors.loc["grid.safetensors", "mae_2d_mean"] < 1e-3
     assert errors.loc["random (seed 0), NOT TRAINED", "mae_2d_mean"] > 1.5
+
+
+def test_means_over_trainings(tmp_path) -> None:
+    """Three pairs of embeddings of which the second has less variance in the first components: as in the paper."""
+    entries = []
+    for name, spread in (("vit_mini_64", 0.01), ("vit_mini_64_mjp", 0.5)):
+        for seed in range(3):
+            built, draw = build_model(name, num_classes=5, weights="random"), torch.Generator().manual_seed(seed)
+            places = torch.tensor(position_embeddings.places_of(GRID)).float()
+            with torch.no_grad():
+                grid = places @ torch.randn(2, 192, generator=draw)
+                built.module.pos_embed[0, 1:] = grid + spread * torch.randn(64, 192, generator=draw)
+            save_file(built.module.state_dict(), tmp_path / f"{name}-{seed}.safetensors")
+            entries.append(f"{name}={tmp_path / name}-{seed}.safetensors")
+    out = tmp_path / "out"
+    few = ["--projections", "pca", "--shuffles", "2", "--out", str(out)]
+    assert command.main(["--model", *entries, *few]) == 0
+    variance = pd.read_csv(out / "explained_variance.csv")
+    means = pd.read_csv(out / "over_trainings.csv", keep_default_na=False).set_index(["model", "measure"])
+    each = variance[(variance["dimension"] == 3) & (variance["source"] == "measured")].set_index("weights")
+    gaps = [
+        each.loc[f"vit_mini_64_mjp-{s}.safetensors", "explained_variance"]
+        - each.loc[f"vit_mini_64-{s}.safetensors", "explained_variance"]
+        for s in range(3)
+    ]
+    line = means.loc[("vit_mini_64_mjp", "first 3")]
+    assert float(line["difference_mean"]) == pytest.approx(np.mean(gaps), rel=1e-4)
+    assert float(line["paper_difference"]) == pytest.approx(46.74 - 54.61, rel=1e-4)
+    assert line["verdict"] == "agrees"
+    assert means.loc[("vit_mini_64_mjp", "1-D error"), "verdict"] == "agrees"  # noise makes places harder to read
+    assert means.loc[("vit_mini_64_mjp", "first 1"), "verdict"] == ""  # the paper's Table 7 begins at three
+    block = position_block(out)
+    assert "`vit_mini_64_mjp`, vit_mini_64_mjp-2" in block
+    assert "6 signs were tested together" in block
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 from experiments.trainings import variants as engine
 from experiments.trainings.options import SHORT, TrainingOptions, Variant
-from experiments.trainings.variants import TRAININGS, limits, train_variants, training_id
+from experiments.trainings.variants import HISTORY, TRAININGS, limits, train_variants, training_id
 from rich.console import Console
 from safetensors.torch import load_file
 
 from attacks import UsageError
 from fedmjp.config import DataConfig
-from fedmjp.records.rows import RowLog
+from fedmjp.records.rows import RowLog, load_rows
 from tests.conftest import interrupted_at
 
 QUIET = Console(quiet=True)
@@ -70,6 +70,13 @@ def test_interrupted_and_resumed_equals_unbroken(whole, tmp_path) -> None:
         assert {row["seed"] for row in log.rows()} == {0}  # one seed of every variant comes first
     resumed = train_variants([PLAIN, JIGSAWED], options(tmp_path, resume=True), QUIET)
     pd.testing.assert_frame_equal(resumed.drop(columns=MOVING), whole.drop(columns=MOVING))
+    history = load_rows(tmp_path / "trainings" / "history" / "rows.jsonl.gz", HISTORY)
+    assert history["training"].tolist() == resumed.sort_values("seed", kind="stable")["training"].unique().tolist()
+    assert (history["epoch"] == 1).all()
+    last = resumed.drop_duplicates("training").set_index("training")
+    for line in history.itertuples():
+        assert line.train_loss == last.loc[line.training, "train_loss"]
+        assert 100 * line.test_accuracy == pytest.approx(last.loc[line.training, "accuracy"])  # gamma 0 comes first
 
 
 def test_a_shared_variant_is_trained_once(tmp_path, monkeypatch) -> None:
