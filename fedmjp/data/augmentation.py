@@ -41,7 +41,7 @@ class Augmented(Dataset):
 
     Args:
         images: the set.
-        augmentation: gives `smallest_crop` and `rand_augment`.
+        augmentation: gives `smallest_crop`, `rand_augment`, `mirror` and `colour`.
     """
 
     def __init__(self, images: ImageSet, augmentation: Augmentation) -> None:
@@ -81,7 +81,7 @@ class AugmentedMaps(AugmentedImages):
         crop = v2.RandomResizedCrop(
             images.size, (augmentation.smallest_crop, 1.0), interpolation=v2.InterpolationMode.BICUBIC
         )
-        self.transform = v2.Compose([crop, v2.RandomHorizontalFlip()])
+        self.transform = v2.Compose([crop, v2.RandomHorizontalFlip(augmentation.mirror)])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         labels = self.images.targets([index])[0] if self.maps is None else self.maps[index].long()

@@ -27,6 +27,12 @@ from fedmjp.models.registry import check_drop_rate
 from fedmjp.objectives import OBJECTIVES, Objective, read_objective
 from fedmjp.settings import split_entry
 
+# Options that earlier trainings lacked, at what they did: left out of what is recorded, so that those stay the same.
+LATER = {
+    "recipe": {"optimizer": "adamw", "momentum": 0.0, "mirror": 0.5, "colour": 0.0},
+    "start": {"dropout": 0.0},
+}
+
 # Images that the paper's recipe sees: 300 epochs of ImageNet-1k.
 PAPER_IMAGES = 300 * 1_281_167
 
@@ -39,11 +45,13 @@ class Recipe:
     """Passes over the training images."""
     batch_size: int = 1024
     """Images a step, an even number."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon: orthogonalised Nesterov momentum for matrices and NAdamW for the rest, as in timm. A matrix's
-    step has the size of AdamW's (Liu et al., arXiv 2502.16982), so that one learning rate serves both."""
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    """adamw, sgd, or muon: orthogonalised Nesterov momentum for matrices and NAdamW for the rest, as in timm, where a
+    matrix's step has the size of AdamW's (Liu et al., arXiv 2502.16982), so that one learning rate serves both."""
     learning_rate: float = 5e-4
     """Peak rate per 512 images of the batch (1024 images: twice that)."""
+    momentum: float = 0.0
+    """Momentum of sgd (Nesterov's is not used)."""
     weight_decay: float = 0.05
     """Decay of weights; biases, norms, class token and position embeddings are not decayed."""
     warmup_epochs: float = 20
@@ -64,6 +72,10 @@ class Recipe:
     """Alpha of CutMix, 0 for none; with both, each step draws one of them (DeiT)."""
     erasing: float = DEIT.erasing
     """Probability that a rectangle of an image is erased by noise."""
+    mirror: float = DEIT.mirror
+    """Probability that an image is mirrored."""
+    colour: float = DEIT.colour
+    """Largest relative change of brightness, contrast and saturation (not with --rand-augment)."""
 
     def augmentation(self) -> Augmentation:
         """The part of the recipe that changes images and labels."""
@@ -79,6 +91,9 @@ class StartConfig(EncoderConfig):
     """Factor of the learning rate from each layer to the one before it (DropPos fine-tunes with 0.8; 1: none)."""
     drop_path: float = 0.0
     """Largest probability that a block is skipped, rising linearly with depth (MP3 and fine-tuning in DropPos: 0.1)."""
+    dropout: float = 0.0
+    """Probability that an activation is set to zero, on the tokens and after the linear layers of a block (queries,
+    keys and values excepted)."""
 
     def validate(self, model: ModelConfig) -> None:
         """Check the options.
@@ -90,6 +105,7 @@ class StartConfig(EncoderConfig):
         if not 0 < self.layer_decay <= 1:
             raise UsageError(f"--layer-decay must lie in (0, 1], not {self.layer_decay}")
         check_drop_rate("--drop-path", self.drop_path, model.model)
+        check_drop_rate("--dropout", self.dropout, model.model)
 
 
 # The recipe with every augmentation left out, for short trainings that name the rest themselves.
@@ -157,8 +173,8 @@ class TrainConfig:
         values = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         values["options"] = {self.defense: json.loads(json.dumps(self.defence().parameters(), default=str))}
         values["precision"] = self.activations()
-        if self.recipe.optimizer == "adamw":  # the only one there was: what earlier trainings recorded stays the same
-            del values["recipe"]["optimizer"]
+        for group, options in LATER.items():
+            values[group] = {k: v for k, v in values[group].items() if k not in options or v != options[k]}
         return {k: v for k, v in values.items() if k not in ("out", "resume")}
 
     def validate(self) -> None:
@@ -186,7 +202,7 @@ class TrainConfig:
         for option in ("weight_decay", "warmup_epochs", "clip_gradient", "mixup", "cutmix"):
             if getattr(recipe, option) < 0:
                 raise UsageError(f"{_flag(option)} must not be negative, but is {getattr(recipe, option)}")
-        for option in ("label_smoothing", "erasing"):
+        for option in ("label_smoothing", "erasing", "mirror", "colour"):
             if not 0 <= getattr(recipe, option) <= 1:
                 raise UsageError(f"{_flag(option)} must lie in [0, 1], not {getattr(recipe, option)}")
         if not 0 < recipe.smallest_crop <= 1:
@@ -197,6 +213,12 @@ class TrainConfig:
             raise UsageError(f"--warmup-epochs {recipe.warmup_epochs:g} must be fewer than --epochs {recipe.epochs}")
         if recipe.rand_augment != "none" and not recipe.rand_augment.startswith("rand-"):
             raise UsageError(f"--rand-augment takes none or timm's rand-..., not {recipe.rand_augment!r}")
+        if recipe.colour and recipe.rand_augment != "none":
+            raise UsageError("--colour and --rand-augment both change colours; pass --rand-augment none or --colour 0")
+        if not 0 <= recipe.momentum < 1:
+            raise UsageError(f"--momentum must lie in [0, 1), not {recipe.momentum}")
+        if recipe.momentum and recipe.optimizer != "sgd":
+            raise UsageError(f"--momentum is sgd's; leave it out with --optimizer {recipe.optimizer}")
         if self.workers < 0 or self.threads < 0 or self.seed < 0:
             raise UsageError("--workers, --threads and --seed must not be negative")
 
@@ -211,6 +233,7 @@ class TrainConfig:
             raise UsageError(f"--objective {self.objective} needs a model of images, not {model}")
         require_kind(self.data.data, SPEECH, f"--model {model}")
         unused = {"rand_augment": "none", "smallest_crop": 1, "mixup": 0, "cutmix": 0, "erasing": 0}
+        unused |= {name: LATER["recipe"][name] for name in ("mirror", "colour")}
         wrong = [f"{_flag(o)} {value}" for o, value in unused.items() if getattr(recipe, o) != value]
         if wrong:
             raise UsageError(f"--model {model} hears words, which are shifted in time only; pass {' '.join(wrong)}")

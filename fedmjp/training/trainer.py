@@ -22,11 +22,12 @@ from fedmjp.data import DataBundle, load_data
 from fedmjp.defenses import Defense
 from fedmjp.defenses.privacy import Schedule
 from fedmjp.devices import usable_device
-from fedmjp.models.vit import skip_blocks
+from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.training.batches import Batches
 from fedmjp.training.config import TrainConfig
 
+TIMM_NAMES = {"sgd": "momentum"}  # timm's own "sgd" takes Nesterov's step
 LAST_RATE = 0.01  # last learning rate of the cosine schedule in units of its peak; DeiT's 1e-5
 
 
@@ -56,6 +57,8 @@ class Trainer:
         self.memory: dict[str, Tensor] = {}  # what the defence remembers from step to step
         if config.start.drop_path:
             skip_blocks(self.model.module, config.start.drop_path)
+        if config.start.dropout:
+            drop_activations(self.model.module, config.start.dropout)
         if self.device.type == "cpu":
             _use_unfused_attention(self.model.module)
             self.learner.begin()  # a teacher computes as its student does, from the first step as after a resumption
@@ -63,14 +66,14 @@ class Trainer:
         self.batches = Batches(self.data.train, self.recipe, self.model, config.seed, config.workers)
         rate = self.recipe.learning_rate * self.recipe.batch_size / 512
         decay = config.start.layer_decay
-        muon = self.recipe.optimizer == "muon"
+        own = {"sgd": {"momentum": self.recipe.momentum}, "muon": {"nesterov": True}}
         self.optimizer = create_optimizer_v2(
             self.model.module,
-            opt=self.recipe.optimizer,
+            opt=TIMM_NAMES.get(self.recipe.optimizer, self.recipe.optimizer),
             lr=rate,
             weight_decay=self.recipe.weight_decay,
             layer_decay=None if decay == 1 else decay,
-            **({"nesterov": True} if muon else {}),
+            **own.get(self.recipe.optimizer, {}),
         )
         self.schedule = CosineLRScheduler(
             self.optimizer,

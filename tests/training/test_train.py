@@ -21,6 +21,7 @@ from fedmjp.models.weights import read_state
 from fedmjp.objectives import Draws, client_loss
 from fedmjp.training import Recipe, TrainConfig, train
 from fedmjp.training.batches import Batches
+from fedmjp.training.config import StartConfig
 from fedmjp.training.folder import TrainingFolder
 from fedmjp.training.trainer import Trainer
 from tests.conftest import interrupted_at
@@ -179,17 +180,57 @@ def test_muon_moves_a_matrix_equally_along_all_directions_of_its_gradient(tmp_pa
     assert torch.allclose(moved_bias, torch.full_like(moved_bias, 1.9), atol=0.02)  # NAdamW's first step: 1 + 0.9
 
 
-def test_a_training_by_muon_resumes_and_one_by_adamw_is_recorded_as_before(tmp_path) -> None:
-    whole, broken = (config(tmp_path / name, optimizer="muon", epochs=2) for name in ("whole", "broken"))
+def test_steps_of_sgd_are_torchs(tmp_path) -> None:
+    """Two steps with momentum from the gradients themselves, no Nesterov's, no decay of what is spared."""
+    trainer = Trainer(config(tmp_path, optimizer="sgd", momentum=0.9, warmup_epochs=0, clip_gradient=0))
+    weight, bias = trainer.model.module.head.weight, trainer.model.module.head.bias
+    expected = {p: p.detach().clone() for p in (weight, bias)}
+    moments, draws = {p: torch.zeros_like(p) for p in expected}, Draws.seeded(1, 2)
+    for _, (images, labels) in zip(range(2), trainer.batches.epoch(1, trainer.device), strict=False):
+        trainer.step(images, labels, draws, 1)
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        for parameter, decay in ((weight, 0.05), (bias, 0.0)):
+            moments[parameter] = 0.9 * moments[parameter] + parameter.grad + decay * expected[parameter]
+            expected[parameter] -= rate * moments[parameter]
+    for parameter, value in expected.items():
+        torch.testing.assert_close(parameter.detach(), value)
+
+
+def test_dropout_acts_in_training_alone(tmp_path) -> None:
+    options = config(tmp_path)
+    trainer = Trainer(dataclasses.replace(options, start=StartConfig(dropout=0.5)))
+    module, images = trainer.model.module, trainer.data.test.images(range(2))
+    module.train()
+    with torch.no_grad():
+        assert not torch.allclose(module(images), module(images))
+        module.eval()
+        assert torch.equal(module(images), module(images))
+        assert torch.equal(module(images), Trainer(options).model.module.eval()(images))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dropout"), [({"optimizer": "muon"}, 0.0), ({"optimizer": "sgd", "momentum": 0.9}, 0.1)]
+)
+def test_a_training_by_another_optimiser_resumes(recipe, dropout: float, tmp_path) -> None:
+    whole, broken = (
+        dataclasses.replace(config(tmp_path / name, epochs=2, **recipe), start=StartConfig(dropout=dropout))
+        for name in ("whole", "broken")
+    )
     train(whole, QUIET)
     first = Trainer(broken)
     line = first.epoch(1, lambda loss: None)
     TrainingFolder(broken).save(first.state(), [line])
     train(dataclasses.replace(broken, resume=True), QUIET)
     assert (whole.out / "model.safetensors").read_bytes() == (broken.out / "model.safetensors").read_bytes()
-    assert "optimizer muon" in (whole.out / "model.md").read_text()
-    assert whole.identity()["recipe"]["optimizer"] == "muon"
-    assert "optimizer" not in config(tmp_path).identity()["recipe"]
+    assert f"optimizer {recipe['optimizer']}" in (whole.out / "model.md").read_text()
+    assert recipe.items() <= whole.identity()["recipe"].items()
+
+
+def test_a_training_without_later_options_is_recorded_as_before(tmp_path) -> None:
+    identity = config(tmp_path).identity()
+    assert not {"optimizer", "momentum", "mirror", "colour"} & set(identity["recipe"])
+    assert "dropout" not in identity["start"]
+    assert config(tmp_path, mirror=0.0, erasing=0.5).identity()["recipe"]["mirror"] == 0
 
 
 def test_training_reduces_the_loss(tmp_path, undrawn) -> None:
@@ -253,6 +294,11 @@ def test_too_few_images_for_a_batch_raise(tmp_path) -> None:
         (["--warmup-epochs", "3", "--epochs", "3"], "must be fewer than --epochs"),
         (["--erasing", "2"], "--erasing must lie in"),
         (["--rand-augment", "auto"], "--rand-augment takes none"),
+        (["--colour", "0.4"], "pass --rand-augment none or --colour 0"),
+        (["--mirror", "-1"], "--mirror must lie in [0, 1]"),
+        (["--momentum", "0.9"], "--momentum is sgd's; leave it out with --optimizer adamw"),
+        (["--optimizer", "sgd", "--momentum", "1"], "--momentum must lie in [0, 1)"),
+        (["--dropout", "1"], "--dropout must lie in [0, 1)"),
         (["--defense", "mpj"], "choose from: none"),
         (["--model", "vit_huge"], "unknown model"),
         (["--block", "april"], "--block april is a block to attack"),
