@@ -36,7 +36,7 @@ from experiments.rendering import csv
 from experiments.session import prepare_torch
 from experiments.trained_models.checkpoints import load_bundle, load_trained
 from experiments.trained_models.options import AttentionOptions
-from experiments.trained_models.subjects import over_trainings
+from experiments.trainings.seeds import mean_over_seeds
 from fedmjp.data import DataBundle, load_gallery
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.models import BuiltModel, build_model, split_name
@@ -176,7 +176,8 @@ def table(subjects: list[Measured], options: AttentionOptions, device: torch.dev
 def _named(name: str, trainings: list[pd.Series]) -> dict[str, float]:
     """Columns of a mean and its interval: over images of one training, over several trainings else."""
     if len(trainings) > 1:
-        return over_trainings(name, np.array([values.mean() for values in trainings]))
+        found = mean_over_seeds(name, np.array([values.mean() for values in trainings]))
+        return {column: found[column] for column in found if column != "seeds"}
     found = bootstrap_mean(trainings[0].to_numpy())
     return {f"{name}_mean": found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from experiments.rendering import Rendering, csv, interval, markdown_table, read_rows, read_run
 from experiments.scaffold import PAPER
 from experiments.trained_models.options import CLEAN
-from experiments.trained_models.subjects import compared, over_trainings, over_trainings_in_words
+from experiments.trained_models.subjects import over_trainings_in_words
+from experiments.trainings.seeds import difference_over_seeds, mean_over_seeds
 from experiments.trainings.verdicts import signs_in_words, with_verdicts
 from fedmjp.metrics import bootstrap_statistic
 from fedmjp.records.rows import Schema
@@ -183,8 +184,8 @@ def compare(
     for values, theirs in zip(each.transpose(1, 2, 0), paper, strict=True):  # (measures, trainings)
         line = {}
         for measure, one in zip(MEASURES, values, strict=True):
-            line |= compared(one, theirs) if measure == "difference" else over_trainings(measure, one)
-        lines.append(line | {"seeds": len(pairs)})
+            line |= difference_over_seeds(one, theirs) if measure == "difference" else mean_over_seeds(measure, one)
+        lines.append(line)
     return lines
 
 

@@ -24,7 +24,7 @@ from attacks import UsageError
 from experiments.rendering import csv
 from experiments.scaffold import PAPER
 from experiments.trained_models.options import PROJECTIONS, PositionOptions
-from experiments.trained_models.subjects import compared, over_trainings
+from experiments.trainings.seeds import difference_over_seeds, mean_over_seeds
 from experiments.trainings.verdicts import with_verdicts
 from fedmjp.models import build_model, split_name
 from fedmjp.models.weights import classes_of
@@ -184,9 +184,9 @@ def means_over_trainings(made: dict[str, pd.DataFrame]) -> pd.DataFrame:
         gap = printed.get("deit_s_mjp", np.nan) - printed.get("deit_s", np.nan)
         plain = next(iter(ours))
         for model, values in ours.items():
-            line = {"model": model, "measure": measure, "seeds": len(values)} | over_trainings("value", values)
+            line = {"model": model, "measure": measure} | mean_over_seeds("value", values)
             if model != plain:
-                line |= compared(values - ours[plain], gap if model.endswith("_mjp") else np.nan)
+                line |= difference_over_seeds(values - ours[plain], gap if model.endswith("_mjp") else np.nan)
             lines.append(line)
     return with_verdicts(pd.DataFrame(lines))
 

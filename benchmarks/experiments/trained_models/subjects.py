@@ -2,7 +2,7 @@
 
 Of one training, intervals are over images. Of several, what is measured of each is one value, and intervals are
 Student's over trainings; differences are paired in the order in which the files are named, by the seed that trained
-both, and their signs are compared with the paper's (`experiments.trainings.verdicts`).
+both, and their signs are compared with the paper's (`experiments.trainings.seeds`, `verdicts`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from attacks.registry import UsageError
-from experiments.trainings.verdicts import p_value
-from fedmjp.metrics import t_interval
-
-PARTS = ("_mean", "_low", "_high")
 
 
 @dataclass(frozen=True)
@@ -71,17 +65,6 @@ def read_subjects(entries: Sequence[str], also: Sequence[str] = ()) -> dict[str,
     if not found:
         raise UsageError("no checkpoint ships; pass --model MODEL=FILE")
     return found
-
-
-def over_trainings(name: str, values: np.ndarray) -> dict[str, float]:
-    """Columns NAME_mean, NAME_low and NAME_high: Student's 95 % interval of one value a training, (T,)."""
-    found = t_interval(values)
-    return dict(zip((name + part for part in PARTS), (found.mean, found.low, found.high), strict=True))
-
-
-def compared(values: np.ndarray, paper: float) -> dict[str, float]:
-    """Columns of `over_trainings` of paired differences (T,), the paper's (NaN where it gives none), and `p_value`."""
-    return over_trainings("difference", values) | {"paper_difference": paper, "difference_p": p_value(values)}
 
 
 def over_trainings_in_words(count: int) -> str:

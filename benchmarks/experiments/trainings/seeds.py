@@ -77,9 +77,9 @@ def _by_seed(group: pd.DataFrame, metric: str, gamma: float) -> pd.Series:
     return group[group["gamma"] == gamma].set_index("seed")[metric]
 
 
-def mean_over_seeds(name: str, values: pd.Series) -> dict[str, float]:
+def mean_over_seeds(name: str, values: pd.Series | np.ndarray) -> dict[str, float]:
     """Columns NAME_mean, NAME_low, NAME_high (Student's 95 % interval over seeds) and seeds, of one value a seed."""
-    found = t_interval(values.to_numpy(float))
+    found = t_interval(np.asarray(values, float))
     return {f"{name}_mean": found.mean, f"{name}_low": found.low, f"{name}_high": found.high, "seeds": found.count}
 
 
@@ -92,7 +92,11 @@ def paired_difference(own: pd.Series, other: pd.Series, paper: float = math.nan)
         paper: the paper's difference, NaN where it gives none.
     """
     seeds = own.index.intersection(other.index)
-    differences = (own[seeds] - other[seeds]).to_numpy(float)
+    return difference_over_seeds((own[seeds] - other[seeds]).to_numpy(float), paper)
+
+
+def difference_over_seeds(differences: np.ndarray, paper: float = math.nan) -> dict[str, object]:
+    """The columns of `paired_difference`, from the differences themselves, one a seed."""
     found = t_interval(differences)
     return {
         "difference_mean": found.mean,
