@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from experiments.trainings import variants as engine
 from experiments.trainings.options import SHORT, TrainingOptions, Variant
 from experiments.trainings.variants import HISTORY, TRAININGS, limits, train_variants, training_id
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from attacks import UsageError
 from fedmjp.config import DataConfig
 from fedmjp.records.rows import RowLog, load_rows
+from fedmjp.training.trainer import Trainer
 from tests.conftest import interrupted_at
 
 QUIET = Console(quiet=True)
@@ -99,6 +101,20 @@ def test_a_shared_variant_is_trained_once(tmp_path, monkeypatch) -> None:
         "A-0.safetensors": False,
         "J-0.safetensors": True,
     }
+
+
+def test_lines_of_a_seed_see_the_same_images_in_the_same_order(tmp_path) -> None:
+    """Augmented pixels and labels of an epoch, whatever the defence; another seed sees others."""
+    asked = options(tmp_path, recipe=dataclasses.replace(SHORT, batch_size=8, smallest_crop=0.5))
+
+    def seen(variant: Variant, seed: int) -> list[torch.Tensor]:
+        """Images and labels of the first epoch."""
+        trainer = Trainer(asked.config(variant, seed))
+        return [part for batch in trainer.batches.epoch(1, trainer.device) for part in batch]
+
+    plain, jigsawed, other = seen(PLAIN, 0), seen(JIGSAWED, 0), seen(PLAIN, 1)
+    assert all(torch.equal(a, b) for a, b in zip(plain, jigsawed, strict=True))
+    assert not torch.equal(plain[0], other[0])
 
 
 def test_tables_without_training(whole, tmp_path, monkeypatch) -> None:
