@@ -57,6 +57,22 @@ def test_differences_are_scipys_paired_ones() -> None:
     assert own["verdict"] == ""
 
 
+def test_a_metric_that_rows_lack_is_left_out() -> None:
+    """Of a line that has it not, cells are empty; of a table without it, so are the columns missing."""
+    measured = rows({"A": [50, 51, 52], "J": [50, 52, 53]})
+    assert "diff_norm_root" not in set(seeds_table(measured, {"J": "A"}, {})["metric"])
+    plain = measured["line"] == "A"
+    for end, shift in (("", 0), ("_low", -1), ("_high", 1)):
+        measured[f"diff_norm_root{end}"] = (measured["accuracy"] + shift).where(plain)
+    table = seeds_table(measured, {"J": "A"}, {})
+    assert table[table["metric"] == "diff_norm_root"]["line"].tolist() == ["A"]
+    shown = markdown(table, ("accuracy", "diff_norm_root", "consistency"))
+    assert "not squared" in shown.splitlines()[0]
+    assert shown.splitlines()[3].split("|")[4:6] == ["  ", "  "]
+    without = markdown(table[table["metric"] != "diff_norm_root"], ("accuracy", "diff_norm_root"))
+    assert "not squared" not in without
+
+
 def test_seeds_that_one_line_lacks_are_left_out() -> None:
     table = seeds_table(rows({"A": [40.0, 41.0, 42.0], "E": [41.0, 42.5]}), {"E": "A"}, {"A": {}, "E": {}})
     own = table.set_index(["line", "metric"]).loc[("E", "accuracy")]

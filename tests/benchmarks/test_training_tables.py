@@ -13,6 +13,7 @@ import precision as precision_command
 import pytest
 from experiments.trainings import ablation, backbones, fine_tuning, masking_ratio
 from experiments.trainings.options import AblationOptions, BackboneOptions, FineTuningOptions, RatioOptions
+from experiments.trainings.seeds import METRICS
 from safetensors.torch import save_file
 
 from fedmjp.models import build_model
@@ -88,7 +89,7 @@ def test_a_table_and_its_files(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     assert {p.name for p in out.iterdir()} == {"table.csv", "table.md", "figure.png", "figure.pdf", "run.json"}
     table = pd.read_csv(out / "table.csv", dtype={"line": str})
-    assert table["line"].tolist() == ["0"] * 4 + ["0.9"] * 4
+    assert table["line"].tolist() == ["0"] * len(METRICS) + ["0.9"] * len(METRICS)
     assert (table["seeds"] == 2).all()
     assert set(table["verdict"].dropna()) <= {"agrees", "contradicts", "cannot tell"}
     assert json.loads((out / "run.json").read_text())["rows"] == 8

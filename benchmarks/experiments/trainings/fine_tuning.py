@@ -23,7 +23,7 @@ from experiments.trainings.options import FineTuningOptions, Variant
 from experiments.trainings.seeds import ratio_curves, save_with_legend
 from experiments.trainings.tables import TrainingTable
 
-METRICS = ("accuracy", "diff_norm", "diff_share", "consistency")
+METRICS = ("accuracy", "diff_norm", "diff_norm_root", "diff_share", "consistency")
 PLAIN = ablation.PLAIN
 
 

@@ -30,6 +30,7 @@ from fedmjp.report.styles import NORMAL, SMALL, dress, save, style
 METRICS = {
     "accuracy": ("Top-1 (%)", 1, 0.0),
     "diff_norm": ("Diff. Norm.", 3, 0.5),
+    "diff_norm_root": ("not squared", 2, 0.5),
     "diff_share": ("of another image's", 4, 0.5),
     "consistency": ("Consistency (%)", 1, 0.5),
 }
@@ -38,7 +39,7 @@ METRICS = {
 def seeds_table(
     rows: pd.DataFrame, against: Mapping[str, str], paper: Mapping[str, Mapping[str, float]]
 ) -> pd.DataFrame:
-    """One line a variant and metric.
+    """One line a variant and metric, as far as the rows have the metric.
 
     Args:
         rows: of `experiments.trainings.variants.train_lines`.
@@ -52,7 +53,9 @@ def seeds_table(
     lines = []
     for name, group in rows.groupby("line", sort=False):
         for metric, (_, _, gamma) in METRICS.items():
-            own = _by_seed(group, metric, gamma)
+            own = _by_seed(group, metric, gamma) if metric in group else pd.Series(dtype=float)
+            if own.isna().all():  # rows from before the metric was taken
+                continue
             at = group[group["gamma"] == gamma]
             figure = paper.get(name, {}).get(metric, math.nan)
             line = {
@@ -61,7 +64,7 @@ def seeds_table(
                 "defense": group["defense"].iloc[0],
                 "metric": metric,
                 **mean_over_seeds("value", own),
-                "one_seed_margin": float((at[f"{metric}_high"] - at[f"{metric}_low"]).mean() / 2),
+                "one_seed_margin": float((at[f"{metric}_high"] - at[f"{metric}_low"]).astype(float).mean() / 2),
                 "paper_value": figure,
                 "against": against.get(name, ""),
             }
@@ -74,7 +77,7 @@ def seeds_table(
 
 
 def _by_seed(group: pd.DataFrame, metric: str, gamma: float) -> pd.Series:
-    return group[group["gamma"] == gamma].set_index("seed")[metric]
+    return group[group["gamma"] == gamma].set_index("seed")[metric].astype(float)
 
 
 def mean_over_seeds(name: str, values: pd.Series | np.ndarray) -> dict[str, float]:
@@ -120,7 +123,7 @@ def markdown(
         notes: variant -> what it is, in words.
         more: further columns, head -> variant -> cell.
     """
-    heads = ["line"]
+    heads, metrics = ["line"], [metric for metric in metrics if metric in set(table["metric"])]
     for metric in metrics:
         label = METRICS[metric][0]
         heads += [label, f"difference, {label}"]
@@ -130,6 +133,9 @@ def markdown(
         own = group.set_index("metric")
         cells = [f"{name}: {notes[name]}" if name in notes else name]
         for metric in metrics:
+            if metric not in own.index:
+                cells += ["", ""]
+                continue
             row, digits = own.loc[metric], METRICS[metric][1]
             mean = interval(row, "value", digits)
             cells += [
