@@ -32,8 +32,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "momentum 0.9": WEIGHTS | {"momentum": 0.9},
     "weight decay 0.05": WEIGHTS | {"weight_decay": 0.05},
     "AdamW": WEIGHTS | ADAMW,
-    "server FedAvgM": WEIGHTS | {"strategy": "fedavgm"},
-    "server FedAdam": WEIGHTS | {"strategy": "fedadam"},
     "2 local steps": WEIGHTS | {"local_steps": 2},
     "2 local epochs": WEIGHTS | {"local_epochs": 2},
     "common": WEIGHTS | ADAMW | {"batch_size": 32, "augment": "crop+flip", "local_epochs": 2},

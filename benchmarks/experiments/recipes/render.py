@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,4 +83,5 @@ def _found(line: pd.Series) -> str:
 
 
 RECIPE_TABLE = Rendering("recipes", recipe_files, {"recipes": recipe_block, "recipes_attacks": attack_block})
-RENDERINGS = (RECIPE_TABLE,)
+RECIPE_TABLE_LONG = replace(RECIPE_TABLE, folder="recipes_long", blocks={"recipes_long": recipe_block})
+RENDERINGS = (RECIPE_TABLE, RECIPE_TABLE_LONG)

@@ -111,10 +111,10 @@ def attention_block(folder: Path) -> str:
     return f"{text}\n\n{over_trainings_in_words(table['seeds'].max())}" if "seeds" in table else text
 
 
-def on_fine_tuned(measured: Rendering) -> Rendering:
-    """The same measures, of the arms that `fine_tuning` has trained."""
-    blocks = {f"{name}_fine_tuned": block for name, block in measured.blocks.items()}
-    return replace(measured, folder=f"{measured.folder}_fine_tuned", blocks=blocks)
+def on_fine_tuned(measured: Rendering, folder: str) -> Rendering:
+    """The same measures, of arms that `fine_tuning` has trained, from the results folder of this ending."""
+    blocks = {f"{name}_{folder}": block for name, block in measured.blocks.items()}
+    return replace(measured, folder=f"{measured.folder}_{folder}", blocks=blocks)
 
 
 POSITIONS = Rendering("position_embeddings", blocks={"position_embeddings": position_block})
@@ -129,5 +129,5 @@ RENDERINGS = (
         figures=consistency_figures,
     ),
     *(POSITIONS, CORRUPTION, ATTENTION),
-    *map(on_fine_tuned, (POSITIONS, CORRUPTION, ATTENTION)),
+    *(on_fine_tuned(one, folder) for folder in ("fine_tuned", "seeds") for one in (POSITIONS, CORRUPTION, ATTENTION)),
 )
