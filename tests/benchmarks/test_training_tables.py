@@ -94,6 +94,7 @@ def test_a_table_and_its_files(tmp_path, capsys) -> None:
     assert set(table["verdict"].dropna()) <= {"agrees", "contradicts", "cannot tell"}
     assert json.loads((out / "run.json").read_text())["rows"] == 8
     assert (tmp_path / "rows" / "rows.jsonl.gz").exists()
+    assert json.loads((tmp_path / "rows" / "history" / "run.json").read_text())["rows"] == 4  # an epoch a training
     before = (tmp_path / "rows" / "rows.jsonl.gz").read_bytes()
     assert run(ratio_command, tmp_path, *options) == 2
     assert "pass --resume" in capsys.readouterr().err

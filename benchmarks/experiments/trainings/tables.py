@@ -12,7 +12,7 @@ from rich.console import Console
 from experiments.rendering import Rendering, csv, read_rows
 from experiments.trainings.options import TrainingOptions, Variant
 from experiments.trainings.seeds import markdown, seeds_table
-from experiments.trainings.variants import TRAININGS, limits, rows_of, train_variants
+from experiments.trainings.variants import TRAININGS, limits, note_history, rows_of, train_variants
 from fedmjp.records.run_record import note_rows
 
 
@@ -45,6 +45,7 @@ class TrainingTable:
         rows = train_variants(self.variants, o, console)
         if o.train:
             note_rows(o.trainings, program, read_rows(o.trainings, TRAININGS))
+            note_history(o.trainings / "history", program)
         note_rows(o.out, program, rows, data=sorted(set(rows["provenance"])))
         self._rendering(o.trainings, self.name).write(o.out)
         console.print((o.out / "table.md").read_text(), highlight=False, markup=False, soft_wrap=True)

@@ -26,6 +26,7 @@ from fedmjp.data import DataBundle
 from fedmjp.evaluation.consistency import SCORES, measure, position_treatments, summarise
 from fedmjp.records import provenance
 from fedmjp.records.rows import RowLog, Schema, pack_rows, unpack_rows
+from fedmjp.records.run_record import note_run
 from fedmjp.training.card import export
 from fedmjp.training.config import PAPER_IMAGES, TrainConfig
 from fedmjp.training.trainer import Trainer, load
@@ -120,7 +121,21 @@ def _unpacked(folder: Path, schema: Schema) -> Iterator[RowLog]:
     unpack_rows(path)
     with RowLog(path, schema) as log:
         yield log
-    pack_rows(path)
+    if path.stat().st_size:
+        pack_rows(path)
+    else:  # every training is from before histories were kept
+        path.unlink()
+
+
+def note_history(folder: Path, program: str) -> None:
+    """Write run.json beside the rows of `HISTORY` in a folder, if there are any.
+
+    Args:
+        program: how the command is typed, without its options.
+    """
+    if any(folder.glob("rows.jsonl.gz")):
+        rows = read_rows(folder, HISTORY)
+        note_run(folder, program, commits=rows["commit"], devices=rows["device"], rows=len(rows), finished=True)
 
 
 def rows_of(variants: Sequence[Variant], options: TrainingOptions, trainings: Path) -> pd.DataFrame:
