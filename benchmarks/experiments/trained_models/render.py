@@ -81,9 +81,8 @@ def _position_means(table: pd.DataFrame, shown: tuple[int, ...]) -> str:
             cells = [difference_cell(own.loc[name], count) for name, count in digits.items()]
             lines.append([f"… minus `{table.model[0]}`", *cells])
     words = f"{over_trainings_in_words(table['seeds'].max())} {signs_in_words(table)}".rstrip()
-    return (
-        markdown_table(["mean", *(f"{n} (%)" if n.startswith("first") else n for n in digits)], lines) + f"\n\n{words}"
-    )
+    heads = ["mean", *(f"{name} (%)" if name.startswith("first") else name for name in digits)]
+    return f"{markdown_table(heads, lines)}\n\n{words}"
 
 
 def _spread(row: pd.Series, kind: str, space: str, digits: int) -> str:
