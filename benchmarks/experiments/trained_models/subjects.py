@@ -34,8 +34,8 @@ class Subject:
         """Raise `UsageError` unless each training has its counterpart among those of `reference`."""
         if len(self.sources) != len(reference.sources):
             raise UsageError(
-                f"{self.name} has {len(self.sources)} trainings, {reference.name} {len(reference.sources)}; differences "
-                "are paired, name as many files of both"
+                f"{self.name} has {len(self.sources)} trainings, {reference.name} {len(reference.sources)}; "
+                "differences are paired, name as many files of both"
             )
 
 
