@@ -16,7 +16,7 @@ noise of 1e-4 to 3e-1 of the update's rms entry: at least 0.80 for other images;
 noise up to 1e-2, and up to 0.97 with more, where updates are left out. At gamma 0.9 and 32 pixels other images have
 0.69, and with noise of 1e-4 the test fails.
 
-Departs from `attacks.mjp.joined_updates`, whose tests of row space and agreement find augmented views, too, and are
+Departs from `attacks.mjp.same_image`, whose tests of row space and agreement find augmented views, too, and are
 made for updates with the digits of float32: here the view is the same in every update.
 """
 

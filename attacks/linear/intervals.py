@@ -284,7 +284,7 @@ def format_of(observation: Observation, name: str) -> torch.dtype:
 def largest_share_of_same_image(own: float) -> float:
     """The share of an update outside of a target's row space up to which it shows the target's image.
 
-    Row spaces show which updates are of one image (`attacks.mjp.joined_updates`). The target's own share `own` is the
+    Row spaces show which updates are of one image (`attacks.mjp.same_image`). The target's own share `own` is the
     noise of its message; another update of the same image leaves up to twice as much there, and another photograph
     leaves `OTHER_SHARE` at least.
 

@@ -1,7 +1,7 @@
 """Masked updates of low precision: all updates of one image solved together with the error of every entry.
 
 See `attacks.linear.errors_in_variables`, and `attacks.linear.inexact_updates` for start, solves and the test of which
-updates show the image: beside it, those are taken that the tests of `attacks.mjp.joined_updates` find, which rounding
+updates show the image: beside it, those are taken that the tests of `attacks.mjp.same_image` find, which rounding
 often leaves with nothing. The answer is not vouched for more than that of the solve without bounds was: the deviations
 of confidence are those of float32.
 """

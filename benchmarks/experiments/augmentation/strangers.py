@@ -14,7 +14,7 @@ from attacks import Observation, find_tokenizer
 from attacks.closed_form.batch_rounds import BatchRounds, find_groups, read_step
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import read_position_rows
-from attacks.mjp.joined_updates import Target
+from attacks.mjp.same_image import Target
 from experiments.augmentation.options import StrangerOptions
 from experiments.augmentation.protocol import MASKED, PAIRS, PLAIN, victim
 from experiments.augmentation.render import FALSE_MATCHES, STRANGERS
