@@ -52,6 +52,29 @@ def test_only_looking_back_separates_a_batch(finished) -> None:
     assert (finished / "run.json").exists()
 
 
+def test_shuffled_epochs_hold_every_image_once_and_their_last_batches_are_attacked() -> None:
+    schedule = protocol.Schedule.shuffled(images=9, size=2, epochs=3, targets=2, seed=0)
+    epochs = [schedule.steps[start : start + 4] for start in range(0, 12, 4)]
+    assert len(schedule.steps) == 12
+    assert all(len({image for batch in epoch for image in batch}) == 8 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert list(schedule.attacked) == [8, 9]
+    assert schedule.members == [image for batch in epochs[2][:2] for image in batch]
+    assert protocol.Schedule.shuffled(9, 2, 3, 2, seed=1).steps != schedule.steps
+
+
+def test_shuffled_epochs_separate_what_met_other_partners(tmp_path) -> None:
+    out = tmp_path / "out"
+    assert run(out, "--images", "photos", "--num-images", "12", "--epochs", "3", "--targets", "2") == 0
+    rows = load_rows(out / "rows.jsonl.gz")
+    assert set(rows["setting"]) == {"shuffled epochs of 12 images"}
+    assert set(rows["round"]) == {3}
+    found = rows[rows["attack"] == "batch_rounds"]
+    assert len(found) == 4
+    assert found["psnr"].min() > 50
+    assert rows.loc[rows["attack"] == "patch_embedding", "psnr"].max() < 20
+
+
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     with interrupted_at(protocol, "score_found", 3):
@@ -68,6 +91,10 @@ def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, c
     [
         (["--batch-sizes", "4"], "primes"),
         (["--num-images", "3"], "must be at least 4"),
+        (["--batch-sizes", "1", "--epochs", "2"], "from 2 on"),
+        (["--batch-sizes", "8", "--epochs", "2"], "must be at least 8, a batch"),
+        (["--epochs", "-1"], "0 or more"),
+        (["--epochs", "2", "--targets", "0"], "--targets"),
         (["--images", "no/such/folder"], "neither a folder nor a data set"),
     ],
 )
