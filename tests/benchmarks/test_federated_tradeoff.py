@@ -24,6 +24,7 @@ from attacks import ATTACKS, UsageError
 from attacks.active.base import ActiveAttack
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
+from fedmjp.models.weights import SHIPPED
 from fedmjp.records.images import read_pair
 from fedmjp.records.rows import load_rows
 from tests.conftest import interrupted_at
@@ -74,6 +75,21 @@ def test_writes_table_and_figure_with_every_attack(whole) -> None:
     assert all(name in text for name in ATTACKS)
     assert "What it cannot tell" in text
     assert len(json.loads((whole / "run.json").read_text())["federations"]) == 3
+
+
+def test_federations_fine_tune_an_encoder_under_a_new_classifier(tmp_path, capsys) -> None:
+    out, weights = tmp_path / "out", SHIPPED / "vit_mini_32.safetensors"
+    asked = [*FAST, "--defenses", "none", "mjp", "nope", "--from", str(weights)]
+    assert run(out, *asked) == 0
+    rows = load_rows(out / "rows.jsonl.gz")
+    assert rows["weights"].str.startswith("encoder of vit_mini_32.safetensors").all()
+    assert rows["weights"].str.contains("head new").all()
+    none = rows[(rows["defense"] == "none") & (rows["attack"] == "patch_embedding")]
+    assert none["psnr"].min() > 60
+    assert run(out, *asked[:-2], "--resume") == 2
+    assert "another model" in capsys.readouterr().err
+    assert run(tmp_path / "other", *asked, "--weights", "long") == 2
+    assert "leave out --weights long" in capsys.readouterr().err
 
 
 def test_federations_differ_in_their_defence_alone(whole) -> None:

@@ -48,6 +48,7 @@ class Options(AttackOptions):
         python benchmarks/federated_tradeoff.py --data photos --clients 4 --rounds 2 --audit-points 2 --attacks april
         python benchmarks/federated_tradeoff.py --weights auto --defenses none quantise:quantise_format=sign --out DIR
         python benchmarks/federated_tradeoff.py --weights auto --defenses none --recipes flip "batch of 8" --out DIR
+        python benchmarks/federated_tradeoff.py --from MODEL.safetensors --defenses none mjp noise --out DIR
         python benchmarks/federated_tradeoff.py --model vit_ti --weights FILE --image-size 160 --data imagenet --out DIR
         python benchmarks/federated_tradeoff.py --objectives supervised mp3 mst:local_crops=0 --defenses none --out DIR
 
@@ -61,6 +62,9 @@ class Options(AttackOptions):
     weights: str = "random"
     """Where every federation starts: random, a checkpoint's path, auto (the shipped checkpoint of --model for all
     defences alike, else random), or long (that of a longer training)."""
+    start: Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT")] = None
+    """Every federation fine-tunes the encoder of this checkpoint under a new classifier, as `python -m fedmjp.simulate
+    --from` does; instead of --weights."""
     image_size: int | None = None
     """Pixels of a side; the position embedding is resampled (None: the model's own)."""
     data: str = "cifar10"

@@ -30,7 +30,7 @@ from experiments.tradeoff.table import STRENGTHS, placed, point_of, under_object
 from fedmjp.audit.aggregate import sum_in_words
 from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
-from fedmjp.config import AuditConfig, DataConfig, FederationConfig, ModelConfig, RunConfig
+from fedmjp.config import AuditConfig, DataConfig, EncoderConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.federation import ClientFailure
 from fedmjp.models import split_name
@@ -136,12 +136,12 @@ def _training(config: RunConfig) -> tuple:
     """What all federations of one table have in common."""
     federation = replace(config.federation, partition="", evaluate_every=1)
     data = replace(config.data, data_path=None)
-    return federation, config.local, data, replace(config.model, model=split_name(config.model.model)[0])
+    return federation, config.local, data, replace(config.model, model=split_name(config.model.model)[0]), config.start
 
 
 def _base(o: Options, partition: str, group: int, seed: int) -> RunConfig:
     shipped = shipped_weights(o.model, o.weights)  # by path: each defence's model starts from the plain one's weights
-    weights = o.weights if shipped is None else str(shipped)
+    weights = o.weights if shipped is None or o.start is not None else str(shipped)
     audited = sorted({1, *(round(o.rounds * point / o.audit_points) for point in range(1, o.audit_points + 1))})
     return RunConfig(
         federation=FederationConfig(
@@ -152,6 +152,7 @@ def _base(o: Options, partition: str, group: int, seed: int) -> RunConfig:
             evaluate_every=max(1, o.rounds // o.audit_points),
         ),
         model=ModelConfig(model=o.model, weights=weights, image_size=o.image_size),
+        start=EncoderConfig(o.start),
         data=DataConfig(data=o.data, data_path=o.data_path, test_limit=o.test_images),
         audit=AuditConfig(
             attacks=o.runnable(),

@@ -74,4 +74,5 @@ OBJECTIVES = Rendering(
 )
 TRAINED = Rendering("federated_tradeoff_trained", tradeoff_files, {"tradeoff_trained": tradeoff_block}, _figures)
 VIT_TI = Rendering("federated_tradeoff_vit_ti", tradeoff_files, {"tradeoff_vit_ti": tradeoff_block}, _figures)
-RENDERINGS = (TRADEOFF, TRAINED, VIT_TI, OBJECTIVES)
+NEW_HEAD = Rendering("federated_tradeoff_new_head", tradeoff_files, {"tradeoff_new_head": tradeoff_block}, _figures)
+RENDERINGS = (TRADEOFF, TRAINED, NEW_HEAD, VIT_TI, OBJECTIVES)
