@@ -19,7 +19,7 @@ from fedmjp.defenses import ClientInput, Defense
 from fedmjp.defenses.step import LocalStep, local_step
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.models.build import adapt_seeded, load_at_size
-from fedmjp.models.encoder import load_encoder
+from fedmjp.models.encoder import load_encoder, renew_heads
 from fedmjp.models.weights import Origin, classes_of, read_origin, read_state
 from fedmjp.objectives import read_objective
 from fedmjp.objectives.base import Objective, TrainingBatch
@@ -78,20 +78,22 @@ class Learner:
             UsageError: they do not go together, or weights are missing or unfit.
         """
         objective.check(model.model, defense)
-        built = build_model(
+        build = partial(
+            build_model,
             trained_name(objective, defense, model.model),
             num_classes=num_classes,
             weights=model.weights if encoder is None else "random",
             block=model.block,
             dal=getattr(defense, "dal", "none"),
-            seed=seed,
             attach=objective.attach,
             adapt=defense.adapt if encoder is None else None,
             image_size=model.image_size if encoder is None else None,
         )
+        built = build(seed=seed)
         if encoder is not None:
             load, origin = partial(load_encoder, built.module, encoder), read_origin(encoder)
             built = load_at_size(built, model.image_size, encoder, load)
+            renew_heads(built.module, encoder, lambda other: build(seed=other).module, seed)
             if origin:
                 read_objective(origin.objective).begin_fine_tuning(built.module)
             adapt_seeded(built.module, defense.adapt, seed)

@@ -76,7 +76,7 @@ def test_the_encoder_is_kept_and_the_rest_is_new(trained, name: str, model: str,
     for part in ("patch_embed.proj.weight", "blocks.2.attn.qkv.weight", "norm.weight"):
         assert torch.equal(dict(module.named_parameters())[part], state[part].float())
     fresh = build_model(model, num_classes=8, weights="random", seed=3).module
-    assert torch.equal(module.head.weight, fresh.head.weight)
+    assert torch.equal(module.head.weight, fresh.head.weight) == (name != "supervised")  # see the test of its seed
     assert not hasattr(module, "pretext")
     if name == "mp3":
         assert torch.equal(module.cls_token, fresh.cls_token)
@@ -101,6 +101,19 @@ def test_a_fine_tuning_runs_resumes_and_is_written_down(trained, tmp_path) -> No
     longer = replace(options, recipe=replace(RECIPE, epochs=2), out=tmp_path / "longer")
     train(longer, QUIET)
     assert len(TrainingFolder(replace(longer, resume=True)).load()[1]) == 2
+
+
+def test_a_head_that_the_encoder_was_trained_with_is_drawn_from_another_seed(trained) -> None:
+    """A training from the same seed fitted the encoder to the head that the seed draws."""
+    starts = {name: replace(config(trained[name]), seed=0) for name in ("supervised", "droppos")}
+    heads = {name: Trainer(start).model.module.head.weight.detach() for name, start in starts.items()}
+    seeds = build_model("vit_micro_32", num_classes=8, weights="random", seed=0).module.head.weight
+    assert torch.equal(heads["droppos"], seeds)  # no head of its own
+    before = load_file(trained["supervised"])["head.weight"]
+    assert torch.nn.functional.cosine_similarity(before.flatten(), seeds.flatten(), dim=0) > 0.9
+    assert torch.nn.functional.cosine_similarity(heads["supervised"].flatten(), seeds.flatten(), dim=0).abs() < 0.1
+    assert float(heads["supervised"].std()) == pytest.approx(float(seeds.std()), rel=0.1)
+    assert torch.equal(heads["supervised"], Trainer(starts["supervised"]).model.module.head.weight)
 
 
 def test_layer_decay_scales_each_layers_rate(trained) -> None:
