@@ -1,6 +1,6 @@
-"""Recipes of clients by name: augmentation, dropout, batches, optimisers and local steps, one axis at a time.
+"""Recipes of clients by name: augmentation, dropout, batches, optimisers, local steps, and the server's optimiser.
 
-A recipe is what differs from `PLAIN`, one image a step as it is, whose gradient is sent.
+A recipe is what differs from `PLAIN`: one image a step as it is, whose gradient is sent and averaged. One axis changes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "AdamW": WEIGHTS | ADAMW,
     "2 local steps": WEIGHTS | {"local_steps": 2},
     "2 local epochs": WEIGHTS | {"local_epochs": 2},
+    "FedAvgM": {"strategy": "fedavgm"},
+    "FedAdam": {"strategy": "fedadam:eta=0.001"},
+    "FedProx in 2 local steps": WEIGHTS | {"local_steps": 2, "strategy": "fedprox"},
     "common": WEIGHTS | ADAMW | {"batch_size": 32, "augment": "crop+flip", "local_epochs": 2},
 }
 
