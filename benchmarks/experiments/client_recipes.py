@@ -1,6 +1,6 @@
 """Recipes of clients by name: augmentation, dropout, batches, optimisers, local steps, and the server's optimiser.
 
-A recipe is what differs from `PLAIN`: one image a step as it is, whose gradient is sent and averaged. One axis changes.
+A recipe is what differs from `PLAIN`: one image a step as it is, whose gradient is sent and averaged.
 """
 
 from __future__ import annotations

@@ -75,6 +75,14 @@ def test_shuffled_epochs_separate_what_met_other_partners(tmp_path) -> None:
     assert rows.loc[rows["attack"] == "patch_embedding", "psnr"].max() < 20
 
 
+def test_attacks_are_chosen_for_batches_that_no_plane_has(tmp_path) -> None:
+    out = tmp_path / "out"
+    assert run(out, "--batch-sizes", "4", "--num-images", "8", "--epochs", "2", "--targets", "1") == 0
+    rows = load_rows(out / "rows.jsonl.gz")
+    assert set(rows["batch_size"]) == {4}
+    assert rows.groupby("attack").size().to_dict() == {"batch_rounds": 4, "patch_embedding": 4}
+
+
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     with interrupted_at(protocol, "score_found", 3):

@@ -37,8 +37,8 @@ class Options(SuiteOptions):
         python benchmarks/batch_rounds.py --model vit_mini_64 --weights auto --images tiny-imagenet --data-path DIR \\
             --num-images 1000 --batch-sizes 2 --epochs 3
 
-    Writes rows.jsonl.gz, table.csv, separated.png (the embedded photographs) and run.json to --out; --resume goes on
-    with an unfinished run.
+    Writes rows.jsonl.gz, table.csv, separated.png (the embedded photographs in a plane) and run.json to --out; --resume
+    goes on with an unfinished run.
     """
 
     model: str = "vit_b"

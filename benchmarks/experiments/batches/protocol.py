@@ -152,14 +152,14 @@ class Run:
     def chosen(self, groups: Sequence[Sequence[int]], size: int) -> dict[str, Attack]:
         """The attacks on the last step, chosen by the steps of the first images that can all be decoded.
 
-        They are those of a plane also where batches are shuffled, so that few steps decide.
+        They are those of as many images as a plane holds, also where batches are shuffled: few steps decide.
         """
         steps: list[Observation] = []
-        planes = [group[: size**2] for group in groups if len(group) >= size**2]
-        for plane in planes if AUTO in self.options.attacks and size in PLANES else ():
-            clients, originals = self.victims.decode(plane)
-            if len(clients) == len(plane):
-                steps = list(self.sent(self.victims, clients, originals, affine_plane(size), ()))
+        for group in groups if AUTO in self.options.attacks else ():
+            few = group[: size**2]
+            clients, originals = self.victims.decode(few)
+            if len(clients) == len(few):
+                steps = list(self.sent(self.victims, clients, originals, self.schedule(size, len(few)).steps, ()))
                 break
         names = [name for name in self.options.attacks if steps or name != AUTO]
         return self.session.suite(names, steps, self.subject.threat_model)
