@@ -142,6 +142,7 @@ QUANTITIES = {
     "joined": "updates whose equations an attack added up; of pairs, those that it took for one image",
     **{name: f"{direction.label}, of reconstructions" for name, direction in METRIC_DIRECTIONS.items()},
     "psnr_visible": "PSNR over the patches whose position is not hidden (dB)",
+    "psnr_visible_exact": "PSNR over all patches if those whose position is not hidden were exact (dB)",
     "psnr_unordered": "PSNR with the patches of hidden positions assigned to the original's in the best way (dB)",
     "psnr_unbiased": "PSNR of the least error of an unbiased estimate from noisy equations (dB)",
     "psnr_normal": "the same of any estimate, where pixels are normal with the image's variance (dB)",

@@ -80,6 +80,23 @@ def test_writes_tables_figures_and_provenance(finished) -> None:
     assert set(rows.loc[rows["block"] == "april", "attack"]) == {"april"}
 
 
+def test_the_errors_of_visible_and_masked_patches_add_up() -> None:
+    original, image = torch.rand(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([True, False, False, True, False, False, False, False, True])
+    found = updates.psnr_by_mask(image[None], original, mask, 4)
+    repaired = image.clone()
+    for place in (~mask).nonzero()[:, 0].tolist():
+        y, x = divmod(place, 3)
+        repaired[:, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4] = original[:, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4]
+    assert found["psnr_visible_exact"] == pytest.approx(float(psnr(repaired[None], original[None])))
+    whole, visible, exact = (
+        10 ** (-float(value) / 10) for value in (psnr(image[None], original[None]), *found.values())
+    )
+    assert whole == pytest.approx(visible * 6 / 9 + exact)
+    assert math.isnan(updates.psnr_by_mask(image[None], original, ~mask | mask, 4)["psnr_visible"])
+    assert math.isnan(updates.psnr_by_mask(image[None], original, mask & ~mask, 4)["psnr_visible_exact"])
+
+
 def test_resumption_refuses_other_pictures(finished, tmp_path, capsys) -> None:
     out = Path(shutil.copytree(finished, tmp_path / "out"))
     digests = (out / "images.sha256").read_text()

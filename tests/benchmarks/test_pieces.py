@@ -77,6 +77,14 @@ def test_the_mask_is_found_where_position_rows_are_withheld(tmp_path) -> None:
     assert (table["hidden_median"] == 58).all()
 
 
+def test_a_model_at_another_size_has_as_many_patches(tmp_path) -> None:
+    options = ["--num-images", "1", "--gammas", "0.5", "--model", "vit_micro16_32", "--image-size", "48"]
+    assert run(tmp_path / "out", *options) == 0
+    rows = load_rows(tmp_path / "out" / "rows.jsonl.gz", SCHEMA).set_index("model")
+    assert rows.loc["vit_micro16_32_nope, 48 px", "hidden"] == 9
+    assert rows.loc["vit_micro16_32_mjp, 48 px", "hidden"] in (4, 5)
+
+
 def test_mistakes_are_named(tmp_path, capsys) -> None:
     assert run(tmp_path / "a", "--gammas", "--no-without-positions") == 2
     assert "nothing to attack" in capsys.readouterr().err

@@ -50,8 +50,9 @@ class Options(DefendedOptions, SuiteOptions, WorkerOptions):
       and of the released code (every other step is not jigsawed at all). The model moves between updates.
 
     Clients train with the whole loss of the defence, the localisation term included; batches of one image. Every
-    reconstruction is compared with the original image; `psnr_visible` counts the visible patches alone. A defence
-    without the option gamma is attacked once, as its options say; one without jigsaw_probability under one schedule.
+    reconstruction is compared with the original image; `psnr_visible` counts the visible patches alone,
+    `psnr_visible_exact` the errors of the masked ones. A defence without the option gamma is attacked once, as its
+    options say; one without jigsaw_probability under one schedule.
 
     Writes rows.jsonl.gz, one_update.csv, updates.csv, leakage.png, round_by_round.png and run.json to --out (and
     one_update.png with --pictured-gamma); --resume goes on with an unfinished run.

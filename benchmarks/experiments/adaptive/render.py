@@ -24,7 +24,7 @@ def adaptive_block(folder: Path) -> str:
 
 
 def _one_update(table: pd.DataFrame) -> str:
-    lines = []
+    lines, exact = [], bool(table["psnr_visible_exact_median"].notna().any())
     for _, row in table.sort_values(["gamma", "attack"], ascending=[True, False]).iterrows():
         mean = f"{interval(row, 'psnr', 1, MEAN)}, median {row.psnr_median:.1f}"
         cells = [
@@ -32,11 +32,13 @@ def _one_update(table: pd.DataFrame) -> str:
             f"`{row.attack}`",
             mean,
             f"median {row.psnr_visible_median:.1f}",
+            *([f"median {row.psnr_visible_exact_median:.1f}"] if exact else []),
             _patches(row),
             _images(row),
         ]
         lines.append(cells)
     heads = ["one update, γ", "attack", "whole image (dB)", "visible patches (dB)"]
+    heads += ["whole image, visible patches exact (dB)"] if exact else []
     return markdown_table([*heads, "patches above 25 dB, median (in any order)", "images"], lines)
 
 

@@ -160,8 +160,7 @@ class Updates:
                 own = zip(sent.originals, sent.fed, sent.masks, strict=True)
                 pairs = zip(sent.clients, own, scored, histories, strict=True)
                 for client, (original, fed, mask), one, history in pairs:
-                    visible = psnr_of_patches(one.images, original, ~mask, sent.patch_size)
-                    details = {**one.reconstruction.details, "psnr_visible": visible}
+                    details = one.reconstruction.details | psnr_by_mask(one.images, original, mask, sent.patch_size)
                     answer = replace(one.reconstruction, details=details)
                     yield number, client, name, replace(one, reconstruction=answer), history[-1], fed
             advance()
@@ -174,9 +173,17 @@ class Updates:
         return found if pixels is None else found | {"model": f"{found['model']}, {pixels} px"}
 
 
-def psnr_of_patches(images: Tensor | None, original: Tensor, chosen: Tensor, patch_size: int) -> float:
-    """PSNR (dB) over the chosen patches (N,) of one image; NaN where there is no image or nothing is chosen."""
-    if images is None or not chosen.any():
-        return float("nan")
+def psnr_by_mask(images: Tensor | None, original: Tensor, mask: Tensor, patch_size: int) -> dict[str, float]:
+    """What visible and masked patches (N,) bool contribute to the PSNR (dB) of one image.
+
+    Returns:
+        psnr_visible, over the visible patches; psnr_visible_exact, over all patches if the visible ones were exact.
+        NaN where there is no image or no such patch.
+    """
+    names = ("psnr_visible", "psnr_visible_exact")
+    if images is None:
+        return dict.fromkeys(names, float("nan"))
     error = F.avg_pool2d((images[0] - original).square().mean(dim=0)[None, None], patch_size).flatten()  # (N,)
-    return float(-10 * error[chosen.to(error.device)].mean().clamp(min=LEAST_MSE).log10())
+    mask = mask.to(error.device)
+    parts = (error[~mask], error * mask if mask.any() else error[:0])
+    return {n: float(-10 * part.mean().clamp(min=LEAST_MSE).log10()) for n, part in zip(names, parts, strict=True)}

@@ -26,6 +26,8 @@ class Options(RowOptions):
     """Plain model; its variants _mjp and _nope are attacked."""
     weights: str = "auto"
     """random, timm, auto (shipped weights, else random), long (of a longer training), or a checkpoint's path."""
+    image_size: int | None = None
+    """Pixels of a side, for a plain ViT, whose position embedding is resampled (None: the model's own)."""
     images: str = "photos"
     """photos (embedded), a folder of pictures, or a data set's name."""
     num_images: int = 50
@@ -48,7 +50,7 @@ class Options(RowOptions):
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""
-        check_positive(self, "num_images")
+        check_positive(self, "num_images", "image_size")
         if not (self.gammas or self.without_positions):
             raise UsageError("nothing to attack: give --gammas, or leave out --no-without-positions")
         if not self.solvers:

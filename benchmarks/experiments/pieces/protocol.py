@@ -59,18 +59,21 @@ class Run(TableRun):
         o, gamma = self.options, getattr(defense, "gamma", 0.0)
         classes = classes_of(model, o.weights) or IMAGENET_CLASSES
         dal = getattr(defense, "dal", "none")
-        built = build_model(model, num_classes=classes, weights=o.weights, dal=dal, seed=o.seed)
+        built = build_model(
+            model, num_classes=classes, weights=o.weights, dal=dal, seed=o.seed, image_size=o.image_size
+        )
+        title = built.name if o.image_size is None else f"{built.name}, {o.image_size} px"
         built.module.to(self.session.device).eval()
         gallery = self.session.gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
         victims = Victims(gallery, defense, seed=o.seed, device=self.session.device, warn=self.session.say)
         tokenizer = find_tokenizer(built.module, (3, built.image_size, built.image_size))
-        case = {"dataset": gallery.name, "model": built.name, "weights": built.provenance, "attack": name}
+        case = {"dataset": gallery.name, "model": title, "weights": built.provenance, "attack": name}
         case |= {"solver": solver, "gamma": gamma, "seed": o.seed}
         withheld = o.withhold_positions and bool(gamma)
         case |= {"withheld": POSITIONS} if withheld else {}
         attack = build_attack(name, {"placement.solver": solver})
         with self.session.bar() as bar:
-            task = bar.add_task(f"{model}, gamma {gamma:g}, {solver}", total=len(victims))
+            task = bar.add_task(f"{title}, gamma {gamma:g}, {solver}", total=len(victims))
             for batch in victims.batches(1):
                 if not all(rows.done(case, victims.ids(client)) for client in batch):
                     clients, originals = victims.decode(batch)
