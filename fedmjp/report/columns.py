@@ -109,6 +109,7 @@ KEYS = {
 }
 # How many; a mean without another count is over `count` images.
 COUNTS = {
+    "in_time": "images that took at most five seconds",
     "count": "images behind a mean",
     "failed": "of them, images of which the attack returned nothing",
     "recovered": "images above 25 dB, nearer than the best guess",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from experiments.adaptive import protocol, updates
 from experiments.adaptive.render import mask_block
-from experiments.adaptive.table import adaptive_tables
+from experiments.adaptive.table import adaptive_tables, time_table
 from experiments.rendering import spread_table
 from experiments.session import failures
 from rich.console import Console
@@ -95,6 +95,14 @@ def test_the_errors_of_visible_and_masked_patches_add_up() -> None:
     assert whole == pytest.approx(visible * 6 / 9 + exact)
     assert math.isnan(updates.psnr_by_mask(image[None], original, ~mask | mask, 4)["psnr_visible"])
     assert math.isnan(updates.psnr_by_mask(image[None], original, mask & ~mask, 4)["psnr_visible_exact"])
+
+
+def test_answers_in_time_are_counted(finished) -> None:
+    rows = load_rows(finished / "rows.jsonl.gz")
+    rows = rows[(rows["attack"] == "mjp_subspace") & (rows["round"] == 1)].assign(seconds=[5.0, 6.0])
+    line = time_table(rows, 5.0).squeeze()
+    assert (line["attack"], line["count"], line["in_time"]) == ("mjp_subspace", 2, 1)
+    assert (line["seconds_median"], line["seconds_max"]) == (5.5, 6.0)
 
 
 def test_resumption_refuses_other_pictures(finished, tmp_path, capsys) -> None:

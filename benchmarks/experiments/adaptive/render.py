@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from experiments.adaptive.table import adaptive_tables, leakage_figure, mask_table
+from experiments.adaptive.table import adaptive_tables, leakage_figure, mask_table, time_table
 from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
+
+IN_TIME = 5.0  # seconds
 
 
 def adaptive_files(folder: Path) -> dict[str, str]:
@@ -89,7 +91,33 @@ def mask_block(folder: Path) -> str:
     return markdown_table(["γ", "attack", "updates", *(f"`{name}`" for name in choices), "images"], lines)
 
 
+def time_files(folder: Path) -> dict[str, str]:
+    """table.csv: seconds of an answer from one update, by masking ratio and attack."""
+    return {"table.csv": csv(time_table(read_rows(folder), IN_TIME), 4)}
+
+
+def time_block(folder: Path) -> str:
+    """The table as Markdown."""
+    table = pd.read_csv(folder / "table.csv")
+    lines = [
+        [
+            f"{row.gamma:g}",
+            f"`{row.attack}`",
+            f"{row.seconds_median:.1f}",
+            f"{row.seconds_min:.1f}",
+            f"{row.seconds_max:.1f}",
+            f"{row.in_time} of {row.images}",
+            f"{row.psnr_median:.1f}",
+            f"{row.psnr_share_recognisable:.0%}",
+        ]
+        for row in table.rename(columns={"count": "images"}).itertuples()
+    ]
+    heads = ["γ", "attack", "seconds, median", "shortest", "longest", f"at most {IN_TIME:g} s"]
+    return markdown_table([*heads, "median (dB)", "images above 25 dB"], lines)
+
+
 MASKS = Rendering("mjp_masks", mask_files, {"mjp_masks": mask_block})
+TIMES = Rendering("mjp_adaptive_two_threads", time_files, {"adaptive_two_threads": time_block})
 
 
 RENDERINGS = (
@@ -103,4 +131,5 @@ RENDERINGS = (
     _rendering("mjp_adaptive_fine_tuned", "adaptive_fine_tuned"),
     _rendering("mjp_adaptive_vit_ti_224", "adaptive_vit_ti_224"),
     MASKS,
+    TIMES,
 )

@@ -78,6 +78,23 @@ def mask_table(rows: pd.DataFrame) -> pd.DataFrame:
     return spread_table(rows, by).merge(lpips, on=by).sort_values(by[:3], kind="stable")
 
 
+def time_table(rows: pd.DataFrame, limit: float) -> pd.DataFrame:
+    """Seconds of an answer by gamma and attack, how many took at most `limit` seconds (in_time), and their leakage."""
+    rows = rows.assign(gamma=[p["gamma"] for p in rows["defense_parameters"]])
+    by = ["gamma", "attack"]
+    seconds = rows.groupby(by)["seconds"]
+    table = pd.DataFrame(
+        {
+            "seconds_median": seconds.median(),
+            "seconds_min": seconds.min(),
+            "seconds_max": seconds.max(),
+            "in_time": seconds.agg(lambda own: int((own <= limit).sum())),
+        }
+    )
+    leaks = spread_table(rows, by)[[*by, "psnr_median", "psnr_share_recognisable", "count"]]
+    return table.reset_index().merge(leaks, on=by)
+
+
 def _in_words(schedule: str, defense: Mapping[str, Any]) -> str:
     """A row's schedule, and what else of the released code its defence takes over (options younger than some rows)."""
     masks = ", released masks" if defense.get("mask_sampler") == "released" else ""
