@@ -44,6 +44,11 @@ class BuiltModel:
     speech: bool = False
 
     @property
+    def sized_name(self) -> str:
+        """The name with the images' size, for tables whose lines are of models at several sizes."""
+        return f"{self.name}, {self.image_size} px"
+
+    @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of patches."""
         side = self.image_size // self.patch_size

@@ -169,8 +169,7 @@ class Updates:
         """The values that identify a row (`records.rows.CASE`)."""
         subject, parameters = self.subjects[case.block], attack.parameters()
         found = victims.case(subject, self.options.defense, case.schedule, name, parameters, round=number)
-        pixels = self.options.image_size
-        return found if pixels is None else found | {"model": f"{found['model']}, {pixels} px"}
+        return found if self.options.image_size is None else found | {"model": subject.built.sized_name}
 
 
 def psnr_by_mask(images: Tensor | None, original: Tensor, mask: Tensor, patch_size: int) -> dict[str, float]:

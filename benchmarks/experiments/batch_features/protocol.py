@@ -66,7 +66,7 @@ class Run(TableRun):
             )
         case = {
             "dataset": gallery.name,
-            "model": f"{built.name}, {built.image_size} px",
+            "model": built.sized_name,
             "weights": built.provenance,
             "seed": o.seed,
             "classes": classes,

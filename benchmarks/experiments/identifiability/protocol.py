@@ -48,7 +48,7 @@ class Run(TableRun):
         victims = Victims(gallery, DEFENSES.get("none")(), seed=o.seed, device=device, warn=say)
         case = {
             "dataset": gallery.name,
-            "model": f"{built.name}, {built.image_size} px",
+            "model": built.sized_name,
             "weights": built.provenance,
             "seed": o.seed,
         }

@@ -91,5 +91,5 @@ class Run(TableRun):
         case = victims.case(
             subject, "mjp" if situation.masked else "none", situation.name, situation.attack, parameters
         )
-        pixels = f"{subject.built.name}, {subject.built.image_size} px"
-        return case | {"model": pixels, "update": "gradient" if situation.masked else "weights"}
+        update = "gradient" if situation.masked else "weights"
+        return case | {"model": subject.built.sized_name, "update": update}

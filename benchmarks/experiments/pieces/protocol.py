@@ -62,7 +62,7 @@ class Run(TableRun):
         built = build_model(
             model, num_classes=classes, weights=o.weights, dal=dal, seed=o.seed, image_size=o.image_size
         )
-        title = built.name if o.image_size is None else f"{built.name}, {o.image_size} px"
+        title = built.name if o.image_size is None else built.sized_name
         built.module.to(self.session.device).eval()
         gallery = self.session.gallery(o.images, size=built.image_size, limit=o.num_images, path=o.data_path)
         victims = Victims(gallery, defense, seed=o.seed, device=self.session.device, warn=self.session.say)

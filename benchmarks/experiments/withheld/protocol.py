@@ -87,4 +87,4 @@ class Run(TableRun):
     def case(self, subject: Subject, victims: Victims, group: str, attack: str, parameters: dict) -> dict[str, Any]:
         """The values that identify a row (`records.rows.CASE`); the setting is the group that is withheld."""
         case = victims.case(subject, "none", f"without {group}", attack, parameters)
-        return case | {"model": f"{subject.built.name}, {subject.built.image_size} px"}
+        return case | {"model": subject.built.sized_name}
