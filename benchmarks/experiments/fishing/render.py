@@ -66,7 +66,7 @@ def passive_block(folder: Path) -> str:
     guess = wide["mean_image"]
     return (
         f"With the same batches and the model as it is, `{PASSIVE}` returns a mixture: medians of {low:.1f} to "
-        f"{high:.1f} dB over the {len(wide)} lines of the table, and the mean image has {guess.min():.1f} to "
+        f"{high:.1f} dB over the {len(wide)} cases of the table, and the mean image has {guess.min():.1f} to "
         f"{guess.max():.1f} dB."
     )
 
