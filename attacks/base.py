@@ -25,8 +25,8 @@ from attacks.tokenizer import SecondTable, find_tokenizer
 
 T = TypeVar("T")
 
-# What asks for smaller batches (`attack_many`), and is no failure of an attack.
 FAILED = "the attack failed"  # begins the diagnosis where an attack raised what it should not
+# What asks for smaller batches (`attack_many`), and is no failure of an attack.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # A linear solve of 224-pixel images on one CPU core; smaller images take less in proportion.
 SECONDS_OF_A_SOLVE, PIXELS_OF_A_SOLVE = 0.5, 3 * 224 * 224
@@ -76,13 +76,15 @@ class Attack(ABC):
     def attack_many(self, cases: Sequence[Sequence[Observation]]) -> list[Reconstruction]:
         """Attack many clients at once, each with its own sequence of updates; `seconds` is each one's equal share.
 
-        An exception in the attack's code becomes the diagnosis of its case, and the other cases are attacked.
+        An exception in the attack's code becomes the diagnosis of its case, and the other cases are attacked. Earlier
+        updates that hold NaN or infinity are left out.
 
         Raises:
             ValueError: see `__call__`.
             MemoryError, torch.OutOfMemoryError: the cases do not fit the memory; fewer of them may.
         """
         started = time.perf_counter()
+        cases = [[*(one for one in case[:-1] if math.isfinite(one.gradient_norm())), *case[-1:]] for case in cases]
         small = [("gradient_near_zero",) if case and case[-1].gradient_norm() < SMALL_NORM else () for case in cases]
         if not self.reads_every_parameter:
             cases = [[observation.legible() for observation in case] for case in cases]

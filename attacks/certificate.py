@@ -280,14 +280,17 @@ def _local_steps(
 ) -> dict[str, Tensor]:
     """Sum of the gradients of all local steps of SGD on one batch, by parameter.
 
+    Parameters of which the update holds nothing, or zeros, stay as they are: the client froze them.
+
     Args:
         inputs, labels: (B, C, H, W) normalised and (B,).
         extra: keyword arguments of the forward pass.
     """
     weights = {name: parameter.detach() for name, parameter in observation.model.named_parameters()}
     total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    rates = {name: observation.learning_rate * bool(gradient.any()) for name, gradient in observation.gradients.items()}
     for _ in range(observation.local_steps):
-        moved = {n: (w - observation.learning_rate * total[n]).requires_grad_() for n, w in weights.items()}
+        moved = {n: (w - rates.get(n, 0.0) * total[n]).requires_grad_() for n, w in weights.items()}
         logits = logits_of(functional_call(observation.model, moved, (inputs,), dict(extra)))
         loss = functional.cross_entropy(logits, labels)
         found = torch.autograd.grad(loss, list(moved.values()), allow_unused=True)

@@ -81,10 +81,12 @@ class Drawn:
     Attributes:
         noise: added to the gradients, by parameter name, in their units; empty where none was added.
         order: (B, N) int64, for each place of an image the patch that was moved there, or None.
+        more: the defence draws what neither of them undoes.
     """
 
     noise: Mapping[str, Tensor] = field(default_factory=dict)
     order: Tensor | None = None
+    more: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,9 +211,9 @@ class Reconstruction:
 
     Attributes:
         images: (B, C, H, W) float32 in [0, 1], or None where the attack cannot give any; fewer than the batch holds
-            where it recovers some of them alone. known: (B, 1, H, W) bool, the
-        pixels that the attack vouches for, by its own estimate of its error; all False when
-            `diagnosis` says why not.
+            where it recovers some of them alone.
+        known: (B, 1, H, W) bool, the pixels that the attack vouches for, by its own estimate of its error; all False
+            when `diagnosis` says why not.
         certified: the answer reproduces the update to the precision of the message (`attacks.certificate`). Set by the
             auditor where the threat model grants the weights.
         residual: relative difference of the gradients of answer and client; NaN where it was not computed.

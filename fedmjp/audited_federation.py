@@ -170,6 +170,7 @@ class FederationAudit:
         """
         finished, state, self.expected = self.folder.load_state(self.defense)
         self.folder.failures.forget(self.defense, finished)
+        self.folder.forget_not_attacked(self.defense, finished)
         rounds = self.config.federation.rounds
         if 0 < finished < rounds and self.task.clients_keep:
             remembers = self.task.defense.remembers

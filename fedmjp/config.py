@@ -50,7 +50,7 @@ DEFENSE_HELP = (
     "several act one after the other as a chain, NAME+NAME (mjp:gamma=0.5+noise)."
 )
 OBJECTIVE_HELP = objective_help()
-ATTACK_NAMES_HELP = f"Attacks to run. Choose from: {', '.join(ATTACKS)}."
+LARGEST_SEED = 2**63
 ATTACKS_HELP = (
     "Attacks on each audited update. auto: all that the threat model grants and that have something to add, the "
     f"fastest first, within the budget; all: every one; or names. Choose from: auto, all, {', '.join(ATTACKS)}."
@@ -187,6 +187,8 @@ class RunConfig:
                 f"{self.local.augment}"
             )
         self.computing.check(self.device, self.threads)
+        if self.threads < 0 or not 0 <= self.seed < LARGEST_SEED:
+            raise UsageError("--threads must not be negative, and --seed must lie between 0 and 2^63 - 1")
         if self.computing.spread and self.federation.engine != "local":
             raise UsageError("--engine ray gives the cores to clients; leave out --workers and --ray")
         self._validate_audited()

@@ -116,6 +116,7 @@ def _run(grid: Any, run_config: Mapping[str, Any]) -> None:
     run_on_grid(grid, config, folder, RunProgress(console), simulated=False)
     folder.finish()
     console.print(f"report: {report(folder, console)}")
+    folder.require_attacked()
 
 
 app = server_app_for(_run)

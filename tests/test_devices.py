@@ -70,6 +70,18 @@ def plain() -> list[Observation]:
     return [observe(small(), photographs(32, 1))]
 
 
+def pairs_with_one_image() -> list[Observation]:
+    """Three steps on pairs of photographs of which one is always the same."""
+    model, images = small(), photographs(32, 4)
+    return [observe(model, images[[0, other]], round=other) for other in (1, 2, 3)]
+
+
+def rounded() -> list[Observation]:
+    """An update in float16."""
+    (view,) = plain()
+    return [dataclasses.replace(view, gradients={n: g.half().float() for n, g in view.gradients.items()})]
+
+
 def masked() -> list[Observation]:
     """Two updates of one photograph, each with other hidden positions."""
     masks = torch.zeros(2, 1, 16, dtype=torch.bool)
@@ -131,6 +143,7 @@ CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("noisy_rounds", plain, {}),
     ("noisy_rounds", noisy, {"prior": VectorialVariation(smoothing=(None,))}),
     ("batch_rounds", plain, {}),
+    ("batch_rounds", pairs_with_one_image, {}),
     ("token_span", without_positions, {"steps": 0}),
     ("position_head", lambda: [contract.places_predicted()], {"steps": 1}),
     ("mjp_subspace", masked, {}),
@@ -143,6 +156,7 @@ CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("see_through_gradients", plain, {"steps": 1}),
     ("april_optimisation", plain, {"steps": 1}),
     ("dlg", plain, {"steps": 1}),
+    ("gauss_newton", rounded, {"steps": 1}),
     ("sparse_rounds", plain, {}),
     ("feature_decoder", head_alone, {"images": 128}),
     ("lora_span", low_rank, {}),

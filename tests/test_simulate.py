@@ -200,6 +200,8 @@ def test_mistakes_end_with_one_line_and_code_2(tmp_path, capsys, options: list[s
         (["--engine", "spark"], "local.*ray"),
         (["--gamma", "much"], "gamma"),
         (["--no-such-option"], "no-such-option"),
+        (["--threads", "-1"], "--threads must not be negative"),
+        (["--seed", "99999999999999999999"], "--seed must lie between"),
         (["--dal", "cubic"], "nonlinear"),
     ],
 )

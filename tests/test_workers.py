@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import mjp_adaptive
 import pytest
@@ -22,6 +23,7 @@ from fedmjp import simulate
 from fedmjp.audit.victims import Setting, Subject
 from fedmjp.models import build_model
 from fedmjp.records.rows import RowLog
+from fedmjp.records.run_folder import RunFolder
 from fedmjp.workers import ATTEMPTS, HERE, Lost, WorkerConfig, in_order
 from tests.audit.test_campaign import campaign_on, victims_of
 
@@ -246,3 +248,10 @@ def test_clients_on_ray_leave_no_cores_to_workers(tmp_path, capsys, monkeypatch,
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     assert simulate.main(["--engine", "ray", *option, "--out", str(tmp_path / "out")]) == 2
     assert "--engine ray gives the cores to clients" in capsys.readouterr().err
+
+
+def test_what_was_given_up_in_rounds_that_run_again_is_forgotten() -> None:
+    lines = [{"defense": name, "round": number} for name in ("none", "mjp") for number in (1, 2)]
+    folder = SimpleNamespace(description={"not_attacked": lines})
+    RunFolder.forget_not_attacked(folder, "mjp", 1)
+    assert folder.description["not_attacked"] == lines[:3]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from attacks.attention import FirstAttention, find_first_attention
 from attacks.closed_form.base import ClosedForm, Equation, System
+from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.linear.least_squares import RowSolution
 from attacks.observation import Capability, Observation
 from attacks.registry import UsageError
@@ -75,11 +76,18 @@ class April(ClosedForm):
     def settle(
         self, solution: RowSolution, system: System, observation: Observation, reasons: list[str]
     ) -> tuple[Tensor, Tensor | None]:
-        """See `ClosedForm.settle`: rows as solved. No patch is vouched for where tokens do not determine patches: with
-        fewer channels than a patch has values, or with free combinations of tokens."""
-        tokenizer = system.tokenizer
-        determined = tokenizer.width >= tokenizer.patch_dim and solution.rank == len(solution.rows)
-        return solution.rows, torch.full((tokenizer.num_patches,), determined, device=solution.rows.device)
+        """See `ClosedForm.settle`: rows as solved.
+
+        Vouched for are patches that tokens determine (no fewer channels than a patch has values, no free combination of
+        tokens) and whose error by the noise of the message is small.
+        """
+        tokenizer, gains = system.tokenizer, solution.gains[system.tokenizer.prefix :]
+        if tokenizer.width < tokenizer.patch_dim or solution.rank < len(solution.rows):
+            return solution.rows, torch.zeros_like(gains, dtype=torch.bool)
+        projection = dict(observation.model.named_parameters())[tokenizer.weight].detach().double().flatten(1)
+        inverse = torch.linalg.svdvals(projection).reciprocal().square().mean().sqrt()  # rms of a pixel for noise of 1
+        scale = sum(observation.std) / len(observation.std)
+        return solution.rows, solution.noise * gains.sqrt() * inverse * scale < VOUCHED_DEVIATION
 
 
 def _read_by(attention: FirstAttention, tokenizer: Tokenizer) -> set[str | None]:

@@ -158,7 +158,9 @@ def _accumulate(steps: Sequence[Step]) -> NormalEquations:
 def best_view(last: Step, other: Step, tokenizer: Tokenizer, mirrored: bool, ridge: float) -> tuple[float, Step]:
     """Misfit of two steps, and the other step in its view: mirrored or not, shifted where that fits far better."""
     grid = tokenizer.grid
-    turned = other.seen_as(View.of(tokenizer, places(grid, mirrored, (0, 0)), mirrored=mirrored), tokenizer)
+    turned = other.seen_as(
+        View.of(tokenizer, places(grid, mirrored, (0, 0)).to(last.rows.device), mirrored=mirrored), tokenizer
+    )
     (part,) = _accumulate([last, turned]).parts
     solved = torch.cholesky_solve(torch.cat([last.sums.targets, turned.sums.targets]).T, _factor(part, ridge))
     ours, theirs = solved.split(len(last.rows), dim=1)  # (P, N) each
@@ -202,6 +204,8 @@ def find_groups(
         max_trials: most sets of steps that are tried as seeds.
     """
     number = steps_needed(last, others)
+    if number > len(others) + 1:  # not even all of them suffice
+        return
     ridge = DECIDING_RIDGE if number <= 2 else RANKING_RIDGE
     views = [
         (*best_view(last, other, tokenizer, mirrored, ridge), i)

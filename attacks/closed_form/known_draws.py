@@ -46,9 +46,11 @@ class KnownDraws(Attack):
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
         drawn = observations[-1].drawn
-        if drawn is None or not (drawn.noise or drawn.order is not None):
-            return "nothing that the client drew changed the update: patch_embedding gives the same answer"
-        return ""
+        if drawn is not None and (drawn.noise or drawn.order is not None):
+            return ""
+        if drawn is not None and drawn.more:
+            return "what the client drew under this defence is neither noise nor an order that can be undone here"
+        return "nothing that the client drew changed the update: patch_embedding gives the same answer"
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; `details` holds those of the attack that solves, and the norm of the noise."""

@@ -21,6 +21,7 @@ received is not vouched for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -75,6 +76,11 @@ class LoRASpan(Attack):
             reasons.append(
                 f"the updates span {directions} directions, and one image has {tokens} tokens: they are of several "
                 "images"
+            )
+        elif math.isnan(residual):
+            reasons.append(
+                "whether the image found gives this update could not be checked: grant labels, or send the "
+                "classifier's gradient"
             )
         elif not residual < LARGEST_RESIDUAL:
             reasons.append(

@@ -29,10 +29,10 @@ from attacks.features.classifier_features import classifier_features
 from attacks.features.linear_decoder import LinearDecoder, learn_decoder
 from attacks.features.noise_images import batch_sizes, noise_batches
 from attacks.features.photographs import photograph_crops
+from attacks.identities import tokenizer_of
 from attacks.linear.position_rows import position_gradient
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
-from attacks.tokenizer import find_tokenizer
 
 # Seconds of one CPU core for a weight and a token of a forward pass in float32.
 SECONDS_FORWARD = 3e-11
@@ -70,7 +70,9 @@ class FeatureDecoder(Attack):
         target = observations[-1]
         if classifier_gradient(target) is None:
             return "the update holds no gradient of a classifier's weight and bias"
-        tokenizer = find_tokenizer(target.model, target.image_shape)
+        tokenizer = tokenizer_of(target)
+        if tokenizer is None:
+            return ""
         if tokenizer.weight in target.gradients and position_gradient(target, tokenizer) is not None:
             if target.num_examples > 1:
                 return "the update holds what attacks on pixels use; run it by name for the features of the batch"
@@ -80,7 +82,8 @@ class FeatureDecoder(Attack):
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: forward passes of the decoder's images, and a search for a batch."""
         target = observations[-1]
-        tokens = find_tokenizer(target.model, target.image_shape).num_patches + 1
+        tokenizer = tokenizer_of(target)
+        tokens = target.image_shape[1] if tokenizer is None else tokenizer.num_patches + 1  # of a CNN: rows of pixels
         passes = self.images * tokens * sum(p.numel() for p in target.model.parameters())
         gradient = classifier_gradient(target)
         classes = 0 if gradient is None else len(gradient)

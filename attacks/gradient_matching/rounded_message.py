@@ -58,8 +58,9 @@ class Message:
 
     def normalised(self, images: Tensor) -> Tensor:
         """Images in [0, 1] as the model's input, float64."""
-        mean, std = (torch.tensor(v).double().view(1, -1, 1, 1) for v in (self.observation.mean, self.observation.std))
-        return (images.double() - mean) / std
+        images = images.double()
+        mean, std = (images.new_tensor(v).view(1, -1, 1, 1) for v in (self.observation.mean, self.observation.std))
+        return (images - mean) / std
 
     def in_pixels(self, images: Tensor) -> Tensor:
         """Differences of normalised images in units of [0, 1]."""

@@ -54,7 +54,8 @@ def build_simulation(
         sent = set.intersection(*(set(update.gradients) for update in updates))
         names = unrolled.names = tuple(name for name in reached if name in sent)
         unrolled.head = _head(unrolled, images[0].detach())
-        values = {n: torch.stack([u.gradients[n] for u in updates]).repeat_interleave(restarts, dim=0) for n in names}
+        stacked = {n: torch.stack([u.gradients[n] for u in updates]).to(unrolled.weights[n].dtype) for n in names}
+        values = {n: gradients.repeat_interleave(restarts, dim=0) for n, gradients in stacked.items()}
         target = Target.of(values)
         if mask_draws:
             return MaskedClients(unrolled, mask_draws, seed), target

@@ -36,7 +36,6 @@ from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
 
 Solver = Literal["auto", "border", "learned", "both"]
-SOLVERS: tuple[Solver, ...] = ("border", "learned", "both")
 # Weights of the logits of neighbours, and the variance of noise at which that of the borders has halved.
 PREDICTED, MIXED, KNEE = 0.42, 0.42, 1e-3
 # Weight of the borders where nothing else is known.

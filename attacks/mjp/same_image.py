@@ -106,7 +106,8 @@ class Target:
 
     def _unshifted(self, mirrored: bool) -> View:
         """The view without shift or change of colours."""
-        return View.of(self.tokenizer, all_shifts(self.tokenizer.grid, mirrored, 0)[0], mirrored=mirrored)
+        source = all_shifts(self.tokenizer.grid, mirrored, 0)[0].to(self.update.rows.device)
+        return View.of(self.tokenizer, source, mirrored=mirrored)
 
     def _in_same_space(self, update: MaskedUpdate, mirrored: bool) -> View | None:
         """The view of an update with the same row space: unshifted in the same colours, unless another fits better.

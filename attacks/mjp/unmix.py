@@ -293,7 +293,7 @@ def finished(
     if found < len(missing) / 2:
         obstacle = (
             f"{words}, and for only {found} of {len(missing)} patches a token was found that the spans of the first "
-            "MLP's gradients admit: use mjp_subspace or mjp_rounds, or more rounds and starts"
+            "MLP's gradients admit: a search of more rounds and starts may find more"
         )
     answer = render(observation, tokenizer, patches, sure, obstacle, details | {"found": found})
     return replace(answer, flags=(*answer.flags, ORDER_GUESSED)) if int(known.unseen.sum()) > 1 else answer

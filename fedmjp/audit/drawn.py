@@ -21,14 +21,18 @@ def drawn_by(task: ClientTask, raw: Observation, observation: Observation, batch
         observation: the same, repaired (`attacks.fingerprints.repair`); the noise is in its units.
         batch: of the first local step, before the defence.
     """
-    seen = task.seen(batch, observation.client, observation.round, 0)
+    defense = task.defense
     generator = task.message_generator(observation.client, observation.round)
-    noise = task.defense.known_noise(raw.gradients, generator)
-    if observation.kind == "weights":  # the message held weights, the observation is their change by the rate
-        noise = {name: tensor / observation.learning_rate for name, tensor in noise.items()}
-    noise = {name: tensor * _scale(raw, observation, name) for name, tensor in noise.items()}
-    order = None if seen.rearrange is None else order_of(seen, task.model)
-    return Drawn(noise, order)
+    # Where the message held weights, the observation is their change by the rate.
+    rate = observation.learning_rate if observation.kind == "weights" else 1.0
+    sent = {name: rate * gradient for name, gradient in raw.gradients.items() if not defense.freezes(name)}
+    noise = defense.known_noise(sent, generator)
+    noise = {name: tensor / rate * _scale(raw, observation, name) for name, tensor in noise.items()}
+    order = None
+    if defense.moves_patches:
+        seen = task.seen(batch, observation.client, observation.round, 0)
+        order = None if seen.rearrange is None else order_of(seen, task.model)
+    return Drawn(noise, order, more=defense.random and not noise and order is None)
 
 
 def _scale(raw: Observation, observation: Observation, name: str) -> float:

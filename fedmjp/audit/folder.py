@@ -110,7 +110,6 @@ class AuditFolder:
         not_run: Mapping[str, str],
         device: str,
         notes: Sequence[str],
-        finished: bool = True,
     ) -> Path:
         """Write run.json and the page; may be called again after more rows.
 
@@ -119,9 +118,8 @@ class AuditFolder:
             options: what the audit was called with.
             ran: names of the attacks that ran.
             not_run: every other registered attack -> why it did not.
-        device: where it was computed, in words.
+            device: where it was computed, in words.
             notes: remarks for the reader, on the page.
-            finished: whether no more rows will come.
 
         Returns:
             Path of report.html.
@@ -141,7 +139,7 @@ class AuditFolder:
             "ran": {DEFENSE: list(ran)},
             "not_run": {DEFENSE: dict(not_run)},
             "notes": list(notes),
-            "finished": finished,
+            "finished": True,
         }
         write_record(self.out / "run.json", description)
         return render(self.out, list(panels))

@@ -96,13 +96,15 @@ def check_labels(labels: Any, count: int) -> Tensor:
     """Labels (B,) int64.
 
     Raises:
-        UsageError: another shape or type.
+        UsageError: another shape or type, or negative.
     """
     labels = torch.as_tensor(labels)
     if labels.shape != (count,) or labels.is_floating_point() or labels.is_complex():
         raise UsageError(
             f"labels must be {count} whole numbers, one an image, not {labels.dtype} {tuple(labels.shape)}"
         )
+    if (labels < 0).any():
+        raise UsageError(f"labels must not be negative, and the least is {int(labels.min())}")
     return labels.long()
 
 

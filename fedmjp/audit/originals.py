@@ -46,6 +46,9 @@ class Originals:
 
     def batch(self, view: SeenUpdate) -> tuple[Batch, Tensor]:
         """The first local step's batch of all members together, and their images as the models saw them."""
+        # A mask may follow from the weights that the clients were sent; an active server may send more layers.
+        known = self.task.parameters | self.task.buffers
+        self.task.load({name: tensor for name, tensor in view.sent.items() if name in known})
         # Local steps after the first see other images; an attack on a summed update is scored on the first step's.
         own = [self.task.batch(member, view.round, 0) for member in view.members]
         pairs = zip(own, view.members, strict=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Capability, Observation, ThreatModel, Tokenizer, UsageError, check_tokenizer, find_tokenizer
@@ -132,16 +133,22 @@ def _observe(
     """The checked update as a server sees it, the images beside it, and what was found; see `audit_gradient`."""
     images = check_images(images)
     shape = tuple(images.shape[1:])
-    mean, std = check_normalisation(mean or [0.0] * shape[0], std or [1.0] * shape[0], shape[0])
+    mean, std = ([usual] * shape[0] if given is None else given for given, usual in ((mean, 0.0), (std, 1.0)))
+    mean, std = check_normalisation(mean, std, shape[0])
     labels = None if labels is None else check_labels(labels, len(images))
     model, findings = unwrap(model)
     readable_tokenizer(model, shape)  # refuses models that cannot be audited before anything is computed
     gradients, renamed = check_gradients(model, gradients)
-    images = images.to(next(iter(gradients.values())))
+    like = next(iter(gradients.values()))
+    images = images.to(like.device, torch.promote_types(images.dtype, like.dtype))  # half precision rounds no original
     given = Observation(gradients, model, len(images), shape, mean, std, round=1, labels=labels)
     observation, recognised = repair(given)
     findings += [*renamed, *recognised, *repeated_images(images)]
-    findings += check_reproduced(observation, images, recognised)
+    try:
+        findings += check_reproduced(observation, images, recognised)
+    except IndexError as error:  # of the loss
+        given = "none" if labels is None else str(sorted(set(labels.tolist())))
+        raise UsageError(f"the model's classes do not hold the labels {given}: {error}") from error
     return observation, images, findings
 
 

@@ -13,9 +13,10 @@ the adversary is left with that guess, so its gain there is 0.
    that includes 0 but also reaches more than `NEGLIGIBLE_SHARE` is *partly* too. An answer that is farther from the
    original than a guess has flat patches that agree by chance (2 of 64 when a mirrored image is compared with the
    original); its patches count only if their share, or its interval, exceeds `NEGLIGIBLE_SHARE`. Where an answer says
-   that the order of its patches was a guess, they count in any place (`fedmjp.audit.patches`). An answer that is
-   certified although it is far from the original is *partly* too: its patches are in other places, or the client fed
-   another view.
+   that the order of its patches was a guess, they count in any place (`fedmjp.audit.patches`). An image that an attack
+   brought `CLEAR_GAIN` dB nearer than any guess, and `CLEAR_SHARE` more of its patches above that PSNR, makes the
+   answer *partly* whatever the mean over all images says. An answer that is certified although it is far from the
+   original is *partly* too: its patches are in other places, or the client fed another view.
 3. *no leak shown*: attacks whose assumptions held were run and none of this was found. That is a statement on those
    attacks under those grants, not on the defence; attacks that did not run are listed with their reasons.
 4. *not tested*: no attack's assumptions held on any update.
@@ -39,7 +40,7 @@ import numpy as np
 import pandas as pd
 
 from attacks.certificate import TOLERANCE
-from fedmjp.audit.patches import IN_PLACE, most_patches, order_guessed, patch_gains
+from fedmjp.audit.patches import CLEAR_GAIN, IN_PLACE, most_patches, order_guessed, partly_shown, patch_gains
 from fedmjp.audit.strongest import IMAGE, ByImage, above_guesses, strongest
 from fedmjp.defenses import Defense
 from fedmjp.defenses.chain import chain_name, defense_of_row
@@ -48,7 +49,6 @@ from fedmjp.records.reasons import grouped, in_one_sentence, pattern
 from fedmjp.records.rows import ANY_PLACE, BASELINES, distinct
 
 RECOGNISABLE = 25.0  # dB
-CLEAR_GAIN = 3.0  # dB over the best guess that on a single image no attack reaches by luck
 NONE = Interval(float("nan"), float("nan"), float("nan"), 0)
 
 
@@ -73,6 +73,7 @@ class Verdict:
         recovered: images that at least one attack brought above `RECOGNISABLE` dB, nearer than the best guess.
         by_attack: attack -> such images of its own, most first.
         certified: images whose reconstruction reproduces the update.
+        partial: images that the attack brought in part, where these decide; no mean over the images shows them.
         psnr: median of the attack on the reported images, dB.
         gain: dB of the attack over the best guess, on the reported images; NaN where no guess was scored.
         patches: share of patches in [0, 1] that the attack brought above `RECOGNISABLE` dB, on the reported images.
@@ -94,6 +95,7 @@ class Verdict:
     recovered: int = 0
     by_attack: Mapping[str, int] = field(default_factory=dict)
     certified: int = 0
+    partial: int = 0
     psnr: float = float("nan")
     gain: Interval = NONE
     patches: Interval = NONE
@@ -149,6 +151,9 @@ class Verdict:
 
     def _partly(self, bar: str) -> str:
         """What is known of images of which none is above the bar, by what decides."""
+        if self.partial:
+            number = f"a part of {self.partial} of {_images(self.images)}"
+            return f"no whole image above {bar}, but {number}, clearly nearer than guesses ({self._figures()})"
         nearer = self.gain.mean > 0 and self.patches.mean > 0
         if self.certified and not nearer:
             number = f"{self.certified} of {_images(self.images)}"
@@ -293,7 +298,12 @@ def _decided(
     if gain.low > 0 if gain.count > 1 else gain.mean > CLEAR_GAIN:
         return Answer.PARTLY, figures
     other = above_guesses(gains) if gain.count else ""
-    return (Answer.PARTLY, figures_of(other)) if other else (otherwise, figures)
+    if other:
+        return Answer.PARTLY, figures_of(other)
+    parts = partly_shown(in_patches, gains).sum()
+    if gain.count and parts.max() > 0:
+        return Answer.PARTLY, figures_of(parts.idxmax()) | {"partial": int(parts.max())}
+    return otherwise, figures
 
 
 def _defense_of(rows: pd.DataFrame) -> dict[str, Any]:

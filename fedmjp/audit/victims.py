@@ -386,10 +386,14 @@ class Victims:
         right, count = 0, 0
         for batch in self.batches(batch_size):
             clients, originals = self.decode(batch, subject.dtype)
+            if not clients:
+                continue
             seen = self.seen(subject.built, setting, clients, originals)
             logits = module(subject.built.normalise(seen.images), **seen.forward_kwargs())
             right += int((logits.argmax(dim=1) == self.labels(subject.built, clients)).sum())
             count += len(originals)
+        if not count:
+            raise UsageError("no image could be read: there is nothing to count the accuracy of")
         return right / count
 
     def _generator(self, client: int, update: int, purpose: int = 4) -> torch.Generator:

@@ -371,12 +371,12 @@ def _assumed(
         found.append("batch_size was not given: batches of one image are assumed")
     if local_steps is None:
         found.append("local_steps was not given: one local step is assumed")
+    if sends == "gradient":
+        return found
     if _is_undone(sends, optimiser, learning_rate, local_steps):
         found.append(f"the clients' {optimiser} is taken to start anew in every round: its first step is undone")
     elif optimiser is not None and optimiser.lower() != SGD:
         found.append(f"the clients' optimiser {optimiser} cannot be undone: its steps are taken for those of SGD")
-    if sends == "gradient":
-        return found
     if optimiser is None:
         found.append("optimiser was not given: plain SGD is assumed")
     if learning_rate is None:

@@ -164,7 +164,12 @@ class Defense:
     @property
     def acts_on_update(self) -> bool:
         """Whether the update is another one than that of an undefended client with the same model and input."""
-        hooks = ("freezes", "gradients", "on_update", "send")
+        return type(self).freezes is not Defense.freezes or self.changes_values
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether what is sent of the trained parameters is another gradient than that of the mean loss."""
+        hooks = ("gradients", "on_update", "send")
         return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in hooks)
 
     @property

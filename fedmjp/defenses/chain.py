@@ -170,13 +170,14 @@ class Chain(Defense):
         return update, remembered
 
     def known_noise(self, sent: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """The noise of the last part that acts on the update; empty where another acts on it before that one."""
-        acting = [part for _, part in self.parts if part.acts_on_update]
+        """The noise of the one part that changes what is sent; empty where several do."""
+        acting = [part for _, part in self.parts if part.changes_values]
         return acting[0].known_noise(sent, generator) if len(acting) == 1 else {}
 
     def bits(self, sent: Mapping[str, Tensor]) -> int:
-        """The shortest message that a part knows for the update."""
-        return min(part.bits(sent) for _, part in self.parts)
+        """The shortest message that a part knows for the parameters that none freezes."""
+        own = {name: tensor for name, tensor in sent.items() if not self.freezes(name)}
+        return min(part.bits(own) for _, part in self.parts)
 
 
 def split_chain(entry: str) -> list[tuple[str, dict[str, str]]]:

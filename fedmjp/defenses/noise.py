@@ -63,13 +63,26 @@ class ClippedNoise(Defense):
         return {n: t * scale + sigma * noise[n].to(t.device) for n, t in update.items()}
 
     def known_noise(self, sent: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """The same noise; of --noise-unit entry with the deviation that fits the message best (least squares)."""
+        """The same noise; of --noise-unit entry with the deviation that makes the rest of the message as it says."""
         noise = {n: z.to(sent[n].device) for n, z in _standard_normal(sent, generator).items()}
         sigma = self.noise_multiplier * self.clip_norm
         if self.noise_unit == "entry":
-            common = sum(float((z.double() * sent[n].double()).sum()) for n, z in noise.items())
-            sigma = common / max(sum(float(z.double().square().sum()) for z in noise.values()), 1e-30)
+            sigma = self._deviation(sent, noise)
         return {n: sigma * z for n, z in noise.items()}
+
+    def _deviation(self, sent: Mapping[str, Tensor], noise: Mapping[str, Tensor]) -> float:
+        """sigma of --noise-unit entry: m |sent - sigma z| / n^1/2 = sigma for n entries, a quadratic equation."""
+        if not self.noise_multiplier:
+            return 0.0
+        pairs = [(z.double(), sent[name].double()) for name, z in noise.items()]
+        own, shared, whole = (
+            sum(float(part) for part in parts)
+            for parts in zip(*((z.square().sum(), (z * s).sum(), s.square().sum()) for z, s in pairs), strict=True)
+        )
+        entries = sum(z.numel() for z, _ in pairs)
+        excess = entries / self.noise_multiplier**2 - own
+        root = max(shared**2 + excess * whole, 0.0) ** 0.5
+        return whole / max(shared + root, 1e-30)
 
 
 def _standard_normal(like: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:

@@ -49,17 +49,14 @@ class Schedule:
     uses: int
 
     @classmethod
-    def of_epochs(cls, images: int, batch_size: int, steps: int, copies: int = 1) -> Schedule:
+    def of_epochs(cls, images: int, batch_size: int, steps: int) -> Schedule:
         """Of a walk through `images` images in epochs, each in an order of its own.
 
         A batch that ends one epoch and begins the next may hold an image twice; then uses are counted double.
-
-        Args:
-            copies: times that an epoch shows each image, in the same batch (repeated augmentation).
         """
-        epochs = math.ceil(steps * batch_size / (images * copies))
-        across = 1 if images * copies % batch_size == 0 else 2
-        return cls(images, batch_size, steps, across * epochs * copies**2)
+        epochs = math.ceil(steps * batch_size / images)
+        across = 1 if images % batch_size == 0 else 2
+        return cls(images, batch_size, steps, across * epochs)
 
     @property
     def rate(self) -> float:

@@ -150,6 +150,11 @@ class RunFolder:
             self.description["not_attacked"].append(line)
             self._write_description()
 
+    def forget_not_attacked(self, defense: str, finished: int) -> None:
+        """Leave out what was given up in rounds after the last finished one, which are run again."""
+        lines = self.description["not_attacked"]
+        self.description["not_attacked"] = [x for x in lines if x["defense"] != defense or x["round"] <= finished]
+
     def check_images(self, task: ClientTask) -> None:
         """Refuse to go on with other pictures than those that were attacked (images.sha256)."""
         train, digests = task.data.train, ImageDigests(self.out, task.data.name)

@@ -94,8 +94,13 @@ class Appender:
         Raises:
             OSError: there is no room for it; the file is as it was.
         """
+        size = os.fstat(self._lines).st_size
         _write(self._lines, line + b"\n")
-        _write(self._sums, checksum(line))
+        try:
+            _write(self._sums, checksum(line))
+        except OSError:
+            os.ftruncate(self._lines, size)
+            raise
 
     def sync(self) -> None:
         """Have all that was appended on the disk."""

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fedmjp.audit.strongest import gains_over_guesses
-from fedmjp.defenses.chain import known_defense
+from fedmjp.defenses.chain import defense_of_row
 from fedmjp.records.rows import BASELINES, CASE, distinct
 
 MEANING = {
@@ -77,8 +77,11 @@ def _codes(column: pd.Series) -> np.ndarray:
 
 def _seen_once(rows: pd.DataFrame) -> np.ndarray:
     """Whether each row is of a defence that draws at random, and of an image that was seen under one draw only."""
-    random = [name for name in rows["defense"].unique() if (found := known_defense(name)) is not None and found.random]
-    chosen = (rows["defense"].isin(random) & ~rows["attack"].isin(BASELINES)).to_numpy()
+    defenses = _alike(rows, ["defense", "defense_parameters"])
+    numbers, firsts = np.unique(defenses, return_index=True)
+    pairs = zip(rows["defense"].iloc[firsts], rows["defense_parameters"].iloc[firsts], strict=True)
+    random = [(found := defense_of_row(*pair)) is not None and found.random for pair in pairs]
+    chosen = np.isin(defenses, numbers[random]) & ~rows["attack"].isin(BASELINES).to_numpy()
     if not chosen.any():
         return chosen
     own = rows[["seed", "round", "image_id"]][chosen]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import ClassVar
 
 import pytest
+import timm
 import torch
 
 from attacks import ATTACKS, Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError, find_tokenizer
@@ -312,3 +313,47 @@ def test_registry_refuses_two_of_a_name_and_takes_a_class_defined_again() -> Non
     assert table.names() == ["april", "mine"]
     assert table.name_of(ATTACKS.get("april")) == "april"
     assert table.name_of(Batched) is None
+
+
+@pytest.mark.parametrize("name", ["noisy_rounds", "sparse_rounds", "batch_rounds", "mjp_rounds"])
+def test_an_earlier_update_that_is_not_finite_is_left_out(name: str, mini) -> None:
+    image = photographs(64, 1)
+    good = [observe(mini, image, round=number) for number in (1, 3)]
+    spoilt = {n: torch.full_like(g, torch.nan) if n == "pos_embed" else g for n, g in good[0].gradients.items()}
+    between = replace(good[0], gradients=spoilt, round=2)
+    found, expected = (ATTACKS.get(name)()(views) for views in ([good[0], between, good[1]], good))
+    assert found.diagnosis == expected.diagnosis
+    assert torch.equal(found.images, expected.images)
+
+
+def test_april_vouches_for_no_patch_that_the_noise_spoils() -> None:
+    """Float32 gradients of a model whose projection makes much of their noise, and the same in float64."""
+    model, image = build_model("vit_mini_64", num_classes=8, weights="random", block="april"), photographs(64, 1)
+    found = ATTACKS.get("april")()([observe(model, image)])
+    right = psnr_of_patches(found.images, image, model.patch_size) > 25
+    assert not found.known[..., :: model.patch_size, :: model.patch_size].flatten()[~right].any()
+    model.module.double()
+    exact = ATTACKS.get("april")()([observe(model, image.double())])
+    assert bool(exact.known.all())
+
+
+@pytest.mark.parametrize("width", [40, 48])
+def test_what_the_prior_settles_alone_is_not_vouched_for(width: int) -> None:
+    """64 patches in fewer channels: a quarter of their combinations and more are in no equation."""
+    torch.manual_seed(0)
+    module = timm.models.VisionTransformer(
+        img_size=32, patch_size=4, embed_dim=width, depth=1, num_heads=4, num_classes=8
+    )
+    images = photographs(32, 1)
+    loss = torch.nn.functional.cross_entropy(module(images), torch.tensor([1]))
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    found = ATTACKS.get("patch_embedding")()([Observation(gradients, module, 1, (3, 32, 32), (0.0,) * 3, (1.0,) * 3)])
+    assert found.diagnosis == ""
+    assert not found.known.any()
+
+
+def psnr_of_patches(images: torch.Tensor, originals: torch.Tensor, size: int) -> torch.Tensor:
+    """(N,) dB of each patch of one image."""
+    errors = torch.nn.functional.avg_pool2d((images - originals).square().mean(dim=1, keepdim=True), size)
+    return -10 * errors.flatten().log10()

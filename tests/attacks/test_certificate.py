@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -124,3 +125,21 @@ def test_a_batch_is_reproduced_up_to_a_factor(mini) -> None:
     assert reproduce(scaled, images.flip(0))[0] > 0.1
     assert math.isnan(reproduce(dataclasses.replace(scaled, labels=None), images)[0])  # too many orders to try
     assert reproduce(observe(mini, images[:1]), images[:1])[0] < 1e-4  # the label is inferred
+
+
+@pytest.mark.parametrize("frozen", ["pos_embed", "blocks."])
+def test_local_steps_leave_frozen_parameters_as_they_are(mini, frozen: str) -> None:
+    """Four steps of a client that does not send what it does not train."""
+    images, labels, rate = photographs(64, 1), torch.tensor([0]), 0.05
+    client, total = copy.deepcopy(mini.module), {}
+    for _ in range(4):
+        gradients = observe(dataclasses.replace(mini, module=client), images).gradients
+        gradients = {n: g for n, g in gradients.items() if not n.startswith(frozen)}
+        total = {n: total.get(n, 0) + g for n, g in gradients.items()}
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                client.get_parameter(name).sub_(rate * gradient)
+    view = observe(mini, images, local_steps=4, kind="weights", learning_rate=rate, labels=labels)
+    view = dataclasses.replace(view, gradients=total)
+    assert certify(view, Reconstruction(images))[0]
+    assert not certify(view, Reconstruction(images.flip(3)))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,12 +78,26 @@ def test_wrong_images(step, change, words: str) -> None:
         ({"std": (0.5, float("nan"), 0.5)}, "std must be 3 finite numbers"),
         ({"labels": torch.tensor([1, 2])}, "labels must be 1 whole numbers"),
         ({"labels": torch.tensor([0.5])}, "labels must be 1 whole numbers"),
+        ({"labels": torch.tensor([-1])}, "labels must not be negative, and the least is -1"),
+        ({"labels": torch.tensor([77])}, r"classes do not hold the labels \[77\]"),
+        ({"mean": torch.tensor([0.5, 0.5])}, "mean must be 3 finite numbers"),
         ({"model": "vit_b_16"}, "model must be a torch.nn.Module"),
     ],
 )
 def test_wrong_arguments(step, change, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         audited(step, **change)
+
+
+def test_a_normalisation_may_be_an_array(step) -> None:
+    found = audited(step, mean=np.array([0.5] * 3), std=torch.tensor([0.5] * 3))
+    assert found.verdict.answer is audited(step, mean=(0.5,) * 3, std=(0.5,) * 3).verdict.answer
+
+
+def test_half_precision_rounds_no_original(step) -> None:
+    found = audited(step, gradients={name: g.bfloat16() for name, g in step[2].items()})
+    assert torch.equal(found.originals, step[1].to(found.originals.dtype))
+    assert found.originals.dtype == torch.float32
 
 
 def replaced(name: str, value):

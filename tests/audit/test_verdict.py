@@ -288,6 +288,21 @@ def test_a_clear_gain_on_a_single_image_is_a_finding(psnr: float, answer: Answer
     assert judge(frame({"mean_image": [12.0], "best": [psnr]})).answer is answer
 
 
+@pytest.mark.parametrize(
+    ("others", "psnr", "share", "answer"),
+    [(0, 24.9, 0.4, Answer.PARTLY), (99, 24.9, 0.4, Answer.PARTLY), (99, 14.0, 0.4, Answer.NOT_SHOWN)]
+    + [(99, 24.9, 0.15, Answer.NOT_SHOWN)],
+)
+def test_one_image_in_part_is_a_finding_among_many(others: int, psnr: float, share: float, answer: Answer) -> None:
+    """Alone or among 99 images of which nothing came back; unless it is hardly nearer, or few of its patches are."""
+    rows = frame({"best": [psnr] + [11.0] * others, "mean_image": [12.0] * (others + 1)})
+    rows.loc[(rows["attack"] == "best") & (rows["client"] == 0), "patch_recovery"] = share
+    found = judge(rows)
+    assert found.answer is answer
+    if others and answer is Answer.PARTLY:
+        assert found.headline().startswith("partly: no whole image above 25 dB, but a part of 1 of 100 images, clearly")
+
+
 def test_how_often_the_assumptions_of_an_attack_held_is_said() -> None:
     rows = frame({"mean_image": [12.0] * 4, "weak": [11.0] * 4, "strong": [11.0] * 4})
     rows.loc[(rows["attack"] == "strong") & (rows["client"] > 0), "diagnosis"] = "the update is of 8 images"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from torch import Tensor
 
@@ -36,18 +37,24 @@ class Update:
 
 
 def task_under(
-    defense: str, model: str = "vit_mini_64", batch_size: int = 1, weights: str = "auto", **local
+    defense: str,
+    model: str = "vit_mini_64",
+    batch_size: int = 1,
+    weights: str = "auto",
+    update: Literal["gradient", "weights"] = "gradient",
+    **local,
 ) -> ClientTask:
     """The task of a federation of two clients on photographs.
 
     Args:
         defense: entry of --defense.
         weights: as for --weights; by default the shipped ones where there are any.
+        update: what clients send.
         local: fields of `LocalConfig`.
     """
     config = RunConfig(
         defense=(defense,),
-        federation=FederationConfig(clients=2, rounds=1, batch_size=batch_size),
+        federation=FederationConfig(clients=2, rounds=1, batch_size=batch_size, update=update),
         local=LocalConfig(**local),
         model=ModelConfig(model, weights),
         data=DataConfig(train_limit=8, test_limit=2),

@@ -142,3 +142,9 @@ def test_a_verdict_names_the_attacks_that_know_the_chain() -> None:
     assert "token_span" not in _defense_of(chained)["knowing"]
     assert _defense_of(pd.DataFrame({"defense": ["none"]})) == {}
     assert _defense_of(pd.DataFrame({"defense": ["not_installed"]})) == {}
+
+
+def test_what_one_part_freezes_is_in_no_message_of_another() -> None:
+    sent = {"head.weight": torch.randn(5, 8), "blocks.0.attn.qkv.weight": torch.zeros(96, 32)}
+    alone = read_defense("quantise").bits({"head.weight": sent["head.weight"]})
+    assert read_defense("withheld:train_only=head+quantise").bits(sent) == alone

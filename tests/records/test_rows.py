@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import numpy as np
 import pytest
 
 from attacks.registry import UsageError
+from fedmjp.records import sums
 from fedmjp.records.rows import CASE, ROW_KEYS, RowLog, Schema, join_rows, load_rows, pack_rows, unpack_rows
 from tests.records.sample_rows import make_row
 
@@ -46,6 +48,26 @@ def test_rows_with_missing_or_unknown_keys_are_refused_and_not_written(tmp_path)
         with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
             log.append(make_row() | {"colour": 1})
     assert path.read_bytes() == b""
+
+
+def test_a_disk_that_fills_between_a_row_and_its_checksum_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path, write, written = tmp_path / "rows.jsonl", sums._write, []
+
+    def full(descriptor: int, content: bytes) -> None:
+        """No room for the second of a row's two writes."""
+        written.append(content)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "no space")
+        write(descriptor, content)
+
+    with RowLog(path) as log:
+        assert log.append(make_row(client=0))
+        monkeypatch.setattr(sums, "_write", full)
+        with pytest.raises(OSError, match="no space"):
+            log.append(make_row(client=1))
+        assert log.append(make_row(client=2))
+    with RowLog(path) as log:
+        assert [row["client"] for row in log.rows()] == [0, 2]
 
 
 @pytest.mark.parametrize("cut", [1, 40, -3])

@@ -23,6 +23,17 @@ def test_a_randomised_defence_is_to_be_seen_more_than_once() -> None:
     assert flags(frame(once, once | {"round": 2})) == [[], []]
 
 
+def test_options_decide_whether_a_defence_draws() -> None:
+    """Wherever they were given: in the defence's label or beside it."""
+    usual, random = ({"topk_share": 0.1, "topk_choice": choice} for choice in ("largest", "random"))
+    rows = frame(
+        make_row(defense="topk", defense_parameters=usual, image_id="a"),
+        make_row(defense="topk", defense_parameters=random, image_id="b"),
+        make_row(defense="topk:topk_choice=random", defense_parameters=random, image_id="c"),
+    )
+    assert flags(rows) == [[], ["randomised_defence_once"], ["randomised_defence_once"]]
+
+
 def test_an_attack_below_a_guess_is_told() -> None:
     guess = make_row(attack="mean_image", attack_parameters={}, model="(no gradient)", defense="none", psnr=12.0)
     attack = {"attack": "gradvit", "defense": "none"}

@@ -11,7 +11,6 @@ from attacks import ATTACKS, Capability, ThreatModel, UsageError
 from attacks.closed_form.known_draws import KnownDraws, without_noise
 from attacks.observation import Drawn
 from fedmjp.audit.drawn import drawn_by
-from fedmjp.client import ClientTask
 from fedmjp.metrics import psnr
 from tests.defenses.clients import Update, update_under
 
@@ -24,21 +23,29 @@ def known(update: Update):
     return dataclasses.replace(update.view, drawn=drawn)
 
 
-def exact_update(update: Update, defense: str) -> dict[str, torch.Tensor]:
-    """What the same client sends under another defence, by name."""
-    task = ClientTask(update.task.config, defense)
-    task.load({n: t.clone() for n, t in (update.task.parameters | update.task.buffers).items()})
-    return task.update(0, 1, {n: t.detach().clone() for n, t in (task.parameters | task.buffers).items()}).tensors
-
-
-@pytest.mark.parametrize(("options", "error"), [(CLIPPED, 1e-6), ("noise_unit=entry,noise_multiplier=0.5", 2e-2)])
-def test_noise_is_subtracted(options: str, error: float) -> None:
-    """Exactly where its deviation is ordered; by least squares where it depends on the update."""
-    update = update_under(f"noise:{options}", "vit_mini_32")
-    honest = exact_update(update, "noise:noise_multiplier=0")  # clipped alike
+@pytest.mark.parametrize("kind", ["gradient", "weights"])
+@pytest.mark.parametrize("options", [CLIPPED, "noise_unit=entry,noise_multiplier=0.5"])
+def test_noise_is_subtracted(options: str, kind: str) -> None:
+    """Where its deviation is ordered, and where it depends on the update."""
+    update = update_under(f"noise:{options}", "vit_mini_32", update=kind)
+    honest = update_under("noise:noise_multiplier=0", "vit_mini_32", update=kind).view.gradients  # clipped alike
     left, before = without_noise(known(update)).gradients, update.view.gradients
     whole, rest, noise = (torch.cat([tensors[n].flatten() for n in before]) for tensors in (honest, left, before))
-    assert (rest - whole).norm() < error * (noise - whole).norm()
+    assert (rest - whole).norm() < 1e-3 * (noise - whole).norm()
+
+
+@pytest.mark.parametrize("defense", [f"noise:{CLIPPED}+withheld:withhold=head", "ats:ats_policy=3-1-7"])
+def test_a_part_that_freezes_hides_no_noise_and_pixels_that_move_have_no_order(defense: str) -> None:
+    drawn = known(update_under(defense, "vit_mini_32")).drawn
+    assert bool(drawn.noise) == defense.startswith("noise")
+    assert not any(name.startswith("head") for name in drawn.noise)
+    assert drawn.order is None
+
+
+@pytest.mark.parametrize("defense", ["dp_sgd", "noise+quantise", "topk:topk_choice=random"])
+def test_what_cannot_be_drawn_again_is_not_called_nothing(defense: str) -> None:
+    view = known(update_under(defense, "vit_mini_32"))
+    assert "neither noise nor an order that can be undone" in KnownDraws().obstacle([view])
 
 
 def test_an_image_behind_noise_is_recovered_with_the_seed_alone() -> None:

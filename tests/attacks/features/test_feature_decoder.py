@@ -205,3 +205,13 @@ def test_has_nothing_to_add_to_whole_updates(model: BuiltModel) -> None:
     assert classifier_gradient(head_of(view)).shape == (CLASSES, 65)
     without = dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n != "head.bias"})
     assert "no gradient of a classifier" in attack.obstacle([without])
+
+
+def test_a_model_without_tokens_is_no_obstacle() -> None:
+    """A suite asks every attack, of convolutional models too."""
+    cnn, images = build_model("resnet_micro_32", num_classes=8, weights="random"), photographs(32, 1)
+    cnn.module.eval()
+    view = observe(cnn, images)
+    attack = ATTACKS.get("feature_decoder")(images=16)
+    assert attack.obstacle([view]) == ""
+    assert attack.estimated_seconds([view]) > 0
