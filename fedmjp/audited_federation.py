@@ -103,7 +103,7 @@ def run_on_grid(
         with folder.open_rows() as rows, closing(open_tracker(config.log, config.out)) as tracker:
             for defense in config.defense:
                 task = shared_task(config.order(), defense, config.client_entropy())
-                folder.note_task(task)
+                folder.note_task(task, simulated=simulated)
                 if simulated:
                     folder.check_images(task)
                 FederationAudit(task, defense, folder, rows, progress, tracker, lpips, simulated).run(grid)

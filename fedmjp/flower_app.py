@@ -100,7 +100,7 @@ def _run(grid: Any, run_config: Mapping[str, Any]) -> None:
     from fedmjp.audited_federation import run_on_grid
     from fedmjp.before_start import check_before_start
     from fedmjp.progress import RunProgress
-    from fedmjp.records.run_folder import RunFolder
+    from fedmjp.records.run_folder import IF_DEALT_OUT, RunFolder
     from fedmjp.simulate import report
 
     config = configuration(run_config, len(list(grid.get_node_ids())))
@@ -111,7 +111,7 @@ def _run(grid: Any, run_config: Mapping[str, Any]) -> None:
             )
     console = terminal()
     for guarantee in check_before_start(config):
-        console.print(guarantee, highlight=False, soft_wrap=True)
+        console.print(f"{guarantee} {IF_DEALT_OUT}", highlight=False, soft_wrap=True)
     folder = RunFolder(config)
     run_on_grid(grid, config, folder, RunProgress(console), simulated=False)
     folder.finish()

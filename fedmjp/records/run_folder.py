@@ -36,6 +36,8 @@ from fedmjp.records.server_state import ServerState
 
 # What begins the names of tensors in a saved state, but for the model's own.
 PARTS = {"kept": "kept:", "optimizer": "optimizer:"}
+# Beside a guarantee where clients have data of their own.
+IF_DEALT_OUT = "It holds for nodes that train on the images that the server deals out, and on no fewer."
 ROUND_COLUMNS = ("defense", "round", "loss", "accuracy", "seconds")
 
 
@@ -96,8 +98,12 @@ class RunFolder:
             self.description[entry] = before.get(entry, {})
         self.description["not_attacked"] = before.get("not_attacked", [])
 
-    def note_task(self, task: ClientTask) -> None:
-        """Record what a federation runs on, in run.json."""
+    def note_task(self, task: ClientTask, *, simulated: bool = True) -> None:
+        """Record what a federation runs on, in run.json.
+
+        Args:
+            simulated: the clients hold the images that `task` deals out.
+        """
         self.description["weights"][task.model.name] = task.model.provenance
         data = task.data
         self.description["data"] = {
@@ -113,7 +119,7 @@ class RunFolder:
             self._note(
                 f"The clients train the objective {self.config.objective}; accuracy counts {counted}, not classes."
             )
-        self._note(task.guarantee)
+        self._note(task.guarantee if simulated or not task.guarantee else f"{task.guarantee} {IF_DEALT_OUT}")
         self._write_description()
 
     def _note(self, sentence: str) -> None:

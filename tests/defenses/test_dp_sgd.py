@@ -21,7 +21,7 @@ from fedmjp.defenses.step import LocalStep
 from fedmjp.federation_options import FederationConfig, LocalConfig
 from fedmjp.metrics import psnr
 from fedmjp.objectives import OBJECTIVES
-from fedmjp.records.run_folder import RunFolder
+from fedmjp.records.run_folder import IF_DEALT_OUT, RunFolder
 from fedmjp.training import TrainConfig
 
 
@@ -201,6 +201,8 @@ def test_a_run_records_what_it_guarantees(tmp_path) -> None:
     for defense in config.defense:
         folder.note_task(shared_task(config.order(), defense, config.client_entropy()))
     assert json.loads((config.out / "run.json").read_text())["notes"] == [sentence]
+    folder.note_task(shared_task(config.order(), config.defense[1], config.client_entropy()), simulated=False)
+    assert json.loads((config.out / "run.json").read_text())["notes"][1] == f"{sentence} {IF_DEALT_OUT}"
     task = shared_task(config.order(), config.defense[1], config.client_entropy())
     assert task.defense.parameters()["dp_noise_multiplier"] > 0.5
 
