@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attacks import UsageError
+from attacks import ATTACKS, UsageError
 from fedmjp.audit import audit_gradient
 from fedmjp.audit.answer import Audit
 from fedmjp.audit.guesses import embedded_guesses
@@ -98,6 +98,13 @@ def test_half_precision_rounds_no_original(step) -> None:
     found = audited(step, gradients={name: g.bfloat16() for name, g in step[2].items()})
     assert torch.equal(found.originals, step[1].to(found.originals.dtype))
     assert found.originals.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_gradients_of_another_type_are_matched(step, dtype: torch.dtype) -> None:
+    gradients = {name: g.to(dtype) for name, g in step[2].items()}
+    found = audited(step, gradients=gradients, attacks=(ATTACKS.get("inverting_gradients")(steps=1),))
+    assert found.diagnoses == {}
 
 
 def replaced(name: str, value):
