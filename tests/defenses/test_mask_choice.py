@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from attacks import ATTACKS, UsageError
+from fedmjp.audit.aggregate import SeenUpdate
+from fedmjp.audit.originals import Originals
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from fedmjp.models.attention import every_attention
 from tests.conftest import observe, photographs
+from tests.defenses.clients import task_under, weights_of
 
 PLAIN = {"gamma": 0.3, "dal": "none"}
 
@@ -103,3 +106,14 @@ def test_a_fixed_mask_stops_adding_up_updates(model, choice: str) -> None:
         assert last < first + 1
     else:
         assert last > first + 15
+
+
+def test_the_auditor_draws_a_mask_with_the_weights_that_the_client_was_sent() -> None:
+    task = task_under("mjp:gamma=0.5,mask_choice=attention", weights="random")
+    sent, originals = weights_of(task), Originals(task, simulated=True)
+    view = SeenUpdate(round=1, client=0, members=(0,), sent=sent, received={})
+    _, seen = originals.batch(view)
+    generator = torch.Generator().manual_seed(1)
+    task.load({name: torch.randn(t.shape, generator=generator) for name, t in sent.items()})
+    assert not torch.equal(task.seen(task.batch(0, 1, 0), 0, 1, 0).images, seen)  # of a client that was sent others
+    assert torch.equal(originals.batch(view)[1], seen)
