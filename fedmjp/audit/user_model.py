@@ -146,9 +146,10 @@ def _observe(
     findings += [*renamed, *recognised, *repeated_images(images)]
     try:
         findings += check_reproduced(observation, images, recognised)
-    except IndexError as error:  # of the loss
-        given = "none" if labels is None else str(sorted(set(labels.tolist())))
-        raise UsageError(f"the model's classes do not hold the labels {given}: {error}") from error
+    except IndexError as error:
+        if labels is None:
+            raise
+        raise UsageError(f"the model's classes do not hold the labels {labels.tolist()}: {error}") from error
     return observation, images, findings
 
 

@@ -167,8 +167,7 @@ class Victims:
             except UsageError as error:
                 self.unreadable.add(client)
                 self.warn(f"left out: {error}")
-        size = self.gallery.images.size
-        images = torch.cat(list(found.values())) if found else torch.empty(0, 3, size, size)
+        images = torch.cat(list(found.values())) if found else torch.empty(0, 3, *[self.gallery.images.size] * 2)
         return list(found), images.to(self.device, dtype)
 
     def seen(
@@ -381,7 +380,7 @@ class Victims:
 
     @torch.no_grad()
     def accuracy(self, subject: Subject, setting: Setting, batch_size: int) -> float:
-        """Share of the images that the model classifies correctly in that setting, in [0, 1]."""
+        """Share of the images that the model classifies correctly in that setting, in [0, 1]; NaN where none opens."""
         module = subject.built.module.to(self.device, subject.dtype).eval()
         right, count = 0, 0
         for batch in self.batches(batch_size):
@@ -392,9 +391,7 @@ class Victims:
             logits = module(subject.built.normalise(seen.images), **seen.forward_kwargs())
             right += int((logits.argmax(dim=1) == self.labels(subject.built, clients)).sum())
             count += len(originals)
-        if not count:
-            raise UsageError("no image could be read: there is nothing to count the accuracy of")
-        return right / count
+        return right / count if count else float("nan")
 
     def _generator(self, client: int, update: int, purpose: int = 4) -> torch.Generator:
         key = zlib.crc32(self.ids(client)[0].encode())

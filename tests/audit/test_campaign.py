@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 import numpy as np
@@ -261,6 +262,10 @@ def test_accuracy_is_the_share_of_correct_predictions(subject) -> None:
         right = subject.built.module(subject.built.normalise(images)).argmax(dim=1)
     victims.gallery.images.labels[:3], victims.gallery.images.labels[3:] = right[:3], (right[3:] + 1) % 8
     assert victims.accuracy(subject, ORIGINAL, 2) == pytest.approx(3 / 5)
+    victims.unreadable |= {0, 1}  # a whole batch of them
+    assert 0 <= victims.accuracy(subject, ORIGINAL, 2) <= 1
+    victims.unreadable |= set(range(len(victims)))
+    assert math.isnan(victims.accuracy(subject, ORIGINAL, 2))
 
 
 def test_clients_with_several_images(tmp_path, subject) -> None:

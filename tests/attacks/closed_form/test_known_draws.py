@@ -15,6 +15,7 @@ from fedmjp.metrics import psnr
 from tests.defenses.clients import Update, update_under
 
 CLIPPED = "clip_norm=1.0,noise_multiplier=0.01"
+OF_AN_ENTRY = ("noise_unit=entry,noise_multiplier=0.5", "noise_unit=entry,noise_multiplier=3")
 
 
 def known(update: Update):
@@ -24,7 +25,7 @@ def known(update: Update):
 
 
 @pytest.mark.parametrize("kind", ["gradient", "weights"])
-@pytest.mark.parametrize("options", [CLIPPED, "noise_unit=entry,noise_multiplier=0.5"])
+@pytest.mark.parametrize("options", [CLIPPED, *OF_AN_ENTRY])
 def test_noise_is_subtracted(options: str, kind: str) -> None:
     """Where its deviation is ordered, and where it depends on the update."""
     update = update_under(f"noise:{options}", "vit_mini_32", update=kind)
