@@ -23,20 +23,24 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rounded_case(step: float) -> tuple[RoundedSystem, torch.Tensor]:
-    """Three patches of four values and a constant pixel in seven channels, both sides rounded to a grid."""
-    x, g = drawn(0, 3, 4), drawn(1, 3, 7)
-    s = g.T @ torch.cat([x, x.new_ones(3, 1)], dim=1)
+BOTH_INVERSES = pytest.mark.parametrize("patches", [3, 6])  # fewer and more than the values of one
+
+
+def rounded_case(step: float, patches: int = 3) -> tuple[RoundedSystem, torch.Tensor]:
+    """Patches of four values and a constant pixel in seven channels, both sides rounded to a grid."""
+    x, g = drawn(0, patches, 4), drawn(1, patches, 7)
+    s = g.T @ torch.cat([x, x.new_ones(patches, 1)], dim=1)
     on_grid = [(t / step).round() * step for t in (g, s)]
     bounds = [torch.full_like(t, step / 2) for t in on_grid]
     return RoundedSystem(on_grid[0], bounds[0], on_grid[1], bounds[1]), x
 
 
-def test_the_misfit_is_that_of_the_dense_covariance_and_its_gradient_that_of_the_factors() -> None:
-    system, x = rounded_case(0.05)
-    near = x + 0.02 * drawn(2, 3, 4)
+@BOTH_INVERSES
+def test_the_misfit_is_that_of_the_dense_covariance_and_its_gradient_that_of_the_factors(patches: int) -> None:
+    system, x = rounded_case(0.05, patches)
+    near = x + 0.02 * drawn(2, patches, 4)
     found, gradient = marginal_misfit(system, near)
-    extended = torch.cat([near, near.new_ones(3, 1)], dim=1)
+    extended = torch.cat([near, near.new_ones(patches, 1)], dim=1)
     variance = 0.05**2 / 12
     covariance = variance * (torch.eye(5) + extended.T @ extended)  # the same for all channels
     rest = system.products - system.factors.T @ extended
@@ -44,37 +48,41 @@ def test_the_misfit_is_that_of_the_dense_covariance_and_its_gradient_that_of_the
 
     def least(values: np.ndarray) -> float:
         """The minimum over the factors, by scipy."""
-        y = np.concatenate([values.reshape(3, 4), np.ones((3, 1))], axis=1)
+        y = np.concatenate([values.reshape(-1, 4), np.ones((patches, 1))], axis=1)
         total = 0.0
         for g, s in zip(system.factors.T.numpy(), system.products.numpy(), strict=True):
-            stacked = np.concatenate([y.T, np.eye(3)]) / variance**0.5
+            stacked = np.concatenate([y.T, np.eye(patches)]) / variance**0.5
             total += np.linalg.lstsq(stacked, np.concatenate([s, g]) / variance**0.5, rcond=None)[1][0] / 2
         return total
 
     assert least(near.numpy().ravel()) == pytest.approx(found, rel=1e-5)
     flat, shift = near.numpy().ravel(), 1e-5
-    numeric = [(least(flat + shift * e) - least(flat - shift * e)) / (2 * shift) for e in np.eye(12)]
+    numeric = [(least(flat + shift * e) - least(flat - shift * e)) / (2 * shift) for e in np.eye(len(flat))]
     np.testing.assert_allclose(gradient.numpy().ravel(), numeric, rtol=2e-3, atol=1e-2)
 
 
-def test_the_information_is_that_of_factors_and_patches_together_less_what_the_factors_take() -> None:
-    system, x = rounded_case(0.05)
-    spread = torch.rand(7, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.5
+@BOTH_INVERSES
+def test_the_information_is_that_of_factors_and_patches_together_less_what_the_factors_take(patches: int) -> None:
+    system, x = rounded_case(0.05, patches)
+    spread = torch.rand(7, patches + 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.5
     uneven = dataclasses.replace(
-        system, factor_bounds=0.1 * spread[:, :3].T, product_bounds=0.02 * spread[:, 3:], factors=drawn(1, 3, 7)
+        system,
+        factor_bounds=0.1 * spread[:, :patches].T,
+        product_bounds=0.02 * spread[:, patches:],
+        factors=drawn(1, patches, 7),
     )
 
     def whitened(unknowns: torch.Tensor) -> torch.Tensor:
-        """What both sides should be, in units of their deviations, from patches (3, 4) and factors (3, 7)."""
-        y, g = unknowns[:12].view(3, 4), unknowns[12:].view(3, 7)
-        products = g.T @ torch.cat([y, y.new_ones(3, 1)], dim=1)
+        """What both sides should be, in units of their deviations, from patches (N, 4) and factors (N, 7)."""
+        y, g = unknowns[: x.numel()].view(-1, 4), unknowns[x.numel() :].view(-1, 7)
+        products = g.T @ torch.cat([y, y.new_ones(patches, 1)], dim=1)
         sides = (products / uneven.product_bounds, g / uneven.factor_bounds)
         return 3**0.5 * torch.cat([side.flatten() for side in sides])
 
-    unknowns = torch.cat([x.flatten(), uneven.factors.flatten()])
+    unknowns, own = torch.cat([x.flatten(), uneven.factors.flatten()]), x.numel()
     jacobian = torch.autograd.functional.jacobian(whitened, unknowns)
     joint = jacobian.T @ jacobian
-    expected = joint[:12, :12] - joint[:12, 12:] @ torch.linalg.inv(joint[12:, 12:]) @ joint[12:, :12]
+    expected = joint[:own, :own] - joint[:own, own:] @ torch.linalg.inv(joint[own:, own:]) @ joint[own:, :own]
     torch.testing.assert_close(information(uneven, x), expected, rtol=1e-5, atol=1e-8)
 
 
