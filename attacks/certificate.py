@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from attacks.classifier import find_classifier
 from attacks.linear.intervals import error_bounds, returns_weights
 from attacks.linear.position_rows import masked_rows, position_gradient
 from attacks.observation import ORDER_GUESSED, SUPERVISED, Observation, Reconstruction
@@ -196,7 +197,7 @@ def _gradients(
         logits = logits_of(observation.model(inputs, **extra))
         if orders is None:
             labels = observation.labels if observation.labels is not None else inferred
-            labels = _labels(compared, logits) if labels is None else labels
+            labels = _labels(observation, compared, len(images)) if labels is None else labels
             orders = set(permutations(labels.tolist())) if labels is not None else ()
         for order in orders:
             if observation.local_steps > 1:
@@ -309,17 +310,16 @@ def _mask(observation: Observation, tokenizer: Tokenizer | None, count: int) -> 
     return tokenizer.mask_kwargs(masked.expand(count, -1)) if masked.any() else {}
 
 
-def _labels(compared: Mapping[str, Tensor], logits: Tensor) -> Tensor | None:
+def _labels(observation: Observation, compared: Mapping[str, Tensor], count: int) -> Tensor | None:
     """(B,) labels from the gradient of the classifier's bias, p - y: negative at the labels (Zhao et al. 2020, iDLG).
 
-    None where no bias of that length is in the update, or where it does not name as many classes as there are images.
+    None where the update lacks it, or where it does not name as many classes as there are images.
     """
-    count, classes = logits.shape
-    for name, gradient in compared.items():
-        if name.endswith("bias") and gradient.shape == (classes,):
-            negative = (gradient < 0).nonzero().flatten()
-            return negative if len(negative) == count else negative.repeat(count) if len(negative) == 1 else None
-    return None
+    gradient = compared.get(f"{find_classifier(observation)}.bias")
+    if gradient is None:
+        return None
+    negative = (gradient < 0).nonzero().flatten()
+    return negative if len(negative) == count else negative.repeat(count) if len(negative) == 1 else None
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:

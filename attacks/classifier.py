@@ -16,11 +16,13 @@ labels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from attacks.observation import Observation
 from attacks.tokenizer import logits_of
@@ -57,9 +59,8 @@ def read_step(observation: Observation, relative_error: float = 0.0) -> Step | N
     Args:
         relative_error: of the gradient by its precision, where the sums over the classes may not show it all.
     """
-    layer = find_classifier(observation)
-    weight = None if layer is None else observation.gradients.get(f"{layer}.weight")
-    if weight is None or not weight.any() or min(weight.shape) < 3:
+    layer, weight = find_classifier(observation), classifier_weight(observation)
+    if weight is None or min(weight.shape) < 3:
         return None
     bias = observation.gradients.get(f"{layer}.bias")
     gradient = _stacked(weight, bias)
@@ -78,13 +79,19 @@ def read_step(observation: Observation, relative_error: float = 0.0) -> Step | N
 
 def classifier_gradient(observation: Observation) -> Tensor | None:
     """[dL/dW, dL/db] of the classifier, (K, D + 1) float64; None where one of them was not sent, or is zero."""
+    parts = [_classifier_part(observation, kind) for kind in ("weight", "bias")]
+    return None if any(part is None for part in parts) else _stacked(*parts)
+
+
+def classifier_weight(observation: Observation) -> Tensor | None:
+    """dL/dW of the classifier, (K, D); None where it was not sent, or is zero."""
+    return _classifier_part(observation, "weight")
+
+
+def _classifier_part(observation: Observation, kind: str) -> Tensor | None:
     layer = find_classifier(observation)
-    if layer is None or observation.model.get_submodule(layer).bias is None:
-        return None
-    parts = [observation.gradients.get(f"{layer}.{kind}") for kind in ("weight", "bias")]
-    if any(part is None or not part.any() for part in parts):
-        return None
-    return _stacked(*parts)
+    gradient = None if layer is None else observation.gradients.get(f"{layer}.{kind}")
+    return None if gradient is None or not gradient.any() else gradient
 
 
 def _stacked(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,11 +111,8 @@ def find_classifier(observation: Observation) -> str | None:
 def classifier_of(model: nn.Module, image_shape: tuple[int, int, int]) -> str | None:
     """`find_classifier` of a model for images (C, H, W).
 
-    One forward pass on a grey image, once for each model; a model that would change by it (batch norms in training
-    mode) has none.
+    One forward pass on a grey image, once for each model, which keeps its buffers (averages of batch norms).
     """
-    if any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
-        return None
     known = _CLASSIFIERS.setdefault(model, {})
     if image_shape not in known:
         known[image_shape] = _find_classifier(model, image_shape)
@@ -116,25 +120,37 @@ def classifier_of(model: nn.Module, image_shape: tuple[int, int, int]) -> str | 
 
 
 def _find_classifier(model: nn.Module, image_shape: tuple[int, int, int]) -> str | None:
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    like = next(model.parameters())
+    image = torch.zeros(1, *image_shape, dtype=like.dtype, device=like.device)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.no_grad():
+            return layer_of_logits(model, lambda: logits_of(functional_call(model, buffers, image)))
+    except Exception:  # a model that takes no bare image says nothing of its classifier
+        return None
+
+
+def layer_of_logits(model: nn.Module, forward: Callable[[], Tensor]) -> str | None:
+    """Name of the linear layer of a model whose output are the logits (B, K) that a forward pass returns, or None.
+
+    Args:
+        forward: runs the model.
+    """
     outputs: dict[str, Tensor] = {}
     handles = [
         module.register_forward_hook(lambda _, __, output, name=name: outputs.__setitem__(name, output))
-        for name, module in layers.items()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
     ]
     try:
-        like = next(model.parameters())
-        with torch.no_grad():
-            logits = logits_of(model(torch.zeros(1, *image_shape, dtype=like.dtype, device=like.device)))
-    except Exception:  # a model that takes no bare image says nothing of its classifier
-        return None
+        logits = forward()
     finally:
         for handle in handles:
             handle.remove()
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
         return None
-    equal = (n for n, out in outputs.items() if out.shape == logits.shape and logits.dim() == 2)
-    return next((n for n in equal if torch.equal(outputs[n], logits)), None)
+    equal = (name for name, output in outputs.items() if output.shape == logits.shape and output.equal(logits))
+    return next(equal, None)
 
 
 def gradient_error(observation: Observation, gradient: Tensor, weight: Tensor) -> float:

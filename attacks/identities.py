@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.classifier import classifier_weight, find_classifier
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -57,36 +58,11 @@ def rms(tensor: Tensor) -> Tensor:
 
 def classifier_sums(observation: Observation) -> Identity | None:
     """Sums over the classes of the classifier's weight gradient; None where the update holds none."""
-    name, gradient = classifier_name(observation), classifier_gradient(observation)
+    gradient = classifier_weight(observation)
     if gradient is None:
         return None
-    weight = dict(observation.model.named_parameters())[name].detach().double()
+    weight = observation.model.get_submodule(find_classifier(observation)).weight.detach().double()
     return _identity(observation, [(1.0, gradient.double(), weight)], len(weight))
-
-
-def classifier_gradient(observation: Observation) -> Tensor | None:
-    """Gradient of the classifier's weights, (classes, D); None where the update holds none."""
-    gradient = observation.gradients.get(classifier_name(observation))
-    return None if gradient is None or not gradient.any() else gradient
-
-
-def classifier_name(observation: Observation) -> str | None:
-    """Name of the last matrix with a bias outside of the localisation head."""
-    return observation.once(_find_classifier)
-
-
-def _find_classifier(observation: Observation) -> str | None:
-    tokenizer = tokenizer_of(observation)
-    skipped = f"{tokenizer.localisation}." if tokenizer is not None and tokenizer.localisation else "\0"
-    parameters = {n: p for n, p in observation.model.named_parameters() if not n.startswith(skipped)}
-    return next(
-        (
-            n
-            for n, p in reversed(parameters.items())
-            if p.dim() == 2 and n.endswith("weight") and f"{n.removesuffix('weight')}bias" in parameters
-        ),
-        None,
-    )
 
 
 def position_balance(observation: Observation) -> Identity | None:

@@ -45,7 +45,7 @@ def remember(observation: Observation, layers: Collection[str] = ()) -> Observat
 
 
 def front(model: nn.Module, tokenizer: Tokenizer, *, spans: bool = False, layers: Collection[str] = ()) -> nn.Module:
-    """The model with its own parameters, and of its submodules only those of tokenizer and localisation loss.
+    """The model with the modules that hold the tokenizer's parameters, and with its localisation loss.
 
     It cannot be run; parameters keep their names. Tensors are shared with `model`.
 
@@ -54,7 +54,7 @@ def front(model: nn.Module, tokenizer: Tokenizer, *, spans: bool = False, layers
         layers: names of further submodules to keep.
     """
     parameters = (tokenizer.weight, tokenizer.positions, tokenizer.shared_position)
-    kept = {tokenizer.localisation, *(name.split(".")[0] for name in parameters if name), *layers} - {None}
+    kept = {tokenizer.localisation, *parameters, *layers} - {None}
     if spans:
         attention = find_first_attention(model, tokenizer.width)
         kept |= {name.rpartition(".")[0] for name in attention.weights}
@@ -71,7 +71,10 @@ def _first_attention(model: nn.Module, width: int) -> tuple[str, ...]:
 
 
 def _pruned(module: nn.Module, kept: Collection[str]) -> nn.Module:
-    """The module with those of its submodules alone whose paths are in `kept`, whole."""
+    """The module with its own parameters and those of its submodules alone that `kept` names, or a parameter of them.
+
+    A submodule that is named itself is whole.
+    """
     twin, children = copy.copy(module), dict[str, nn.Module]()
     for name, child in module._modules.items():
         below = {path.partition(".")[2] for path in kept if path.partition(".")[0] == name}

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from attacks.classifier import classifier_weight, find_classifier
 from attacks.findings import Finding
-from attacks.identities import classifier_gradient, classifier_name
 from attacks.observation import Observation
 from attacks.registry import UsageError
 
@@ -81,7 +81,7 @@ def _unknown(found: float) -> Finding:
 
 
 def _classifier_alone(observation: Observation) -> Observation:
-    name = classifier_name(observation)
+    name = f"{find_classifier(observation)}.weight"
     return replace(observation, gradients={n: g for n, g in observation.gradients.items() if n == name})
 
 
@@ -124,7 +124,7 @@ def find_momentum(before: Observation, after: Observation) -> float | None:
 
 def _classifiers(before: Observation, after: Observation) -> tuple[Tensor, Tensor] | None:
     """Both gradients of the classifier's weights in a basis of their common rows; None where rank would not show."""
-    pair = [classifier_gradient(observation) for observation in (before, after)]
+    pair = [classifier_weight(observation) for observation in (before, after)]
     if any(g is None for g in pair) or max(before.local_steps, after.local_steps) > 1:
         return None
     old, new = (g.double() for g in pair)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from attacks.classifier import layer_of_logits
 from attacks.gradient_matching.differences import STEPS, FiniteDifferences
 from attacks.gradient_matching.gradients import Target
 from attacks.gradient_matching.matched_update import MatchedUpdate
@@ -53,7 +54,8 @@ def build_simulation(
         reached = unrolled.reached(images, labels)
         sent = set.intersection(*(set(update.gradients) for update in updates))
         names = unrolled.names = tuple(name for name in reached if name in sent)
-        unrolled.head = _head(unrolled, images[0].detach())
+        alone = images[0].detach()
+        unrolled.head = layer_of_logits(unrolled.model, lambda: unrolled.logits(unrolled.weights, alone, None)) or ""
         stacked = {n: torch.stack([u.gradients[n] for u in updates]).to(unrolled.weights[n].dtype) for n in names}
         values = {n: gradients.repeat_interleave(restarts, dim=0) for n, gradients in stacked.items()}
         target = Target.of(values)
@@ -78,22 +80,6 @@ def _probe(observation: Observation, simulation: Simulation) -> tuple[Tensor, Te
     like = next(iter(simulation.weights.values()))
     images = torch.randn(1, simulation.images, *observation.image_shape, generator=generator).to(like)
     return images.requires_grad_(), torch.zeros(1, simulation.images, dtype=torch.int64, device=like.device)
-
-
-def _head(simulation: Simulation, images: Tensor) -> str:
-    """Name of the linear layer whose output is the logits of images (B, C, H, W), or ""."""
-    seen: dict[str, Tensor] = {}
-    layers = {name: layer for name, layer in simulation.model.named_modules() if isinstance(layer, nn.Linear)}
-    hooks = [
-        layer.register_forward_hook(lambda _, __, output, name=name: seen.__setitem__(name, output))
-        for name, layer in layers.items()
-    ]
-    try:
-        logits = simulation.logits(simulation.weights, images, None)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return next((n for n, y in reversed(seen.items()) if y.shape == logits.shape and y.equal(logits)), "")
 
 
 def _quick(oracle: Unrolled, images: Tensor, labels: Tensor) -> FiniteDifferences | None:

@@ -28,6 +28,12 @@ def test_the_original_is_certified_and_a_slightly_wrong_one_is_not(mini) -> None
     assert residual > 1e-2
 
 
+def test_labels_are_read_from_the_classifier_among_biases_of_its_length() -> None:
+    model = build_model("vit_micro8_32", num_classes=64, weights="random")  # 64 channels
+    view, image = observe(model, photographs(32, 1), torch.tensor([9])), photographs(32, 1)
+    assert certify(dataclasses.replace(view, labels=None), Reconstruction(image))[0]
+
+
 def test_the_residual_is_the_difference_of_gradients(mini) -> None:
     images = photographs(64, 2)
     view, other = (observe(mini, image[None], torch.zeros(1, dtype=torch.int64)) for image in images)

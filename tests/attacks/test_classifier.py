@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks import ATTACKS, Observation
-from attacks.classifier import find_classifier, read_step
+from attacks.classifier import classifier_of, find_classifier, read_step
 from attacks.fingerprints import recognise, repair
 from attacks.tokenizer import logits_of
 from fedmjp.metrics import psnr
@@ -128,6 +128,14 @@ def test_a_dense_head_is_not_taken_for_the_classifier() -> None:
     view = Observation(gradients, model, 1, (3, 32, 32), HALF, HALF)
     assert find_classifier(view) == "vit.head"
     assert read_step(view).terms == 1
+
+
+def test_the_search_leaves_running_averages_as_they_are() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 900, 4))
+    before = copy.deepcopy(model.state_dict())
+    assert model.training
+    assert classifier_of(model, (3, 32, 32)) == "3"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_what_cannot_be_read_is_none() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from attacks import ATTACKS, Observation
 from attacks.fingerprints import find_weight_decay, recognise, repair, repaired
+from attacks.identities import classifier_sums
 from attacks.linear.position_rows import read_position_rows
 from attacks.tokenizer import logits_of
 from fedmjp.defenses.chain import read_defense
@@ -48,7 +49,19 @@ def trained_classifier() -> nn.Module:
     return model
 
 
-MODELS = [timm_vit, trained_classifier, hugging_face_vit, hugging_face_deit, ReleasedMJP, resnet, shipped]
+class NeckedViT(nn.Module):
+    """Its classifier is registered before the layers that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier, self.trunk, self.neck = nn.Linear(24, 5), timm_vit(), nn.Linear(48, 24)
+        self.trunk.reset_classifier(0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(self.neck(self.trunk(images)))
+
+
+MODELS = [NeckedViT, timm_vit, trained_classifier, hugging_face_vit, hugging_face_deit, ReleasedMJP, resnet, shipped]
 
 
 def observation_of(model: nn.Module, gradients: dict[str, Tensor], batch: int, **changes) -> Observation:
@@ -88,6 +101,11 @@ def changed(view: Observation, change: Callable[[Tensor], Tensor]) -> Observatio
 
 def names(view: Observation) -> list[str]:
     return [finding.name for finding in recognise(view)]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_sums_over_the_classes_vanish(make: Callable[[], nn.Module]) -> None:
+    assert not classifier_sums(honest(make, 2)).is_broken()
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import pytest
 import torch
 
 from attacks import Observation
@@ -11,6 +12,7 @@ from attacks.memory import remember
 from attacks.tokenizer import find_tokenizer
 from fedmjp.audit.memory import Memory
 from fedmjp.models import build_model
+from tests.attacks.models import hugging_face_deit, hugging_face_vit, torchvision_vit
 from tests.conftest import observe, photographs
 
 
@@ -37,6 +39,18 @@ def test_keeps_the_gradients_of_the_token_embedding_only() -> None:
     assert size_of(kept) < 0.1 * size_of(whole)
     assert all(g.untyped_storage().nbytes() == g.nbytes for g in kept.gradients.values())
     assert "blocks" in dict(whole.model.named_children())  # the observed model itself is unchanged
+
+
+@pytest.mark.parametrize("make", [torchvision_vit, hugging_face_vit, hugging_face_deit])
+def test_of_other_libraries_models_no_block_is_kept(make) -> None:
+    model = make()
+    gradients = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    whole = Observation(gradients, model, 1, (3, 32, 32), (0.5,) * 3, (0.5,) * 3)
+    kept, tokenizer = remember(whole), find_tokenizer(model, whole.image_shape)
+    assert find_tokenizer(kept.model, whole.image_shape) == tokenizer
+    weights = [p for p in kept.model.parameters() if p.dim() > 1 and p.shape[0] > 1]
+    assert weights == [kept.model.get_parameter(tokenizer.weight)]  # besides tokens and positions, (1, N, D)
+    assert kept.model.get_parameter(tokenizer.positions) is model.get_parameter(tokenizer.positions)
 
 
 def test_returns_earlier_updates_of_the_same_client_oldest_first(tmp_path) -> None:
