@@ -36,6 +36,8 @@ def remember(observation: Observation, layers: Collection[str] = ()) -> Observat
     sent = tokenizer.positions is None or position_gradient(observation, tokenizer) is not None
     spans = () if sent else _first_attention(observation.model, tokenizer.width)
     kept |= {name for weight in spans for name in (weight, bias_of(weight), input_factor(observation.model, weight))}
+    if tokenizer.localisation is not None and not _balanced(observation, tokenizer):
+        kept |= {name for name in observation.gradients if name.startswith(f"{tokenizer.localisation}.")}
     kept |= {f"{layer}.{part}" for layer in layers for part in ("weight", "bias", "lora_A")}
     # Copies: a gradient may be a view of the whole message, which would live on as long as the view.
     gradients = {n: g.clone() for n, g in observation.gradients.items() if n in kept}
@@ -60,6 +62,12 @@ def front(model: nn.Module, tokenizer: Tokenizer, *, spans: bool = False, layers
         kept |= {name.rpartition(".")[0] for name in attention.weights}
         kept |= {norm for norm in (attention.norm, attention.mlp_norm) if norm}
     return _pruned(model, kept)
+
+
+def _balanced(observation: Observation, tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer's gradients alone show a localisation loss (`attacks.linear.position_rows`)."""
+    needed = (tokenizer.bias, tokenizer.shared_position)
+    return all(name is None or name in observation.gradients for name in needed)
 
 
 def _first_attention(model: nn.Module, width: int) -> tuple[str, ...]:

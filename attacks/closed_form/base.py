@@ -28,6 +28,7 @@ from attacks.linear.position_rows import (
     rounding_of_balance,
     unbalanced,
     unmet_assumptions,
+    unseen_localisation,
 )
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -159,6 +160,7 @@ class ClosedForm(Attack):
             clean, _, _, imbalance = remove_localisation(observation, tokenizer, rows[tokenizer.prefix :])
             rows = torch.cat([rows[: tokenizer.prefix].to(clean), clean])
             reasons += unbalanced(imbalance, rounding_of_balance(observation, tokenizer))
+            reasons += unseen_localisation(observation, tokenizer, clean, masked)
         factors, products = rows[equation.first :].double(), equation.products(observation)
         return System(tokenizer, equation, factors, products, sent, masked, (*reasons, *equation.caveats))
 

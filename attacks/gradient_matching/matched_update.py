@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from attacks.linear.position_rows import IMBALANCE, position_gradient, remove_localisation
+from attacks.linear.position_rows import IMBALANCE, position_gradient, remove_localisation, unseen_localisation
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
@@ -66,7 +66,9 @@ def extract_matched_update(observation: Observation) -> MatchedUpdate:
     if rows is None:
         return MatchedUpdate(gradients, None, tuple(flags))
     clean, masked, weight, imbalance = remove_localisation(observation, tokenizer, rows[tokenizer.prefix :])
-    if tokenizer.localisation is not None and imbalance > IMBALANCE:
+    if tokenizer.localisation is not None and (
+        imbalance > IMBALANCE or unseen_localisation(observation, tokenizer, clean, masked)
+    ):
         del gradients[tokenizer.positions]
     elif weight:
         gradients[tokenizer.positions] = tokenizer.replace_patch_rows(gradients[tokenizer.positions], clean)

@@ -15,7 +15,9 @@ of the patch projection, so without DAL the rows' sum plus the shared row equals
 
     sum_p rows_p + shared - dL/db = lambda sum_p d_p
 
-is D equations for one number. Their misfit, the *imbalance*, shows whether anything else contributes to the rows.
+is D equations for one number. Their misfit, the *imbalance*, shows whether anything else contributes to the rows. Where
+dL/db or the shared row was not sent, the gradient of the head that localises shows lambda
+(`attacks.linear.localisation`); without that too, nothing shows whether the term is in the rows.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from torch import Tensor
 
 from attacks.linear.input_spans import count_inputs
 from attacks.linear.intervals import COARSE, coarseness, error_bounds, format_of
+from attacks.linear.localisation import localisation_gradient, weight_by_head
 from attacks.observation import Observation
 from attacks.registry import UsageError
-from attacks.tokenizer import RELEASED_LOCALISATION, Tokenizer, find_tokenizer
+from attacks.tokenizer import Tokenizer, find_tokenizer
 
 # A share of the rows' sum that round-off explains; below it there is no DAL term to remove.
 ROUND_OFF = 2e-6
@@ -71,6 +74,7 @@ class PositionRows:
         dropped: masked rows may be of patches that the model did not see (`Observation.drops_patches`).
         hidden: masked patches that it saw.
         num_examples, local_steps: of the update.
+        doubts: `unseen_localisation`.
     """
 
     tokenizer: Tokenizer
@@ -86,6 +90,7 @@ class PositionRows:
     hidden: int
     num_examples: int
     local_steps: int
+    doubts: tuple[str, ...]
 
     @property
     def seen(self) -> int:
@@ -111,7 +116,8 @@ class PositionRows:
 
     def unmet_assumptions(self) -> list[str]:
         """Why equations of one image and one step do not fit this update, in words; empty where they do."""
-        return unmet_assumptions(self.num_examples, self.local_steps) + unbalanced(self.imbalance, self.rounding)
+        reasons = unmet_assumptions(self.num_examples, self.local_steps)
+        return reasons + unbalanced(self.imbalance, self.rounding) + list(self.doubts)
 
 
 def read_position_rows(observation: Observation) -> PositionRows:
@@ -150,6 +156,7 @@ def _read_position_rows(observation: Observation) -> PositionRows:
         hidden,
         observation.num_examples,
         observation.local_steps,
+        tuple(unseen_localisation(observation, tokenizer, rows, masked)),
     )
 
 
@@ -318,7 +325,10 @@ def remove_localisation(
     rows = torch.where(masked[:, None], 0.0, rows.to(torch.float64))
     excess = _excess(observation, tokenizer, rows, masked)
     if excess is None:
-        return rows, masked, 0.0, float("nan")
+        shown = None if tokenizer.localisation is None else weight_by_head(observation, tokenizer, masked)
+        if shown:
+            rows = rows - shown * localisation_gradient(observation, tokenizer, masked)
+        return rows, masked, shown or 0.0, float("nan")
     scale = _bias_gradient(observation, tokenizer).norm()
     weight = 0.0
     least = max(ROUND_OFF, ROUNDED * rounding_of_balance(observation, tokenizer))
@@ -331,19 +341,20 @@ def remove_localisation(
     return rows, masked, weight, float(excess.norm() / scale)
 
 
-def localisation_gradient(observation: Observation, tokenizer: Tokenizer, masked: Tensor) -> Tensor:
-    """d, (N, D) float64: gradient of the sent model's localisation loss with respect to the patches' positions."""
-    table = tokenizer.position_rows(dict(observation.model.named_parameters())).detach()
-    head = observation.model.get_submodule(tokenizer.localisation)
-    with torch.enable_grad():
-        positions = table[tokenizer.prefix :].clone().requires_grad_(True)
-        if tokenizer.localisation == RELEASED_LOCALISATION:
-            tokens = torch.cat([table[: tokenizer.prefix], positions])[None]
-            places, predicted = head(tokens, (~masked)[None].long())
-            loss = (places - predicted).abs().mean()
-        else:
-            loss = head(positions, tokenizer.grid, masked[None])
-        return torch.autograd.grad(loss, positions)[0].to(torch.float64)
+def unseen_localisation(observation: Observation, tokenizer: Tokenizer, rows: Tensor, masked: Tensor) -> list[str]:
+    """That nothing shows whether a localisation loss is in the rows, in words; empty where something does.
+
+    Args:
+        rows, masked: (N, D) float64 and (N,) of the patches.
+    """
+    if tokenizer.localisation is None or _excess(observation, tokenizer, rows, masked) is not None:
+        return []
+    if weight_by_head(observation, tokenizer, masked) is not None:
+        return []
+    return [
+        "whether the position rows hold a localisation loss does not show: the update lacks the gradient of the "
+        f"projection's bias or of the shared position, and that of {tokenizer.localisation}"
+    ]
 
 
 def _excess(observation: Observation, tokenizer: Tokenizer, rows: Tensor, masked: Tensor) -> Tensor | None:

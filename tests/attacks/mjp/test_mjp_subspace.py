@@ -15,6 +15,7 @@ from attacks.linear.image_prior import VectorialVariation, _Scene
 from attacks.linear.least_squares import solve_rows
 from attacks.linear.masked_update import solve_masked
 from attacks.linear.position_rows import masked_rows, position_gradient, read_position_rows
+from attacks.memory import remember
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -140,6 +141,32 @@ def test_localisation_loss_is_found_and_removed(kind: str) -> None:
     assert float(psnr(found.images, image)) > float(psnr(blind.images, image)) + 3
     assert "something else than tokens contributes to them" in blind.diagnosis
     assert not blind.known.any()
+
+
+WITHHELD = ("patch_embed.proj.bias", "unk_embed")
+
+
+@pytest.mark.parametrize("name", WITHHELD)
+@pytest.mark.parametrize("kind", ["linear", "nonlinear"])
+def test_without_the_balance_the_heads_gradient_shows_the_localisation_loss(kind: str, name: str) -> None:
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal=kind)
+    honest, view = sent_rows(jigsawed(model, photographs(64, 1), 0.1)), with_dal(model, photographs(64, 1), 0.01)
+    view = dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n != name})
+    for sent in (view, remember(view)):  # as it came, and as it is kept for later rounds
+        removed = read_position_rows(sent)
+        assert removed.dal_weight == pytest.approx(0.01, rel=1e-3)
+        assert float((removed.rows - honest).norm() / honest.norm()) < 1e-4
+        assert removed.doubts == ()
+
+
+@pytest.mark.parametrize("name", WITHHELD)
+def test_what_shows_nowhere_is_not_vouched_for(name: str) -> None:
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="linear")
+    view = with_dal(model, photographs(64, 1), 0.01)
+    kept = {n: g for n, g in view.gradients.items() if n != name and not n.startswith("dal.")}
+    found = ATTACKS.get("mjp_subspace")()([dataclasses.replace(view, gradients=kept)])
+    assert "whether the position rows hold a localisation loss does not show" in found.diagnosis
+    assert not found.known.any()
 
 
 def without_dal(model: BuiltModel) -> torch.nn.Module:
