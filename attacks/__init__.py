@@ -60,7 +60,7 @@ ATTACKS: Registry[type[Attack]] = Registry(
         "breaching_see_through_gradients": "attacks.breaching:BreachingSeeThroughGradients",
         "breaching_dlg": "attacks.breaching:BreachingDeepLeakage",
         "breaching_april": "attacks.breaching:BreachingApril",
-        "known_draws": "attacks.closed_form.known_draws:KnownDraws",
+        "known_draws": "attacks.mjp.known_draws:KnownDraws",
         "april": "attacks.closed_form.april:April",
         "batch_rounds": "attacks.closed_form.batch_rounds:BatchRounds",
         "feature_decoder": "attacks.features.feature_decoder:FeatureDecoder",

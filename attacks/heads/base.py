@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attacks.base import Attack
-from attacks.heads.dense_head import Rows
+from attacks.linear.dense_head import Rows
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer

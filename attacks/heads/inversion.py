@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.heads.context import Context
-from attacks.heads.dense_head import DenseHead
 from attacks.heads.encoder import Encoder
 from attacks.lbfgs import descend
+from attacks.linear.dense_head import DenseHead
 from attacks.mjp.token_patches import KnownPatches
 
 # d (N, K) of the head's outputs (N, K).

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from attacks.closed_form.batch_step import Step, read_step
 from attacks.heads.arrangement import Arrangement, arrange, first_places, improved
 from attacks.heads.base import HeadAttack
-from attacks.heads.dense_head import VALUES, DenseHead, Rows
 from attacks.heads.encoder import Decoder, Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.one_bit import OneBitFit, chance, fit_signs, likeliest
 from attacks.heads.sign_tokens import SignTokens, read_sign_tokens
+from attacks.linear.dense_head import VALUES, DenseHead, Rows
 from attacks.mjp.token_patches import KnownPatches
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.tokenizer import Tokenizer, find_tokenizer

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.heads.dense_head import DenseHead
+from attacks.linear.dense_head import DenseHead
 
 # The iteration ends at this change of a probability, or after so many steps.
 CONVERGED, MOST = 1e-12, 200

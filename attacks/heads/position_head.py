@@ -26,11 +26,11 @@ from torch import Tensor
 
 from attacks.heads.base import HeadAttack
 from attacks.heads.context import read_context
-from attacks.heads.dense_head import PLACES, DenseHead, Rows
 from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.place_rows import features_given, read_places
 from attacks.linear.completion import render
+from attacks.linear.dense_head import PLACES, DenseHead, Rows
 from attacks.mjp.token_patches import known_span
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.tokenizer import find_tokenizer

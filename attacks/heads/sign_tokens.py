@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attacks.heads.dense_head import DenseHead
+from attacks.linear.dense_head import DenseHead
 from attacks.registry import UsageError
 
 # Random starts of a batch, batches, steps of a start, and their length; roundings into the span.

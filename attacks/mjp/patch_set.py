@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from attacks.heads.dense_head import PLACES
+from attacks.linear.dense_head import PLACES
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.mjp.known_attention import PatchSweeps, SweepSearch
 from attacks.mjp.mlp_spans import read_first_block

@@ -14,10 +14,10 @@ from torch.nn import functional
 from attacks import Observation, find_tokenizer
 from attacks.closed_form.batch_step import read_step
 from attacks.heads.arrangement import Arrangement
-from attacks.heads.dense_head import VALUES
 from attacks.heads.one_bit import WIDTHS, fit_signs, likeliest
 from attacks.heads.pixel_head import PixelHead, Views
 from attacks.heads.sign_tokens import read_sign_tokens, sign_vectors
+from attacks.linear.dense_head import VALUES
 from fedmjp.audit.observe import observe_step
 from fedmjp.metrics import psnr
 from fedmjp.objectives import Draws

@@ -11,12 +11,12 @@ import torch
 
 from attacks import Observation, find_tokenizer
 from attacks.heads.context import read_context
-from attacks.heads.dense_head import find_dense_head
 from attacks.heads.encoder import Encoder
 from attacks.heads.inversion import HeadSearch
 from attacks.heads.pixel_head import PixelHead
 from attacks.heads.place_rows import read_places
 from attacks.heads.position_head import PositionHead, place_gradients
+from attacks.linear.dense_head import find_dense_head
 from attacks.mjp.patch_set import PatchSet
 from attacks.mjp.token_patches import known_span
 from fedmjp.models import build_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Capability, ThreatModel, UsageError
-from attacks.closed_form.known_draws import KnownDraws, without_noise
+from attacks.mjp.known_draws import KnownDraws, without_noise
 from attacks.observation import Drawn
 from fedmjp.audit.drawn import drawn_by
 from fedmjp.metrics import psnr
