@@ -156,6 +156,7 @@ def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
 
 def test_every_attack_gives_rows_or_a_reason(tmp_path) -> None:
     small = ["--model", "vit_micro8_32", "--gammas", "0.9", "--rounds", "1", "--audit-points", "1"]
+    small += ["--audit-clients", "1"]
     assert run(tmp_path / "out", *small) == 0
     table = pd.read_csv(tmp_path / "out" / "table.csv", keep_default_na=False)
     assert set(table["attack"]) == {*ATTACKS, "mean_image", "other_image"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import functional
@@ -125,6 +127,10 @@ def test_rounds_of_one_photograph_recover_it() -> None:
     assert float(psnr(late.images, image)) > 25
     assert late.details["updates"] == 11
     assert 8 < late.details["directions"] <= 65
+    kept = {n: g for n, g in views[-1].gradients.items() if not n.startswith("head.")}
+    blind = ATTACKS.get("lora_span")()([*views[:-1], dataclasses.replace(views[-1], gradients=kept, labels=None)])
+    assert "could not be checked: grant labels, or send the classifier's gradient" in blind.diagnosis
+    assert not blind.known.any()
 
 
 def test_updates_of_two_images_are_not_vouched_for() -> None:

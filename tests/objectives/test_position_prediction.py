@@ -316,10 +316,15 @@ def test_the_pretext_task_can_be_learned(entry: str) -> None:
     made, images = learner(entry), photographs(32, 8)
     optimizer = torch.optim.AdamW(made.model.module.parameters(), 2e-3)
     draws = Draws.seeded(1, 2)
-    for _ in range(400):
+    found = 0.0
+    for step in range(400):
         loss = made.loss(made.views(images, draws, 1), None, draws)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    logits, places = made.objective.predict(made.model, images, draw(3))
-    assert float((logits.argmax(dim=-1) == places).float().mean()) > 0.5
+        if step % 50 == 49:
+            logits, places = made.objective.predict(made.model, images, draw(3))
+            found = float((logits.argmax(dim=-1) == places).float().mean())
+            if found > 0.5:
+                break
+    assert found > 0.5

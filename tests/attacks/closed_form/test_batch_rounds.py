@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attacks import ATTACKS, Observation, Reconstruction, find_tokenizer
+from attacks.closed_form import batch_rounds
 from attacks.closed_form.batch_rounds import find_groups, fit, largest_misfit, read_step, steps_needed
 from fedmjp.data import load_data
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
@@ -231,13 +232,16 @@ def test_states_the_count_that_must_hold(exact, images) -> None:
     assert found.images is None
 
 
-def test_steps_needed_counts_equations(exact, views) -> None:
+def test_steps_needed_counts_equations(exact, views, monkeypatch) -> None:
     first, second, *_ = (read_step(v) for v in views.values())
     assert first.equations == 192 - 64
     assert steps_needed(first, [second]) == 2
     assert steps_needed(first, []) == 2
     with_mask = dataclasses.replace(first, basis=torch.eye(192, dtype=torch.float64)[:130])
     assert steps_needed(with_mask, [with_mask] * 5) == 4
+    tokenizer = find_tokenizer(exact.module, (3, 64, 64))
+    monkeypatch.setattr(batch_rounds, "best_view", None)  # too few equations: no pair of steps is compared
+    assert list(find_groups(with_mask, [with_mask], tokenizer, tolerance=1e-3, max_trials=100)) == []
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -161,6 +161,7 @@ def test_patches_that_sweeps_exchanged_are_taken_together(case) -> None:
     assert torch.equal(better(apart, near, known.unseen).patches, near.patches)
 
 
+@pytest.mark.long  # the table of MJP attacks holds the same on 50 photographs
 def test_deit_s_at_224() -> None:
     """A median of 80 dB over the visible patches when this was written; those of the sky are open up to the noise."""
     model = build_model("deit_s_mjp", num_classes=10, weights="random", dal="none")
