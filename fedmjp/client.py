@@ -212,6 +212,10 @@ class ClientTask:
         """What the defence draws from when it makes the message of a round."""
         return self.entropy.generator(3, client, round, 0)
 
+    def step_generator(self, client: int, round: int, step: int) -> torch.Generator:
+        """What the defence draws from when it computes the gradient of one local step."""
+        return self.entropy.generator(8, client, round, step)
+
     def _indices(self, client: int, round: int, step: int) -> list[int]:
         """Indices of one step's images in the training set: epochs over the client's data, each in a new order."""
         f = self.config.federation
@@ -360,7 +364,7 @@ class ClientTask:
             return self._defended(local, client, round, step)
 
     def _defended(self, local: LocalStep, client: int, round: int, step: int) -> tuple[dict[str, Tensor], float]:
-        gradients = self.defense.gradients(local, self.entropy.generator(8, client, round, step))
+        gradients = self.defense.gradients(local, self.step_generator(client, round, step))
         return gradients, float(local.loss.detach())
 
     def _optimizer(self) -> torch.optim.Optimizer:

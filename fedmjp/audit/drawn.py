@@ -1,4 +1,7 @@
-"""What the clients of a simulation drew, for a server that is granted `client_seed`: the auditor draws it again."""
+"""What the clients of a simulation drew, for a server that is granted `client_seed`: the auditor draws it again.
+
+Noise within a local step (DP-SGD) is told for clients of one step; AdamW divides it by the size of what it changes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,13 @@ def drawn_by(task: ClientTask, raw: Observation, observation: Observation, batch
     rate = observation.learning_rate if observation.kind == "weights" else 1.0
     sent = {name: rate * gradient for name, gradient in raw.gradients.items() if not defense.freezes(name)}
     noise = defense.known_noise(sent, generator)
-    noise = {name: tensor / rate * _scale(raw, observation, name) for name, tensor in noise.items()}
+    noise = {name: tensor / rate for name, tensor in noise.items()}
+    divided = observation.kind == "weights" and task.config.local.optimizer == "adamw"
+    if observation.local_steps == 1 and not divided:
+        drawn = task.step_generator(observation.client, observation.round, 0)
+        of_step = defense.known_noise_of_step(sent, len(batch.images), drawn)
+        noise |= {name: tensor + noise.get(name, 0) for name, tensor in of_step.items()}
+    noise = {name: tensor * _scale(raw, observation, name) for name, tensor in noise.items()}
     order = None
     if defense.moves_patches:
         seen = task.seen(batch, observation.client, observation.round, 0)

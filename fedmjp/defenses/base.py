@@ -124,6 +124,18 @@ class Defense:
         """
         return {}
 
+    def known_noise_of_step(
+        self, trained: Mapping[str, Tensor], images: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """The noise that `gradients` added in one step, for a server that can draw it again; empty without any.
+
+        Args:
+            trained: parameter name -> tensor of its shape, of the parameters that are trained, in the model's order.
+            images: in the step.
+            generator: as `gradients` got it.
+        """
+        return {}
+
     def send(
         self, update: dict[str, Tensor], generator: torch.Generator, memory: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -169,8 +181,12 @@ class Defense:
     @property
     def changes_values(self) -> bool:
         """Whether what is sent of the trained parameters is another gradient than that of the mean loss."""
-        hooks = ("gradients", "on_update", "send")
-        return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in hooks)
+        return type(self).gradients is not Defense.gradients or self.changes_message
+
+    @property
+    def changes_message(self) -> bool:
+        """Whether what is sent of the trained parameters is something else than what the local steps gave."""
+        return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in ("on_update", "send"))
 
     @property
     def adapts(self) -> bool:

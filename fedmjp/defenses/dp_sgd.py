@@ -41,7 +41,7 @@ class DPSGD(Defense):
     """Options of --defense dp_sgd."""
 
     random: ClassVar[bool] = True
-    known_by: ClassVar[tuple[str, ...]] = KNOWING_NOISE
+    known_by: ClassVar[tuple[str, ...]] = (*KNOWING_NOISE, "known_draws")
 
     dp_clip_norm: float = 1.0
     """C, the largest Euclidean norm of one image's gradient (Abadi et al.: 3 to 4)."""
@@ -120,9 +120,19 @@ class DPSGD(Defense):
                 total[name] += torch.tensordot(scale.to(own), own, dims=1)
             losses.append(loss)
         step.loss = torch.cat(losses).mean()
-        count, sigma = sum(map(len, losses)), self.dp_noise_multiplier * self.dp_clip_norm
-        noise = {n: torch.randn(t.shape, generator=generator, device=generator.device) for n, t in total.items()}
-        return step.with_zeros({n: (t + sigma * noise[n].to(t)) / count for n, t in total.items()})
+        count = sum(map(len, losses))
+        noise = self.known_noise_of_step(total, count, generator)
+        return step.with_zeros({n: t / count + noise[n] for n, t in total.items()})
+
+    def known_noise_of_step(
+        self, trained: Mapping[str, Tensor], images: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """The noise on the mean of the clipped gradients."""
+        import torch
+
+        noise = {n: torch.randn(t.shape, generator=generator, device=generator.device) for n, t in trained.items()}
+        sigma = self.dp_noise_multiplier * self.dp_clip_norm / images
+        return {n: sigma * z.to(trained[n]) for n, z in noise.items()}
 
 
 def per_image_gradients(step: LocalStep, at_once: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

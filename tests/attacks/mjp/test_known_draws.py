@@ -35,6 +35,17 @@ def test_noise_is_subtracted(options: str, kind: str) -> None:
     assert (rest - whole).norm() < 1e-3 * (noise - whole).norm()
 
 
+@pytest.mark.parametrize("kind", ["gradient", "weights"])
+def test_the_noise_of_dp_sgd_hides_no_image_from_who_draws_it_again(kind: str) -> None:
+    update = update_under("dp_sgd:dp_noise_multiplier=1", "vit_mini_32", update=kind)
+    assert float(psnr(ATTACKS.get("patch_embedding")()([update.view]).images, update.original)) < 15
+    found = KnownDraws()([known(update)])
+    assert float(psnr(found.images, update.original)) > 40
+    assert found.diagnosis == ""
+    two = dataclasses.replace(update, view=dataclasses.replace(update.view, local_steps=2))
+    assert "neither noise nor an order that can be undone" in KnownDraws().obstacle([known(two)])
+
+
 @pytest.mark.parametrize("defense", [f"noise:{CLIPPED}+withheld:withhold=head", "ats:ats_policy=3-1-7"])
 def test_a_part_that_freezes_hides_no_noise_and_pixels_that_move_have_no_order(defense: str) -> None:
     drawn = known(update_under(defense, "vit_mini_32")).drawn
@@ -43,7 +54,7 @@ def test_a_part_that_freezes_hides_no_noise_and_pixels_that_move_have_no_order(d
     assert drawn.order is None
 
 
-@pytest.mark.parametrize("defense", ["dp_sgd", "noise+quantise", "topk:topk_choice=random"])
+@pytest.mark.parametrize("defense", ["noise+quantise", "topk:topk_choice=random"])
 def test_what_cannot_be_drawn_again_is_not_called_nothing(defense: str) -> None:
     view = known(update_under(defense, "vit_mini_32"))
     assert "neither noise nor an order that can be undone" in KnownDraws().obstacle([view])
