@@ -124,6 +124,7 @@ def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
     assert "only one update" in reasons["mjp_rounds"]
 
 
+@pytest.mark.long  # other tables are made with all attacks in the shorter tests
 def test_all_runs_every_attack(tmp_path) -> None:
     out = tmp_path / "out"
     small = ["--model", "vit_micro8_32_mjp", "--block", "standard", "--num-images", "1", "--steps", "1"]

@@ -79,7 +79,7 @@ def test_writes_table_and_figure_with_every_attack(whole) -> None:
 
 def test_federations_fine_tune_an_encoder_under_a_new_classifier(tmp_path, capsys) -> None:
     out, weights = tmp_path / "out", SHIPPED / "vit_mini_32.safetensors"
-    asked = [*FAST, "--defenses", "none", "mjp", "nope", "--from", str(weights)]
+    asked = ["--attacks", "patch_embedding", "--defenses", "none", "nope", "--from", str(weights)]
     assert run(out, *asked) == 0
     rows = load_rows(out / "rows.jsonl.gz")
     assert rows["weights"].str.startswith("encoder of vit_mini_32.safetensors").all()
