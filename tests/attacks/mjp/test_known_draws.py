@@ -35,9 +35,11 @@ def test_noise_is_subtracted(options: str, kind: str) -> None:
     assert (rest - whole).norm() < 1e-3 * (noise - whole).norm()
 
 
-@pytest.mark.parametrize("kind", ["gradient", "weights"])
-def test_the_noise_of_dp_sgd_hides_no_image_from_who_draws_it_again(kind: str) -> None:
-    update = update_under("dp_sgd:dp_noise_multiplier=1", "vit_mini_32", update=kind)
+@pytest.mark.parametrize(
+    ("kind", "beside"), [("gradient", ""), ("weights", ""), ("gradient", "+withheld:withhold=head")]
+)
+def test_the_noise_of_dp_sgd_hides_no_image_from_who_draws_it_again(kind: str, beside: str) -> None:
+    update = update_under(f"dp_sgd:dp_noise_multiplier=1{beside}", "vit_mini_32", update=kind)
     assert float(psnr(ATTACKS.get("patch_embedding")()([update.view]).images, update.original)) < 15
     found = KnownDraws()([known(update)])
     assert float(psnr(found.images, update.original)) > 40
