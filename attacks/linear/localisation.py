@@ -57,5 +57,5 @@ def _gradients(observation: Observation, tokenizer: Tokenizer, masked: Tensor) -
             loss = (places - predicted).abs().mean()
         else:
             loss = functional_call(head, own, (positions, tokenizer.grid, masked[None]))
-        found = torch.autograd.grad(loss, [positions, *own.values()])
+        found = torch.autograd.grad(loss, [positions, *own.values()], allow_unused=True, materialize_grads=True)
     return found[0].to(torch.float64), dict(zip(own, found[1:], strict=True))
