@@ -157,6 +157,14 @@ def drawn() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def not_waiting_for_the_disk() -> Iterator[None]:
+    """What a process has written stays when it ends; only a machine that fails needs more, and no test stops one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def threads_of_the_process() -> Iterator[None]:
     """A run's `--threads` lasts no longer than its test: two processes of two threads each wait for one another."""

@@ -94,7 +94,7 @@ def test_finished_run_can_be_rendered_again(finished) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("stop_at", [5, 1, 9])
+@pytest.mark.parametrize("stop_at", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 9))])
 def test_interrupted_run_resumes_without_repeating(finished, tmp_path, stop_at: int) -> None:
     out = tmp_path / "run"
     with interrupted_at(ClientTask, "update", stop_at):

@@ -90,6 +90,7 @@ def test_the_closed_form_and_what_mjp_does_to_it(finished) -> None:
     assert table["standard", "patch_embedding", "a", "vit_mini_64_nope (token_gradient)"] > 60
 
 
+@pytest.mark.long  # what a crash leaves: tests/test_crash.py
 def test_an_interrupt_and_a_half_written_row_lose_nothing(quick, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     with interrupted_at(campaign_module, "run_attacks", 2):
@@ -124,7 +125,6 @@ def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
     assert "only one update" in reasons["mjp_rounds"]
 
 
-@pytest.mark.long  # other tables are made with all attacks in the shorter tests
 def test_all_runs_every_attack(tmp_path) -> None:
     out = tmp_path / "out"
     small = ["--model", "vit_micro8_32_mjp", "--block", "standard", "--num-images", "1", "--steps", "1"]

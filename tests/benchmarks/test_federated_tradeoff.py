@@ -101,6 +101,7 @@ def test_federations_differ_in_their_defence_alone(whole) -> None:
     assert rounds.groupby("point")["round"].apply(list).to_dict() == {p: [0, 1, 2] for p in set(rounds["point"])}
 
 
+@pytest.mark.long  # what a crash leaves of a federation: tests/test_crash.py
 def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, capsys) -> None:
     out, stop_at = tmp_path / "broken", 11  # in the second federation
     with interrupted_at(ClientTask, "update", stop_at) as calls:
@@ -154,6 +155,7 @@ def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
     assert table.loc[("none", "patch_embedding"), "count"] == 1  # --at-most 1
 
 
+@pytest.mark.long  # as april_attack and mjp_adaptive with all attacks, in three federations
 def test_every_attack_gives_rows_or_a_reason(tmp_path) -> None:
     small = ["--model", "vit_micro8_32", "--gammas", "0.9", "--rounds", "1", "--audit-points", "1"]
     small += ["--audit-clients", "1"]
@@ -259,17 +261,17 @@ def test_recipes_stand_beside_each_other_and_change_the_clients_alone(tmp_path) 
     """Another recipe joins the folder on resumption; the weights that clients send are those of the recipe."""
     out = tmp_path / "out"
     options = ["--defenses", "none", "--rounds", "1", "--audit-points", "1", "--attacks", "patch_embedding"]
-    assert run(out, *options, "--recipes", "one image", "flip") == 0
-    assert run(out, *options, "--recipes", "2 local steps", "AdamW", "--resume") == 0
+    assert run(out, *options, "--recipes", "flip") == 0
+    assert run(out, *options, "--recipes", "2 local steps", "--resume") == 0
     table = pd.read_csv(out / "table.csv")
-    points = ["none", "none, 2 local steps", "none, AdamW", "none, flip"]
+    points = ["none, 2 local steps", "none, flip"]
     assert list(dict.fromkeys(table["point"])) == points
     rows = rows_of(out)
-    assert rows.groupby("update").run_id.nunique().to_dict() == {"gradient": 2, "weights": 2}
+    assert rows.groupby("update").run_id.nunique().to_dict() == {"gradient": 1, "weights": 1}
     assert set(pd.read_csv(out / "rounds.csv")["point"]) == set(points)
     configs = [json.loads(file.read_text())["config"] for file in (out / "federations").glob("*/run.json")]
-    assert sorted(config["local"]["augment"] for config in configs) == ["flip", "none", "none", "none"]
-    assert sorted(config["federation"]["local_steps"] for config in configs) == [1, 1, 1, 2]
+    assert sorted(config["local"]["augment"] for config in configs) == ["flip", "none"]
+    assert sorted(config["federation"]["local_steps"] for config in configs) == [1, 2]
     assert run(out, *options, "--learning-rate", "0.5", "--resume") == 2
 
 

@@ -67,6 +67,7 @@ def test_one_photograph_and_resumption(tmp_path) -> None:
     assert len(load_rows(out / "rows.jsonl.gz", SCHEMA)) == len(before) == 1
 
 
+@pytest.mark.long  # as tests/attacks/mjp/test_unmix.py without position gradient
 def test_the_mask_is_found_where_position_rows_are_withheld(tmp_path) -> None:
     options = ["--num-images", "1", "--gammas", "0.9", "--no-without-positions", "--model", "vit_mini_32"]
     assert run(tmp_path / "out", *options, "--withhold-positions") == 0

@@ -95,6 +95,7 @@ def test_umap_needs_its_package(monkeypatch, tmp_path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_umap_keeps_neighbours_and_is_fixed_by_its_seed(monkeypatch) -> None:
     # Compiling its loops takes longer than running them on few points.
     monkeypatch.setattr(pytest.importorskip("numba").config, "DISABLE_JIT", True)

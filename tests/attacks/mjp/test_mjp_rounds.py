@@ -99,6 +99,7 @@ def test_each_round_adds(models, image) -> None:
     assert float(psnr(found[-1].images, image.float())) > float(psnr(found[0].images, image.float())) + 20
 
 
+@pytest.mark.long  # the table of MJP attacks holds the same on 50 photographs
 def test_deit_s_at_224() -> None:
     image = photographs(224, 1)
     models = [build_model("deit_s_mjp", num_classes=8, weights="random", seed=s) for s in range(4)]

@@ -262,6 +262,7 @@ def test_no_mask_is_invented(exact: BuiltModel) -> None:
         assert not masked_rows(sent_rows(jigsawed(exact, image[None], 0.0, seed=i))).any()
 
 
+@pytest.mark.long  # the table of MJP attacks holds the same on 50 photographs
 def test_deit_s_at_224() -> None:
     model = build_model("deit_s_mjp", num_classes=8, weights="random")
     values = []
