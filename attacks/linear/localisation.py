@@ -32,14 +32,16 @@ def weight_by_head(observation: Observation, tokenizer: Tokenizer, masked: Tenso
     Args:
         masked: (N,) bool.
     """
-    own = _gradients(observation, tokenizer, masked)[1]
-    names = {name: f"{tokenizer.localisation}.{name}" for name in own}
-    if not own or any(name not in observation.gradients for name in names.values()):
+    head = observation.model.get_submodule(tokenizer.localisation)
+    names = [name for name, _ in head.named_parameters()]
+    found = [observation.gradients.get(f"{tokenizer.localisation}.{name}") for name in names]
+    if not found or any(gradient is None for gradient in found):
         return None
-    sent = torch.cat([observation.gradients[name].double().flatten() for name in names.values()])
-    expected = torch.cat([gradient.double().flatten() for gradient in own.values()])
+    sent = torch.cat([gradient.double().flatten() for gradient in found])
     if not sent.any():
         return 0.0
+    own = _gradients(observation, tokenizer, masked)[1]
+    expected = torch.cat([own[name].double().flatten() for name in names])
     weight = float(sent @ expected / expected.square().sum())
     return weight if (sent - weight * expected).norm() <= LARGEST_REST * sent.norm() else None
 

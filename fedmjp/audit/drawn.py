@@ -1,6 +1,7 @@
 """What the clients of a simulation drew, for a server that is granted `client_seed`: the auditor draws it again.
 
-Noise within a local step (DP-SGD) is told for clients of one step; AdamW divides it by the size of what it changes.
+Noise that a local step adds (DP-SGD) is drawn again where clients send the gradient or take one step of SGD. AdamW
+divides the noised gradient by its size, and several steps move the weights in between: there it is not undone.
 """
 
 from __future__ import annotations

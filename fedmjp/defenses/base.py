@@ -181,12 +181,8 @@ class Defense:
     @property
     def changes_values(self) -> bool:
         """Whether what is sent of the trained parameters is another gradient than that of the mean loss."""
-        return type(self).gradients is not Defense.gradients or self.changes_message
-
-    @property
-    def changes_message(self) -> bool:
-        """Whether what is sent of the trained parameters is something else than what the local steps gave."""
-        return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in ("on_update", "send"))
+        hooks = ("gradients", "on_update", "send")
+        return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in hooks)
 
     @property
     def adapts(self) -> bool:

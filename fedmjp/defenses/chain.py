@@ -170,16 +170,21 @@ class Chain(Defense):
         return update, remembered
 
     def known_noise(self, sent: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """The noise of the one part that changes the message; empty where several do."""
-        acting = [part for _, part in self.parts if part.changes_message]
-        return acting[0].known_noise(sent, generator) if len(acting) == 1 else {}
+        """The noise of the one part that changes what is sent; empty where several do."""
+        acting = self._acting_alone()
+        return {} if acting is None else acting.known_noise(sent, generator)
 
     def known_noise_of_step(
         self, trained: Mapping[str, Tensor], images: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """That of the one part that computes the gradient."""
-        found = (part.known_noise_of_step(trained, images, generator) for _, part in self.parts)
-        return next(filter(None, found), {})
+        """The noise of the one part that changes what is sent; empty where several do (clipping scales it)."""
+        acting = self._acting_alone()
+        return {} if acting is None else acting.known_noise_of_step(trained, images, generator)
+
+    def _acting_alone(self) -> Defense | None:
+        """The part that changes what is sent, if it is one."""
+        acting = [part for _, part in self.parts if part.changes_values]
+        return acting[0] if len(acting) == 1 else None
 
     def bits(self, sent: Mapping[str, Tensor]) -> int:
         """The shortest message that a part knows for the parameters that none freezes."""

@@ -79,7 +79,7 @@ def test_writes_table_and_figure_with_every_attack(whole) -> None:
 
 def test_federations_fine_tune_an_encoder_under_a_new_classifier(tmp_path, capsys) -> None:
     out, weights = tmp_path / "out", SHIPPED / "vit_mini_32.safetensors"
-    asked = ["--attacks", "patch_embedding", "--defenses", "none", "nope", "--from", str(weights)]
+    asked = ["--attacks", "patch_embedding", "--defenses", "none", "mjp", "nope", "--from", str(weights)]
     assert run(out, *asked) == 0
     rows = load_rows(out / "rows.jsonl.gz")
     assert rows["weights"].str.startswith("encoder of vit_mini_32.safetensors").all()
@@ -158,7 +158,6 @@ def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
 @pytest.mark.long  # as april_attack and mjp_adaptive with all attacks, in three federations
 def test_every_attack_gives_rows_or_a_reason(tmp_path) -> None:
     small = ["--model", "vit_micro8_32", "--gammas", "0.9", "--rounds", "1", "--audit-points", "1"]
-    small += ["--audit-clients", "1"]
     assert run(tmp_path / "out", *small) == 0
     table = pd.read_csv(tmp_path / "out" / "table.csv", keep_default_na=False)
     assert set(table["attack"]) == {*ATTACKS, "mean_image", "other_image"}
@@ -261,17 +260,17 @@ def test_recipes_stand_beside_each_other_and_change_the_clients_alone(tmp_path) 
     """Another recipe joins the folder on resumption; the weights that clients send are those of the recipe."""
     out = tmp_path / "out"
     options = ["--defenses", "none", "--rounds", "1", "--audit-points", "1", "--attacks", "patch_embedding"]
-    assert run(out, *options, "--recipes", "flip") == 0
-    assert run(out, *options, "--recipes", "2 local steps", "--resume") == 0
+    assert run(out, *options, "--recipes", "one image", "flip") == 0
+    assert run(out, *options, "--recipes", "2 local steps", "AdamW", "--resume") == 0
     table = pd.read_csv(out / "table.csv")
-    points = ["none, 2 local steps", "none, flip"]
+    points = ["none", "none, 2 local steps", "none, AdamW", "none, flip"]
     assert list(dict.fromkeys(table["point"])) == points
     rows = rows_of(out)
-    assert rows.groupby("update").run_id.nunique().to_dict() == {"gradient": 1, "weights": 1}
+    assert rows.groupby("update").run_id.nunique().to_dict() == {"gradient": 2, "weights": 2}
     assert set(pd.read_csv(out / "rounds.csv")["point"]) == set(points)
     configs = [json.loads(file.read_text())["config"] for file in (out / "federations").glob("*/run.json")]
-    assert sorted(config["local"]["augment"] for config in configs) == ["flip", "none"]
-    assert sorted(config["federation"]["local_steps"] for config in configs) == [1, 2]
+    assert sorted(config["local"]["augment"] for config in configs) == ["flip", "none", "none", "none"]
+    assert sorted(config["federation"]["local_steps"] for config in configs) == [1, 1, 1, 2]
     assert run(out, *options, "--learning-rate", "0.5", "--resume") == 2
 
 

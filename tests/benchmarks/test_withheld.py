@@ -69,6 +69,7 @@ def test_the_span_takes_over_where_positions_are_withheld(finished) -> None:
 
 def test_resuming_a_finished_run_adds_nothing(finished) -> None:
     before = load_rows(finished / "rows.jsonl.gz")
+    assert run(finished, "--budget", "5s", "--groups", *SPANNED[:-1], "--resume") == 0
     assert run(finished, "--groups", SPANNED[-1], "--resume") == 0
     assert len(load_rows(finished / "rows.jsonl.gz")) == len(before)
     assert run(finished) == 2

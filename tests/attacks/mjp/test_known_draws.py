@@ -56,7 +56,7 @@ def test_a_part_that_freezes_hides_no_noise_and_pixels_that_move_have_no_order(d
     assert drawn.order is None
 
 
-@pytest.mark.parametrize("defense", ["noise+quantise", "topk:topk_choice=random"])
+@pytest.mark.parametrize("defense", ["noise+quantise", "dp_sgd+noise", "topk:topk_choice=random"])
 def test_what_cannot_be_drawn_again_is_not_called_nothing(defense: str) -> None:
     view = known(update_under(defense, "vit_mini_32"))
     assert "neither noise nor an order that can be undone" in KnownDraws().obstacle([view])
