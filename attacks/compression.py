@@ -55,7 +55,9 @@ def _find_grids(observation: Observation, large: Mapping[str, Tensor]) -> Findin
     """One magnitude, or a grid of 15 or 256 values, a parameter or a channel."""
     known = dict(observation.model.named_parameters())
     found: list[tuple[str, int]] = []  # kind, how many of them in a parameter
-    for name, gradient in large.items():
+    for number, (name, gradient) in enumerate(large.items()):
+        if number - len(found) >= (1 - ALMOST_ALL) * len(large):  # too many without one: as a rule, the first
+            return None
         slack = rounding_of_weights(observation, name) if name in known else None
         gradient = gradient.double()
         magnitude = signs_of(gradient, slack)
@@ -65,7 +67,7 @@ def _find_grids(observation: Observation, large: Mapping[str, Tensor]) -> Findin
         elif step is not None:
             largest = float((gradient / step.clamp(min=1e-300)).abs().max())
             found.append(("int4" if largest < 7.5 else "int8", step.numel()))
-    if not found or len(found) <= ALMOST_ALL * len(large):
+    if len(found) <= ALMOST_ALL * len(large):
         return None
     kinds = [kind for kind, _ in found]
     kind, shared = max(set(kinds), key=kinds.count), all(count == 1 for _, count in found)

@@ -117,13 +117,6 @@ print(json.dumps([run.federation.clients, run.defense, toy.gamma, toy.rescale, r
 """
 
 
-def test_flwr_run_takes_the_options_of_both(site) -> None:
-    asked = 'defense="mjp,toy" gamma=0.2 defense_options="toy.gamma=0.5,rescale=true" attacks="toy"'
-    done = python(site, "-c", CONFIGURE.format(asked=asked + ' attack_options="toy.cutoff=0.001"'))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [4, ["mjp", "toy"], 0.5, True, 0.2, {"cutoff": 0.001}]
-
-
 CONTRACT = """
 from attacks import ATTACKS
 from tests.attacks import contract
@@ -141,9 +134,22 @@ print(ATTACKS.name_of(type(toy)))
 """
 
 
-def test_the_toy_attack_passes_the_table_of_the_built_in_ones(site) -> None:
-    done = python(site, "-c", CONTRACT)
-    assert done.stdout.strip() == "toy", done.stderr
+@pytest.fixture(scope="module")
+def answers(site) -> list[str]:
+    """What `CONFIGURE` and `CONTRACT` print, one after the other in one process."""
+    asked = 'defense="mjp,toy" gamma=0.2 defense_options="toy.gamma=0.5,rescale=true" attacks="toy"'
+    configure = CONFIGURE.format(asked=asked + ' attack_options="toy.cutoff=0.001"')
+    done = python(site, "-c", configure + CONTRACT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_flwr_run_takes_the_options_of_both(answers) -> None:
+    assert json.loads(answers[0]) == [4, ["mjp", "toy"], 0.5, True, 0.2, {"cutoff": 0.001}]
+
+
+def test_the_toy_attack_passes_the_table_of_the_built_in_ones(answers) -> None:
+    assert answers[1:] == ["toy"]
 
 
 @cache

@@ -22,8 +22,8 @@ LEAST_EVIDENCE, LEAST_SIGNS = 16, 16
 # rows are looked at first.
 LEAST_DIFFERENT, LEAST_IN_A_ROW, SOME, FEW_ROWS = 4, 16, 1024, 4
 # Where entries have an error of their own: the share of them that must lie on the grid, and the largest error in steps
-# with which that is no chance.
-ALMOST_ALL, LARGEST_SLACK = 0.98, 0.4
+# with which that is no chance; the share of a few of them below which the others are not looked at.
+ALMOST_ALL, LARGEST_SLACK, MANY = 0.98, 0.4, 0.9
 # Most entries looked at; equal magnitudes, relative.
 SAMPLE, EQUAL = 65536, 1e-6
 
@@ -76,18 +76,29 @@ def signs_of(values: Tensor, slack: Tensor | None = None) -> Tensor | None:
     for rows, shape in _channels(values):
         if rows.shape[1] == 1 or (slack is None and _magnitudes_differ(_few(rows))):  # as in most tensors
             continue
-        sizes = rows.abs()
-        middle = sizes.median(dim=1, keepdim=True).values
-        allowed = EQUAL * middle
-        if slack is not None:  # the middle one may have any entry's error
-            allowed = allowed + 2 * _like(slack, values, shape).amax(dim=1, keepdim=True)
-        shown = (allowed < LARGEST_SLACK * middle).expand_as(sizes)
-        if 2 * int(shown.sum()) < values.numel() or (slack is None and not shown.all()):
+        errors = None if slack is None else _like(slack, values, shape)
+        if errors is not None and _share_of_one_size(_few(rows), _few(errors)) < MANY:
             continue
-        fits = ((sizes - middle).abs() <= allowed).expand_as(sizes)[shown]
-        if float(fits.double().mean()) >= (1.0 if slack is None else ALMOST_ALL):
-            return middle.reshape(shape)
+        if _share_of_one_size(rows, errors) >= (1.0 if slack is None else ALMOST_ALL):
+            return rows.abs().median(dim=1, keepdim=True).values.reshape(shape)
     return None
+
+
+def _share_of_one_size(rows: Tensor, errors: Tensor | None) -> float:
+    """Share of the entries that have the median magnitude of their row; nan where most may be off by about as much.
+
+    Args:
+        errors: what an entry may be off beside the round-off of `EQUAL`.
+    """
+    sizes = rows.abs()
+    middle = sizes.median(dim=1, keepdim=True).values
+    allowed = EQUAL * middle
+    if errors is not None:  # the middle one may have any entry's error
+        allowed = allowed + 2 * errors.amax(dim=1, keepdim=True)
+    shown = allowed < LARGEST_SLACK * middle
+    if shown.double().mean() < (1.0 if errors is None else 0.5):
+        return float("nan")
+    return float(((sizes - middle).abs() <= allowed).double().mean(dim=1)[shown[:, 0]].mean())
 
 
 def _few(rows: Tensor) -> Tensor:

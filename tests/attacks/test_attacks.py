@@ -43,7 +43,7 @@ QUICK = {
     "token_inverse": {"search": BRIEF},
     "later_block": {"search": TokenSearch(rounds=2, steps=24), "steps": 10},
     "patch_set": {"search": BRIEF, "sweep": SweepSearch(rounds=1), "placement": Placement(restarts=1)},
-    "batch_tokens": {"search": TokenSearch(rounds=1, starts=1, steps=4)},
+    "batch_tokens": {"search": TokenSearch(rounds=1, steps=4)},
 }
 # What the client was sent decides before anything else does (active/).
 ACTIVE = {

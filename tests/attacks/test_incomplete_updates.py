@@ -12,6 +12,7 @@ from attacks import ATTACKS, Attack, Observation, Reconstruction
 from attacks.active.base import ActiveAttack
 from attacks.features.feature_decoder import FeatureDecoder
 from attacks.gradient_matching.attack import GradientMatching
+from attacks.linear.image_prior import VectorialVariation
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
 from fedmjp.objectives import client_loss
@@ -41,8 +42,10 @@ FIRST_LAYERS = (
 
 
 def attack_of(name: str) -> Attack:
-    """The attack, with a single step where it searches, and few images where it learns."""
+    """The attack, with a single step where it searches, few where it weighs, and few images where it learns."""
     kind = ATTACKS.get(name)
+    if name == "noisy_rounds":
+        return kind(prior=VectorialVariation(smoothing=(None, 0.01), iterations=10))
     if issubclass(kind, FeatureDecoder):
         return kind(images=160)
     return kind(steps=1) if issubclass(kind, GradientMatching) else kind()

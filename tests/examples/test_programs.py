@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +22,16 @@ def python(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     )
 
 
-def page_of(done: subprocess.CompletedProcess) -> Path:
+def fine_tune(monkeypatch: pytest.MonkeyPatch, *options: object) -> None:
+    """The program, in this process: another would import all libraries anew."""
+    program = str(EXAMPLES / "huggingface_finetuning.py")
+    monkeypatch.setattr(sys, "argv", [program, *map(str, options)])
+    runpy.run_path(program, run_name="__main__")
+
+
+def page_of(said: str) -> Path:
     """The page that the program names last."""
-    assert done.returncode == 0, done.stderr
-    page = Path(done.stdout.splitlines()[-1].removeprefix("page: "))
+    page = Path(said.splitlines()[-1].removeprefix("page: "))
     assert page.is_file()
     return page
 
@@ -32,7 +39,8 @@ def page_of(done: subprocess.CompletedProcess) -> Path:
 def test_own_model(tmp_path) -> None:
     assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 21
     done = python(EXAMPLES / "own_model.py", cwd=tmp_path)
-    page_of(done)
+    assert done.returncode == 0, done.stderr
+    assert page_of(done.stdout)
     assert done.stdout.startswith("Leaks: 1 of 1 image above 25 dB, 1 certified")
 
 
@@ -40,22 +48,22 @@ def test_own_model(tmp_path) -> None:
     ("options", "answer"),
     [([], "Leaks: 1 of 1"), pytest.param(["--freeze"], "Not tested:", marks=pytest.mark.long)],
 )
-def test_fine_tuning_from_a_local_folder(options: list[str], answer: str, tmp_path) -> None:
+def test_fine_tuning_from_a_local_folder(options: list[str], answer: str, tmp_path, monkeypatch, capsys) -> None:
     """The model is published with another classifier, which fine-tuning replaces; so deep no search fits the budget."""
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768}
     config = transformers.ViTConfig(image_size=64, patch_size=8, num_labels=5, **shape)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "weights")
-    arguments = ["--weights", tmp_path / "weights", "--out", tmp_path / "page", *options]
-    done = python(EXAMPLES / "huggingface_finetuning.py", *arguments, cwd=tmp_path)
-    assert page_of(done) == tmp_path / "page" / "report.html"
-    assert done.stdout.startswith(answer)
+    fine_tune(monkeypatch, "--weights", tmp_path / "weights", "--out", tmp_path / "page", *options)
+    said = capsys.readouterr().out
+    assert page_of(said) == tmp_path / "page" / "report.html"
+    assert said.startswith(answer)
 
 
-def test_fine_tuning_names_a_folder_without_a_model(tmp_path) -> None:
-    done = python(EXAMPLES / "huggingface_finetuning.py", "--weights", "nowhere", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "nowhere holds no config.json" in done.stderr
+def test_fine_tuning_names_a_folder_without_a_model(monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        fine_tune(monkeypatch, "--weights", "nowhere")
+    assert "nowhere holds no config.json" in capsys.readouterr().err
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:

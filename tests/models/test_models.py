@@ -14,7 +14,8 @@ from tests.conftest import photographs, shared_file
 
 SMALL = ["vit_mini_32", "vit_mini_64", "vit_mini_64_nope", "vit_mini_64_mjp", "vit_micro_32_idx"]
 SMALL += ["swin_micro_32", "resnet_micro_32"]
-LARGE = ["vit_s", "deit_s_nope", "deit_s_mjp", "vit_ti", "deit_ti", "vit_b", "deit_b_mjp", "swin_t", "resnet50"]
+LARGE = ["vit_s", "deit_s_nope", "deit_s_mjp", "vit_ti", "deit_ti", "swin_t", "resnet50"]
+LARGE += [pytest.param(name, marks=pytest.mark.long) for name in ("vit_b", "deit_b_mjp")]
 
 
 @pytest.mark.parametrize("name", SMALL + LARGE)

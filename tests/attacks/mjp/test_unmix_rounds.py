@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attacks import ATTACKS
+from attacks.mjp.shown_attention import ShownAttention
 from attacks.mjp.token_search import TokenSearch
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
@@ -36,8 +37,8 @@ def test_finds_what_no_update_shows(views, image) -> None:
 
 
 def test_one_update_is_unmix(views) -> None:
-    quick = TokenSearch(rounds=1, steps=20)
-    ours, single = (ATTACKS.get(name)(search=quick)(views[-1:]) for name in ("unmix_rounds", "unmix"))
+    quick = {"search": TokenSearch(rounds=1, steps=20), "shown": ShownAttention(steps=2)}
+    ours, single = (ATTACKS.get(name)(**quick)(views[-1:]) for name in ("unmix_rounds", "unmix"))
     assert torch.equal(ours.images, single.images)
     assert ours.details == single.details
 
