@@ -156,7 +156,7 @@ CASES: list[tuple[str, Callable[[], Sequence[Observation]], dict]] = [
     ("see_through_gradients", plain, {"steps": 1}),
     ("april_optimisation", plain, {"steps": 1}),
     ("dlg", plain, {"steps": 1}),
-    ("gauss_newton", rounded, {"steps": 1}),
+    ("gauss_newton", rounded, {"steps": 1, "iterations": 10, "probes": 4, "draws": 1}),
     ("sparse_rounds", plain, {}),
     ("feature_decoder", head_alone, {"images": 128}),
     ("lora_span", low_rank, {}),

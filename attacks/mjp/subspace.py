@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from attacks.base import Attack
-from attacks.linear.completion import complete, render
+from attacks.linear.completion import complete, render, sure_patches
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
 from attacks.linear.position_rows import read_position_rows
@@ -60,7 +60,7 @@ class MJPSubspace(Attack):
         update = solve_masked(rows)
         estimate = update.estimate()
         found = complete(self.prior, estimate, rows.tokenizer, observation.std, ~update.masked, updates=1)
-        sure = estimate.settled() if update.dropped else found.vouched
+        sure = sure_patches([observation], rows.tokenizer, estimate, found, update.dropped)
         diagnosis, details = "; ".join(update.reasons), details_of(update, sure)
         patches = correct_rounded(observations[-1:], found.patches, self.prior)[0] if self.intervals else found.patches
         return render(observation, rows.tokenizer, patches, sure, diagnosis, details)

@@ -125,6 +125,7 @@ def test_auto_is_the_default_and_says_what_it_left_out(finished) -> None:
     assert "only one update" in reasons["mjp_rounds"]
 
 
+@pytest.mark.long  # tests/benchmarks/test_mjp_adaptive.py asks for all attacks, too
 def test_all_runs_every_attack(tmp_path) -> None:
     out = tmp_path / "out"
     small = ["--model", "vit_micro8_32_mjp", "--block", "standard", "--num-images", "1", "--steps", "1"]

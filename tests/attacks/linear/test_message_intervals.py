@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attacks.linear.grids import signs_of
 from attacks.linear.intervals import (
     COARSE,
     Message,
@@ -179,3 +180,14 @@ def test_what_is_left_out_of_a_grid_is_unknown_up_to_the_smallest_that_was_sent(
     for name in NAMES[:2]:
         error = (update.gradients[name] - view.gradients[name]).double().abs()
         assert float((error <= 1.01 * error_bounds(update, name)).double().mean()) > 0.99
+
+
+@pytest.mark.parametrize("hidden", [0, 10])
+def test_one_magnitude_is_read_beside_errors_that_hide_it_in_the_first_channels(hidden: int) -> None:
+    generator, errors = torch.Generator().manual_seed(0), torch.full((64, 48), 0.05, dtype=torch.float64)
+    drawn, noise = torch.randn((2, 64, 48), generator=generator, dtype=torch.float64)
+    sizes = torch.where(torch.arange(64)[:, None] < hidden, 1e-3, 1.0).double()
+    found = signs_of(sizes * drawn.sign() + noise.clamp(-1, 1) * errors, errors)
+    assert found.shape == ((64, 1) if hidden else (1, 1))
+    torch.testing.assert_close(found.expand(64, 1), sizes, atol=0.05, rtol=0)
+    assert signs_of(drawn, errors) is None
