@@ -185,6 +185,11 @@ class TokenSpan(Attack):
                 f"entries of the first attention's gradient are rounded by {coarse:.1%}: the error of the pixels "
                 "cannot be estimated"
             )
+        if not reasons and coarse <= COARSE and block.span.added:
+            reasons.append(
+                "the first attention's gradient holds more than its tokens and round-off (noise that the client added, "
+                "or several local steps): the error of the pixels cannot be estimated"
+            )
         slack = (ROUNDED_ERROR if coarse > COARSE else 1.0) * (REFINED_ERROR if details["steps"] else 1.0)
         sure = settled.deviation * slack < VOUCHED_DEVIATION
         return render(target, block.tokenizer, settled.patches, sure, "; ".join(reasons), details)

@@ -34,8 +34,9 @@ from torch import Tensor
 
 # Noise of an entry of S: round-off units of the type, times the rms entry of its row.
 ROUND_OFF_UNITS = 1.0
-# Noise beyond the span above this multiple of round-off was added by the client; it is measured row by row.
-ADDED_NOISE = 4.0
+# Noise beyond the span above this multiple of round-off is measured row by row; where it is above the second number,
+# relative to the entries of a row, sums of round-off do not explain it (honest float32 gradients: below 1e-6).
+ADDED_NOISE, LEAST_ADDED = 4.0, 1e-5
 # Least variance of a condition, relative to the mean variance of the inputs: float64 keeps what such weights leave.
 LEAST_VARIANCE = 1e-11
 
@@ -49,12 +50,15 @@ class InputSpan:
         sizes: (c,) squared singular values in units of the noise, 0 beyond the gradient's rows.
         rank: N', directions that the inputs can have; the others are conditions.
         noise: of a whitened entry beyond the span; 1 where round-off is all there is, or where there is no beyond.
+        added: the rows hold more beyond the span than sums of float32 leave: rounding of the message, noise of the
+            client, or several local steps.
     """
 
     directions: Tensor
     sizes: Tensor
     rank: int
     noise: float
+    added: bool = False
 
     def error(self, squares: Tensor) -> Tensor:
         """Variance of a condition, for inputs whose squares along the directions are (..., c)."""
@@ -87,13 +91,14 @@ def span_of_inputs(gradient: Tensor, num_inputs: int, sent: torch.dtype) -> Inpu
     sizes, directions = _decompose(s / scale[:, None])
     degrees = (s.shape[1] - rank) * max(len(s) - rank, 1)
     noise = float(sizes[rank:].sum() / degrees) ** 0.5 if degrees else 1.0
+    added = noise > ADDED_NOISE and noise * torch.finfo(sent).eps > LEAST_ADDED
     if noise > ADDED_NOISE:
         outside = s - (s @ directions[:rank].T) @ directions[:rank]
         own = outside.norm(dim=1) / (s.shape[1] - rank) ** 0.5
         scale = torch.maximum(own, scale)
         sizes, directions = _decompose(s / scale[:, None])
         noise = float(sizes[rank:].sum() / degrees) ** 0.5
-    return InputSpan(directions, sizes, rank, max(noise, torch.finfo(torch.float64).tiny))
+    return InputSpan(directions, sizes, rank, max(noise, torch.finfo(torch.float64).tiny), added)
 
 
 def count_inputs(gradient: Tensor, sent: torch.dtype) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attacks import ATTACKS, Observation, UsageError, find_tokenizer
 from attacks.linear.input_spans import layer_gradient, span_of_inputs
+from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import score
 from fedmjp.models import BuiltModel, build_model
 from tests.attacks.models import hugging_face_vit, timm_vit, torchvision_vit
@@ -240,3 +241,17 @@ def test_gradient_without_bias_has_a_column_less(mini) -> None:
     assert layer_gradient({"a.weight": torch.ones(4, 3)}, "a.weight").shape == (4, 3)
     with pytest.raises(UsageError, match="no patch projection"):
         attack().estimated_seconds([dataclasses.replace(observe(mini, photographs(64, 1)), model=nn.Linear(2, 2))])
+
+
+def test_nothing_is_vouched_for_under_noise_that_the_client_adds() -> None:
+    """Of the 49 patches that it would give here, 37 are wrong."""
+    model, image = build_model("vit_mini_64", num_classes=8, weights="auto"), photographs(64, 2)[1:]
+    view, noise = without(observe(model, image), "pos_embed"), DEFENSES.get("noise")(noise_unit="entry")
+    plain = attack(steps=0)
+    assert plain([view]).known.all()
+    sent = dataclasses.replace(noise, noise_multiplier=1e-3).on_update(
+        dict(view.gradients), torch.Generator().manual_seed(9)
+    )
+    found = plain([dataclasses.replace(view, gradients=sent)])
+    assert "noise that the client added" in found.diagnosis
+    assert not found.known.any()
