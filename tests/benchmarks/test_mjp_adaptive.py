@@ -97,6 +97,15 @@ def test_the_errors_of_visible_and_masked_patches_add_up() -> None:
     assert math.isnan(updates.psnr_by_mask(image[None], original, mask & ~mask, 4)["psnr_visible_exact"])
 
 
+def test_a_figure_that_some_rows_of_a_line_lack_is_left_out(finished) -> None:
+    rows = load_rows(finished / "rows.jsonl.gz")
+    without = {name: value for name, value in rows["details"][0].items() if name != "psnr_visible_exact"}
+    rows["details"] = [without, *rows["details"][1:]]
+    table = adaptive_tables(rows)[0].set_index("attack")["psnr_visible_exact_median"]
+    assert table.isna().sum() == 1
+    assert math.isnan(table[rows["attack"][0]])
+
+
 def test_answers_in_time_are_counted(finished) -> None:
     rows = load_rows(finished / "rows.jsonl.gz")
     rows = rows[(rows["attack"] == "mjp_subspace") & (rows["round"] == 1)].assign(seconds=[5.0, 6.0])

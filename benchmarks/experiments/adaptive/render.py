@@ -34,7 +34,7 @@ def _one_update(table: pd.DataFrame) -> str:
             f"`{row.attack}`",
             mean,
             f"median {row.psnr_visible_median:.1f}",
-            *([f"median {row.psnr_visible_exact_median:.1f}"] if exact else []),
+            *([_median(row.psnr_visible_exact_median)] if exact else []),
             _patches(row),
             _images(row),
         ]
@@ -42,6 +42,10 @@ def _one_update(table: pd.DataFrame) -> str:
     heads = ["one update, γ", "attack", "whole image (dB)", "visible patches (dB)"]
     heads += ["whole image, visible patches exact (dB)"] if exact else []
     return markdown_table([*heads, "patches above 25 dB, median (in any order)", "images"], lines)
+
+
+def _median(value: float) -> str:
+    return "" if np.isnan(value) else f"median {value:.1f}"
 
 
 def _patches(row: pd.Series) -> str:

@@ -25,9 +25,9 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
     Settings that differ from a schedule in the masks as released or in a warm-up say so in the column `setting`.
     Columns: those of `spread_table` in dB, and for one update `psnr_visible_mean` and `psnr_visible_median`, over the
-    patches whose position is not hidden, `psnr_visible_exact_median`, over all if those were exact (NaN for rows from
-    before it was measured), and medians of the share of patches above 25 dB, `patch_recovery_median` in their places
-    and `patches_any_order_median` in any order (NaN for attacks that guess no order).
+    patches whose position is not hidden, `psnr_visible_exact_median`, over all if those were exact (NaN where rows are
+    from before it was measured), and medians of the share of patches above 25 dB, `patch_recovery_median` in their
+    places and `patches_any_order_median` in any order (NaN for attacks that guess no order).
     """
     parts = ("psnr_visible", "psnr_visible_exact")
     rows = rows.assign(
@@ -41,7 +41,8 @@ def adaptive_tables(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     if len(one):
         by = ["attack", "gamma"]
         visible = spread_table(first, by, "psnr_visible")[[*by, "psnr_visible_mean", "psnr_visible_median"]]
-        exact = first.groupby(by)["psnr_visible_exact"].median().rename("psnr_visible_exact_median").reset_index()
+        exact = first.groupby(by)["psnr_visible_exact"].agg(lambda own: own.median(skipna=False))
+        exact = exact.rename("psnr_visible_exact_median").reset_index()
         one = one.merge(visible, on=by).merge(exact, on=by).merge(_shares_of_patches(first, by), on=by)
     over = rows[over_rounds].rename(columns={"round": "updates"})
     over["setting"] = [
