@@ -155,7 +155,7 @@ def test_what_the_server_may_not_see_is_told(tmp_path) -> None:
     assert table.loc[("none", "patch_embedding"), "count"] == 1  # --at-most 1
 
 
-@pytest.mark.long  # as april_attack and mjp_adaptive with all attacks, in three federations
+@pytest.mark.long  # as mjp_adaptive with all attacks, in three federations
 def test_every_attack_gives_rows_or_a_reason(tmp_path) -> None:
     small = ["--model", "vit_micro8_32", "--gammas", "0.9", "--rounds", "1", "--audit-points", "1"]
     assert run(tmp_path / "out", *small) == 0
