@@ -45,8 +45,6 @@ from attacks.linear.position_rows import PositionRows, unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 
-# Share of dL/db by which the rows miss it above which an update counts as noisy; float32 leaves 1e-7 to 1e-5.
-NOISY = 3e-5
 # Misfit up to which equations without rows of noise taken for masked hold. On twenty series of updates that mask rows
 # below the noise, such equations gave 0.8 to 2 dB more where their misfit was at most 1.04 (one exception: 3 dB less),
 # and 1 to 9 dB less where it was 1.07 and more.
@@ -186,7 +184,7 @@ def _unreadable(update: PositionRows) -> str:
 
 def _noiseless(update: PositionRows) -> str:
     """Why errors of the rows need no weighing, or ""."""
-    if update.imbalance > NOISY:
+    if update.noisy:
         return ""
     named = "mjp_subspace" if update.masked.any() else "patch_embedding"
     return f"the update shows no noise: {named} gives the same answer"

@@ -45,6 +45,9 @@ LEAST_SHARE = 1e-3
 # Share of dL/db by which the rows may differ from it before they are taken for something else than token gradients, and
 # the same in units of what the message's precision explains.
 IMBALANCE, ROUNDED = 1e-4, 4.0
+# The same above which an update counts as noisy. Float32 leaves 5e-8 to 2.4e-7 (six photographs, five models, also MJP
+# at gamma 0.1 to 0.9), noise of 1e-6 of an update's rms entry 6e-6 to 2e-5, of 3e-6 2e-5 to 6e-5.
+NOISY = 1e-5
 # Share of dL/db by which added noise may make them differ: up to there rounds are joined as without noise (it is 0.01
 # to 0.03 for noise of 1e-4 of an update's rms entry on three photographs with trained models). At 0.1 and more many of
 # the patches are wrong that joined updates vouch for. Rows of noise have cosines of D^-1/2; theirs are at most so many
@@ -91,6 +94,11 @@ class PositionRows:
     num_examples: int
     local_steps: int
     doubts: tuple[str, ...]
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the rows miss dL/db by more than the round-off of float32; False where that cannot be told."""
+        return self.imbalance > NOISY
 
     @property
     def seen(self) -> int:

@@ -43,6 +43,7 @@ class JoinedUpdates:
         shown: (N,) bool, patches that at least one of them shows.
         reasons: why not to trust the equations, in words; empty where they hold.
         changed: of the updates, those in another view than the last one's.
+        noisy: one of them holds more than round-off explains.
     """
 
     tokenizer: Tokenizer
@@ -51,6 +52,7 @@ class JoinedUpdates:
     shown: Tensor
     reasons: tuple[str, ...]
     changed: int
+    noisy: bool
 
     def estimate(self) -> Estimate:
         """The solution of all equations."""
@@ -71,12 +73,14 @@ def join_updates(observations: Sequence[Observation], *, spans: bool = False) ->
     if last.narrow:
         return _join_narrow(target, last, target_and_earlier[:0:-1])
     tokenizer, equations, shown, changed = target.tokenizer, last.equations(), ~last.masked, 0
+    noisy = target.noisy
     if not last.reasons:
-        for _, update, view in _same_image(Target.of(target, last), target_and_earlier[:0:-1]):
+        for rows, update, view in _same_image(Target.of(target, last), target_and_earlier[:0:-1]):
+            noisy |= rows.noisy
             equations.merge(view.moved(update.equations(), tokenizer))
             shown = shown | view.flags(~update.masked)
             changed += not view.plain
-    return JoinedUpdates(tokenizer, last, equations, shown, last.reasons, changed)
+    return JoinedUpdates(tokenizer, last, equations, shown, last.reasons, changed, noisy)
 
 
 def _join_narrow(
@@ -85,17 +89,18 @@ def _join_narrow(
     """The same where each update shows a part of its hidden span only, and their differences the rest."""
     others = _narrow_of_same_image(target, last, earlier)
     updates, changed = [*(update for _, update, _ in others), last], sum(mirrored for *_, mirrored in others)
+    noisy = any(rows.noisy for rows in (target, *(rows for rows, *_ in others)))
     if len(updates) < LEAST_UPDATES:
         found = "1 was" if len(updates) == 1 else f"{len(updates)} were"
         missing = f"{LEAST_UPDATES} updates of the image would show all of them, and {found} found"
         reasons = (*last.reasons, missing)
-        return JoinedUpdates(target.tokenizer, last, last.equations(), ~last.masked, reasons, changed=0)
+        return JoinedUpdates(target.tokenizer, last, last.equations(), ~last.masked, reasons, 0, noisy)
     *completed, last = complete_spans(updates)
     equations = last.equations()
     for update in completed:
         equations.merge(update.equations())
     shown = torch.stack([~update.masked for update in updates]).any(dim=0)
-    return JoinedUpdates(target.tokenizer, last, equations, shown, (), changed)
+    return JoinedUpdates(target.tokenizer, last, equations, shown, (), changed, noisy)
 
 
 def _narrow_of_same_image(

@@ -81,7 +81,9 @@ class MJPRounds(Attack):
         # Of one update without position gradient: of the patches that the probabilities give, seven of ten are wrong
         # (shipped vit_mini_64_mjp, gamma 0.3, seven photographs; of two to four updates 13, 11 and 3 %).
         alone = updates == 1 and not isinstance(read_update(target, spans=True), PositionRows)
-        sure = sure_patches(observations, joined.tokenizer, estimate, completed, joined.last.dropped or alone)
+        settled = joined.last.dropped or alone
+        noisy = joined.noisy
+        sure = sure_patches(observations, joined.tokenizer, estimate, completed, settled=settled, noisy=noisy)
         details = details_of(joined.last, sure) | {
             "updates": updates,
             "changed": joined.changed,

@@ -63,6 +63,7 @@ class SpanUpdate:
         products: [dL/dE, dL/db], (D, P + 1) float64.
         seen: patches that the model saw.
         solved: the equations.
+        noisy: the first attention's gradient holds more than its tokens and round-off.
     """
 
     tokenizer: Tokenizer
@@ -70,6 +71,7 @@ class SpanUpdate:
     products: Tensor
     seen: int
     solved: MaskedUpdate
+    noisy: bool
 
 
 def read_span_update(observation: Observation) -> SpanUpdate:
@@ -125,7 +127,7 @@ def read_span_update(observation: Observation) -> SpanUpdate:
         sums=equations,
         dropped=observation.drops_patches,
     )
-    return SpanUpdate(tokenizer, masked, products, block.patches, solved)
+    return SpanUpdate(tokenizer, masked, products, block.patches, solved, block.span.added)
 
 
 def find_mask(observation: Observation, block: Block, hidden: Tensor) -> tuple[Tensor, bool]:

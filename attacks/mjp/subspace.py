@@ -60,7 +60,7 @@ class MJPSubspace(Attack):
         update = solve_masked(rows)
         estimate = update.estimate()
         found = complete(self.prior, estimate, rows.tokenizer, observation.std, ~update.masked, updates=1)
-        sure = sure_patches([observation], rows.tokenizer, estimate, found, update.dropped)
+        sure = sure_patches([observation], rows.tokenizer, estimate, found, settled=update.dropped, noisy=rows.noisy)
         diagnosis, details = "; ".join(update.reasons), details_of(update, sure)
         patches = correct_rounded(observations[-1:], found.patches, self.prior)[0] if self.intervals else found.patches
         return render(observation, rows.tokenizer, patches, sure, diagnosis, details)

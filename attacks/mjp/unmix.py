@@ -70,8 +70,8 @@ QUERIES = "blocks.0.attn.qkv.weight"
 # Pixels of a photograph lie in [0, 1]; this far outside they are none, even where other means and deviations than the
 # model's were given.
 MARGIN = 2.0
-# Where tokens alone say which patch is where, and in rounded messages, errors are up to so many times those expected:
-# measured on trained models of 32 and 64 pixels, in float16, bfloat16, int8 and with noise of 1e-4 to 1e-2.
+# Where tokens alone say which patch is where, and in rounded or noisy messages, errors are up to so many times those
+# expected: measured on trained models of 32 and 64 pixels, in float16, bfloat16, int8 and with noise of 1e-4 to 1e-2.
 TOKEN_ERROR = 20.0
 
 
@@ -147,7 +147,8 @@ class Unmix(PlacingAttack):
             raise UsageError(nothing_masked(observation, spans=True))
         known, guess, details = self.known_patches(joined, observation)
         if not len(known.basis):
-            return render(observation, tokenizer, guess, torch.ones_like(known.unseen), "", details)
+            sure = torch.full_like(known.unseen, exact(known, observation))
+            return render(observation, tokenizer, guess, sure, "", details)
         try:
             block = read_first_block(observation, tokenizer)
         except UsageError as error:
@@ -238,7 +239,7 @@ class Unmix(PlacingAttack):
             return known, guess, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
         guess = self._guess(estimate, observation, tokenizer)
         if joined.equations.updates == 1:
-            known = KnownPatches(last.rows, last.basis, last.masked, last.masked)
+            known = KnownPatches(last.rows, last.basis, last.masked, last.masked, joined.noisy)
             return known, guess, {"masked": int(last.masked.sum()), "rank": last.rank}
         details = {
             "masked": int(last.masked.sum()),
@@ -247,7 +248,7 @@ class Unmix(PlacingAttack):
             "open": len(estimate.open),
         }
         rows = estimate.patches(torch.zeros_like(estimate.centre))
-        return KnownPatches(rows, estimate.open, last.masked, ~joined.shown), guess, details
+        return KnownPatches(rows, estimate.open, last.masked, ~joined.shown, joined.noisy), guess, details
 
 
 def layers_of(model: nn.Module) -> tuple[str, ...]:
@@ -282,8 +283,7 @@ def finished(
         placement: of the unseen patches.
     """
     scale, shift = (pixel_scales(tokenizer, channel, guess.device) for channel in (observation.std, observation.mean))
-    exact = known.apart and coarseness(observation, layers_of(observation.model)) <= COARSE
-    deviation = placed.deviation * (1.0 if exact else TOKEN_ERROR)
+    deviation = placed.deviation * (1.0 if exact(known, observation) else TOKEN_ERROR)
     placed = replace(placed, deviation=deviation).in_range(scale, shift)
     missing = placed.patches.isnan().any(dim=1)
     patches = torch.where(missing[:, None], guess, placed.patches)
@@ -297,6 +297,12 @@ def finished(
         )
     answer = render(observation, tokenizer, patches, sure, obstacle, details | {"found": found})
     return replace(answer, flags=(*answer.flags, ORDER_GUESSED)) if int(known.unseen.sum()) > 1 else answer
+
+
+def exact(known: KnownPatches, observation: Observation) -> bool:
+    """Whether linear equations without noise or rounding tell the patches apart."""
+    coarse = coarseness(observation, layers_of(observation.model)) > COARSE
+    return known.apart and not known.noisy and not coarse
 
 
 def mask_in_words(masked: Tensor, *, sent: bool) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from attacks import ATTACKS
 from attacks.mjp.shown_attention import ShownAttention
 from attacks.mjp.token_search import TokenSearch
+from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import psnr
 from fedmjp.models import build_model
 from tests.attacks.mjp.test_unmix import masked_update
-from tests.conftest import photographs
+from tests.conftest import observe, photographs
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +53,21 @@ def test_all_patches_seen_leaves_nothing_to_search(image) -> None:
     assert summed.details["never_seen"] == 0
     assert "tokens" not in found.details
     assert float(psnr(found.images, image)) > 60
+
+
+def test_noise_widens_the_expected_errors() -> None:
+    """Noise of 1e-5 of the update's rms entry, gamma 0.5: two of 32 patches would be vouched for below 25 dB."""
+    model, image = build_model("vit_mini_64_mjp", num_classes=8, weights="auto"), photographs(64, 3)[2:]
+    noise, seen = DEFENSES.get("noise")(noise_multiplier=1e-5, noise_unit="entry"), []
+    for number in range(3):
+        draws = torch.Generator().manual_seed(20 + number)
+        shown = DEFENSES.get("mjp")(gamma=0.5).on_input(image, model, draws, 1)
+        update = observe(model, shown.images, torch.tensor([2]), shown.position_mask)
+        gradients = noise.on_update(dict(update.gradients), torch.Generator().manual_seed(18 + number))
+        seen.append(dataclasses.replace(update, gradients=gradients, round=number))
+    found = ATTACKS.get("unmix_rounds")()(seen)
+    assert found.diagnosis == ""
+    vouched = found.known.any(dim=1)
+    errors = torch.nn.functional.avg_pool2d((found.images - image).square().mean(dim=1), 8)
+    assert int(vouched.sum()) >= 10 * 8 * 8
+    assert float(errors[vouched[:, ::8, ::8]].max()) < 10**-2.5
