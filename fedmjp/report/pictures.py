@@ -16,8 +16,9 @@ from fedmjp.report.styles import DPI, LIGHT_GREY, SMALL, WIDTH, save
 
 MAX_PANELS = 12
 TALLEST = 880  # pixels of a PNG
-CELL, GAP, CAPTION, HEADING, LABEL = 1.15, 0.08, 0.2, 0.17, 1.05  # inches; cells are smaller where there are many
-LETTERS = 16  # of a heading, an inch
+CELL, GAP, CAPTION, HEADING, LINE = 1.15, 0.08, 0.2, 0.17, 0.135  # inches; cells are smaller where there are many
+LETTERS = 16  # of a heading or a label, an inch
+LABELS = (16, 20, 24, 28, 34)  # letters of a line of the rows' labels: the fewest at which they are no higher than rows
 HATCH = 256  # pixels of the side of the pattern over pixels that are not vouched for
 
 
@@ -44,7 +45,7 @@ class Panel:
     """One row of the reconstructions figure.
 
     Attributes:
-        title: such as "mjp, round 1, client 0"; broken at its commas.
+        title: such as "mjp, round 1, client 0"; broken at commas and plus signs, and at spaces where that is too long.
         original: float array or tensor (C, H, W) in [0, 1]; None where it is not known.
         seen: the same, after the defence: what the model computed its gradient on. Not shown where it equals the
             original, or is None.
@@ -94,21 +95,20 @@ def reconstructions_figure(
     else:
         rows = [{name: content for name, content in row.items() if content is not None} for row in rows]
     columns = max(map(len, rows))
-    cell = min(CELL, (WIDTH - LABEL) / columns - GAP)
+    labels, margin, cell = _labels(panels, columns)
     headings = [
         [] if index and list(row) == list(rows[index - 1]) else _headings(row, cell) for index, row in enumerate(rows)
     ]
     lines = [max((words.count("\n") + 1 for words in heading), default=0) for heading in headings]
     top = 0.25 if title else 0.04
-    width = LABEL + columns * (cell + GAP)
+    width = margin + columns * (cell + GAP)
     height = top + sum(cell + CAPTION + HEADING * count for count in lines)
     figure, bottom = Figure(figsize=(width, height)), height - top
-    for panel, row, heading, count in zip(panels, rows, headings, lines, strict=True):
+    for label, row, heading, count in zip(labels, rows, headings, lines, strict=True):
         bottom -= cell + HEADING * count
-        label = "\n".join(part.strip() for part in panel.title.split(","))
         figure.text(0.04 / width, (bottom + cell / 2) / height, label, fontsize=SMALL, va="center")
         for column, content in enumerate(row.values()):
-            left = LABEL + column * (cell + GAP)
+            left = margin + column * (cell + GAP)
             axes = figure.add_axes((left / width, bottom / height, cell / width, cell / height))
             if heading:
                 axes.set_title(heading[column], fontsize=SMALL, pad=3, linespacing=1.0)
@@ -117,6 +117,22 @@ def reconstructions_figure(
     if title:
         figure.text(0.04 / width, 1 - 0.06 / height, title, fontsize=SMALL, va="top", weight="bold")
     save(figure, path, min(dpi, TALLEST / height))
+
+
+def _labels(panels: list[Panel], columns: int) -> tuple[list[str], float, float]:
+    """Labels of the rows, the width of the margin that they stand in, and the side of a cell beside it, in inches."""
+    for letters in LABELS:
+        parts = [panel.title.replace(" + ", ", + ").split(",") for panel in panels]
+        lines = [
+            [line for part in row for line in textwrap.wrap(part.strip(), letters, break_long_words=False)]
+            for row in parts
+        ]
+        margin = 0.05 + letters / LETTERS
+        cell = min(CELL, (WIDTH - margin) / columns - GAP)
+        wide = max((len(line) for row in lines for line in row), default=0) > letters
+        if not wide and LINE * max(map(len, lines)) <= cell + CAPTION:
+            break
+    return ["\n".join(row) for row in lines], margin, cell
 
 
 def draw_picture(axes: Axes, image: Any | None, psnr: float | None) -> None:

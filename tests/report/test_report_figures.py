@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import matplotlib.image
 import matplotlib.pyplot
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from scipy import stats
@@ -68,6 +71,23 @@ def test_many_reconstructions_fit_the_width_of_a_page_and_no_name_is_cut(tmp_pat
     assert {title.get_fontsize() for title in titles} == {SMALL}
     raised = [title.get_text().endswith("\n") for title in titles]
     assert raised == [False, True] * 3 + [False]  # every other name stands a line higher
+
+
+def test_long_labels_stay_beside_the_pictures(tmp_path, monkeypatch):
+    drawn, image = [], np.zeros((3, 4, 4))
+    monkeypatch.setattr("fedmjp.report.pictures.save", lambda figure, path, dpi: drawn.append(figure))
+    noise = "noise, noise_unit entry, noise_multiplier 0.00003"
+    titles = [f"mjp, gamma 0.3 + {noise}, round 1, client 0", f"a_name_of_twenty_letters, {noise}, " * 3, "none"]
+    reconstructions_figure([Panel(title, image, image, {"x": Reconstructed(image, 9.0)}) for title in titles], "r.png")
+    figure = drawn[0]
+    FigureCanvasAgg(figure)
+    boxes = [text.get_window_extent() for text in figure.texts]
+    cells = [axes.get_window_extent() for axes in figure.axes[::2]]
+    for box, cell in zip(boxes, cells, strict=True):
+        assert box.x1 < cell.x0
+    for above, below in itertools.pairwise(boxes):
+        assert above.y0 > below.y1
+    assert figure.texts[0].get_text().splitlines()[1:3] == ["gamma 0.3", "+ noise"]
 
 
 def test_reconstructions_show_the_pixels_they_are_given(tmp_path):
