@@ -106,18 +106,23 @@ class PatchEmbedding(ClosedForm):
                 f"the solution leaves {solution.residual:.0%} of the projection's gradient unexplained: the update is "
                 "not the exact gradient of one image (noise, quantisation, or a defence)"
             )
-        return settle_rows(solution, tokenizer, observation.std, self.prior), _sure(solution, observation.std)
+        sure = _sure(solution, observation.std, noisy=read_position_rows(observation).noisy)
+        return settle_rows(solution, tokenizer, observation.std, self.prior), sure
 
 
-def _sure(solution: RowSolution, std: tuple[float, ...]) -> Tensor:
+def _sure(solution: RowSolution, std: tuple[float, ...], *, noisy: bool) -> Tensor:
     """(N,) bool, the patches to vouch for: by the noise of the message, whatever the prior makes of weak combinations.
+
+    None where a client added noise and no equations are left over to measure it: the error is then not known.
 
     Args:
         std: per-channel normalisation of the inputs.
+        noisy: see `PositionRows`.
     """
     deviation = solution.noise * solution.gains.sqrt() * (sum(std) / len(std))  # of a pixel in [0, 1]
     guessed = solution.rank < VOUCHED_KNOWN * len(solution.rows)
-    return (NOISE_SLACK * deviation < VOUCHED_DEVIATION) & (not guessed)
+    unmeasured = noisy and not solution.spare
+    return (NOISE_SLACK * deviation < VOUCHED_DEVIATION) & (not guessed and not unmeasured)
 
 
 def corrected(

@@ -50,7 +50,7 @@ IMBALANCE, ROUNDED = 1e-4, 4.0
 NOISY = 1e-5
 # Share of dL/db by which added noise may make them differ: up to there rounds are joined as without noise (it is 0.01
 # to 0.03 for noise of 1e-4 of an update's rms entry on three photographs with trained models). At 0.1 and more many of
-# the patches are wrong that joined updates vouch for. Rows of noise have cosines of D^-1/2; theirs are at most so many
+# the patches are wrong that joined updates give. Rows of noise have cosines of D^-1/2; theirs are at most so many
 # times as large.
 LARGEST_NOISE, UNRELATED = 0.05, 2.0
 # Why an update without position gradient is not read by the spans of its first attention.
@@ -97,7 +97,7 @@ class PositionRows:
 
     @property
     def noisy(self) -> bool:
-        """Whether the rows miss dL/db by more than the round-off of float32; False where that cannot be told."""
+        """Whether the rows miss dL/db by more than the round-off of float32; False where dL/db was not sent."""
         return self.imbalance > NOISY
 
     @property

@@ -23,6 +23,14 @@ def by_patch(image: torch.Tensor, side: int) -> torch.Tensor:
     return torch.nn.functional.avg_pool2d(image.mean(dim=1, keepdim=True), side).flatten()
 
 
+def test_noise_that_no_equation_measures_leaves_nothing_to_vouch_for() -> None:
+    """196 patches and 192 channels: the equations fit any noise, and its size is not known."""
+    built, image = build_model("vit_ti", num_classes=8, weights="random"), photographs(224, 1)
+    attack, update = ATTACKS.get("patch_embedding")(), observe(built, image)
+    assert attack([update]).known.any()
+    assert not attack([noised(update, 1e-4)]).known.any()
+
+
 @pytest.mark.parametrize("weights", ["auto", "random"])
 def test_patches_that_noise_spoils_are_not_vouched_for(weights: str) -> None:
     """Six photographs with noise of 1e-4 of the update's rms entry: 1 in 50 at most is wrong of those vouched for."""
