@@ -70,10 +70,11 @@ def search(config: SearchConfig, on_policy: Callable[[ScoredPolicy], None]) -> l
 
     from fedmjp.client import shared_data
     from fedmjp.defenses.policy_search import random_policies, score_policies
-    from fedmjp.devices import usable_device
+    from fedmjp.devices import usable_device, use_threads
     from fedmjp.models import MODELS, build_model, split_name
 
     device = usable_device(config.device)
+    use_threads(0)
     spec = MODELS.get(split_name(config.model.model)[0])
     if spec.speech:
         raise UsageError(f"a transformation policy is for models of images, not {config.model.model}")

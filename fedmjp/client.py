@@ -22,7 +22,7 @@ from fedmjp.data import DataBundle, load_data, partition
 from fedmjp.defenses import ClientInput
 from fedmjp.defenses.privacy import Schedule
 from fedmjp.defenses.step import LocalStep
-from fedmjp.devices import usable_device
+from fedmjp.devices import usable_device, use_threads
 from fedmjp.entropy import ClientEntropy
 from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import Draws, Learner
@@ -124,8 +124,7 @@ class ClientTask:
         self.entropy = config.client_entropy() if entropy is None else entropy
         self.defense = config.defence(defense)
         self.device = usable_device(config.device)
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        use_threads(config.threads)
         self.data = shared_data(config.data, config.model.side(), config.seed)
         self.parts = partition(
             self.data.train.labels, config.federation.clients, config.federation.partition, config.seed

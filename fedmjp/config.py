@@ -119,7 +119,7 @@ class RunConfig:
     device: str = "cpu"
     """cpu, cuda, or cuda:INDEX."""
     threads: int = 0
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     seed: int = 0
     """Fixes weights and how the images are dealt out; the server knows it."""
     client_seed: int = 0

@@ -53,7 +53,7 @@ def probe(config: ProbeConfig) -> dict[str, float]:
         UsageError: checkpoint, data or device that cannot be used.
     """
     from fedmjp.client import shared_data
-    from fedmjp.devices import usable_device
+    from fedmjp.devices import usable_device, use_threads
     from fedmjp.evaluation.features import trained_pool
     from fedmjp.evaluation.linear_probe import probe_accuracy
     from fedmjp.evaluation.neighbours import neighbour_accuracy
@@ -63,6 +63,7 @@ def probe(config: ProbeConfig) -> dict[str, float]:
     from fedmjp.objectives.position_prediction import PositionPrediction
 
     device, origin = usable_device(config.device), require_origin(config.checkpoint)
+    use_threads(0)
     spec = MODELS.get(split_name(origin.model)[0])
     require_kind(config.data.data, SPEECH if spec.speech else IMAGES, f"the encoder of a {origin.model}")
     data = shared_data(config.data, spec.image_size, config.seed)

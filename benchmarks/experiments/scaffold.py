@@ -44,7 +44,7 @@ class DeviceOptions:
     device: str = "cpu"
     """cpu, cuda, or cuda:INDEX."""
     threads: int = 0
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
 
     def validate(self) -> None:
         """Raise `UsageError` for options that cannot be met, before anything is computed."""

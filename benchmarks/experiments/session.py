@@ -26,7 +26,7 @@ from fedmjp.audit.victims import Victims
 from fedmjp.budgets import ALL, AUTO
 from fedmjp.data import Gallery, load_gallery
 from fedmjp.defenses import Defense
-from fedmjp.devices import usable_device
+from fedmjp.devices import usable_device, use_threads
 from fedmjp.metrics import load_lpips
 from fedmjp.records import provenance
 from fedmjp.records.image_digests import FILE, ImageDigests
@@ -46,9 +46,7 @@ def prepare_torch(options: DeviceOptions) -> torch.device:
     Raises:
         UsageError: no such device here.
     """
-    threads = 1 if getattr(options, "spread", False) else options.threads
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(1 if getattr(options, "spread", False) else options.threads)
     return usable_device(options.device)
 
 

@@ -133,7 +133,7 @@ class TrainConfig:
     device: str = "cpu"
     """cpu, cuda, or cuda:INDEX."""
     threads: int = 0
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     seed: int = 0
     """Fixes weights, order, augmentation and masks."""
     out: Path = Path("runs/train")

@@ -21,7 +21,7 @@ from attacks import UsageError
 from fedmjp.data import DataBundle, load_data
 from fedmjp.defenses import Defense
 from fedmjp.defenses.privacy import Schedule
-from fedmjp.devices import usable_device
+from fedmjp.devices import usable_device, use_threads
 from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import Draws, Learner
 from fedmjp.training.batches import Batches
@@ -46,8 +46,7 @@ class Trainer:
         config.validate()
         self.config, self.recipe, self.defense = config, config.recipe, config.defence()
         self.device = usable_device(config.device)
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        use_threads(config.threads)
         self.data = load(config) if data is None else data
         if config.chosen_objective().needs_labels:
             self.data.require_labels(f"--objective {config.objective}")

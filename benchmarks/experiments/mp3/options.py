@@ -113,7 +113,7 @@ class MP3Options(PretrainingOptions):
     weights: Path = Path("runs/mp3_weights")
     """Folder of trained weights. What is there is not trained again; figures of what an encoder computes need it."""
     threads: int = 1
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     out: Path = Path("runs/mp3")
     """Folder of rows, tables and figures (the committed ones stand in results/mp3)."""
 

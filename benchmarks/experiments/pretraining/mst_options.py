@@ -86,7 +86,7 @@ class MSTOptions(PretrainingOptions):
     precision: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Type of activations in training."""
     threads: int = 1
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     out: Path = Path("runs/mst")
     """Folder of rows, tables and run.json (the committed ones stand in results/mst)."""
 

@@ -62,7 +62,7 @@ class DropPosOptions(PretrainingOptions):
     precision: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Type of activations in training."""
     threads: int = 1
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     decoder_width: int = 64
     """Channels of the decoder (paper: 512, beside an encoder of 768)."""
     only: tuple[str, ...] = ()

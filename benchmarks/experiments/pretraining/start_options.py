@@ -86,7 +86,7 @@ class StartOptions(PretrainingOptions):
     precision: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Type of activations in training."""
     threads: int = 1
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     pretrained: Path = Path("runs/pretraining_weights")
     """Folder of the pre-trained encoders; what is there is not trained again."""
     out: Path = Path("runs/pretraining")

@@ -80,7 +80,7 @@ class Options(RowOptions):
     pretrained: Path = Path("runs/segmentation_pretrained")
     """Folder of the pre-trained encoders; what is there is not trained again."""
     threads: int = 1
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     out: Path = Path("runs/segmentation")
     """Folder of rows and table (the committed ones stand in results/segmentation)."""
 

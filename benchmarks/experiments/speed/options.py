@@ -174,7 +174,7 @@ class TrainingSpeedOptions(DeviceOptions):
     """
 
     threads: int = 1
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     models: tuple[str, ...] = ("vit_mini_32", "vit_ti")
     """Plain ViTs, random weights."""
     image_sizes: tuple[int, ...] = (32, 160)

@@ -69,7 +69,7 @@ class TrainingOptions(DeviceOptions):
     image_size: int | None = None
     """Pixels of an image's side (none: those that the model is made for)."""
     threads: int = 1
-    """Torch threads (0: torch's own choice)."""
+    """Torch threads (0: torch's own choice, fewer while other programs keep cores busy)."""
     trainings: Path = Path("runs/trainings")
     """Folder of the trainings' rows, which tables share (the committed ones stand in results/trainings)."""
     checkpoints: Path | None = None
