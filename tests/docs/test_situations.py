@@ -82,7 +82,7 @@ LEAKING = (
 
 # Of ten seconds and more, and much like others.
 LONG = ("two_gammas", "hugging_face", "gamma_one", "unsaid_batch", "adam_clients", "partial_reply", "half_reply")
-LONG += ("noise", "released_layout_masked", "frozen_positions")
+LONG += ("noise", "released_layout_masked", "frozen_positions", "default_mjp")
 
 
 # Whether `unmix` finds all tokens of random weights and borders then place a whole picture depends on the processor's

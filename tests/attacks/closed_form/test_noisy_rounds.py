@@ -46,7 +46,7 @@ def rounds(trained: BuiltModel, image: torch.Tensor, count: int, share: float) -
     return found
 
 
-@pytest.mark.parametrize("share", [1e-3, 1e-2])
+@pytest.mark.parametrize("share", [pytest.param(1e-3, marks=pytest.mark.long), 1e-2])
 def test_updates_together_give_more_than_the_best_alone(trained, share: float) -> None:
     image = photographs(32, 1)
     views = rounds(trained, image, 8, share)
@@ -122,7 +122,7 @@ def masked() -> list[Observation]:
     return [observe(model, one.images, torch.tensor([2]), one.position_mask) for one in seen]
 
 
-@pytest.mark.parametrize("share", [1e-3, 1e-2])
+@pytest.mark.parametrize("share", [pytest.param(1e-3, marks=pytest.mark.long), 1e-2])
 def test_masked_updates_are_joined_where_attacks_on_masks_fail(masked, share: float) -> None:
     image = photographs(32, 1)
     views = [noised(view, share, number) for number, view in enumerate(masked)]
