@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from attacks import ATTACKS, Capability, Observation, UsageError, has_tokenizer
+from attacks import ATTACKS, Capability, Observation, has_tokenizer
 from attacks.active.base import SendContext, Sending
 from attacks.findings import Finding
 from attacks.fingerprints import repair, repaired
@@ -33,6 +33,7 @@ from fedmjp.audit.observe import SentModels, observe_update, undo_adam
 from fedmjp.audit.originals import Originals
 from fedmjp.audit.suite import Suite, active_attack, select_attacks
 from fedmjp.audit.update_job import UpdateJob, run_job
+from fedmjp.before_start import check_resumable
 from fedmjp.budgets import build_attack
 from fedmjp.client import Batch, ClientTask, shared_task
 from fedmjp.config import RunConfig
@@ -166,19 +167,14 @@ class FederationAudit:
         """Train and audit from the round after the last finished one.
 
         Raises:
-            UsageError: the clients of an unfinished run kept what they need, which ended with their processes.
+            UsageError: see `check_resumable`.
         """
         finished, state, self.expected = self.folder.load_state(self.defense)
         self.folder.failures.forget(self.defense, finished)
         self.folder.forget_not_attacked(self.defense, finished)
         rounds = self.config.federation.rounds
-        if 0 < finished < rounds and self.task.clients_keep:
-            remembers = self.task.defense.remembers
-            cause = f"--defense {self.defense}" if remembers else f"--objective {self.task.objective_name}"
-            raise UsageError(
-                f"round {finished + 1} needs what each client keeps under {cause}, which ended with the interrupted "
-                "run; start again in another --out"
-            )
+        if 0 < finished < rounds:
+            check_resumable(self.task, self.defense, finished + 1, simulated=self.simulated)
         if state is not None:
             self.task.load(state.weights)
             self.task.learner.begin(state.kept)

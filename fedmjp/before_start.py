@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attacks import UsageError
 from fedmjp.audit.suite import active_attack
-from fedmjp.client import shared_task
+from fedmjp.client import ClientTask, shared_task
 from fedmjp.config import RunConfig
 
 
@@ -30,3 +30,29 @@ def check_before_start(config: RunConfig) -> list[str]:
             raise UsageError(f"--data {config.data.data} has no test images")
         guarantees.append(task.guarantee)
     return list(filter(None, guarantees))
+
+
+def check_resumable(task: ClientTask, defense: str, number: int, *, simulated: bool) -> None:
+    """Check that an interrupted federation can go on.
+
+    Args:
+        task: of its clients.
+        defense: entry of its defence.
+        number: of the round that comes next.
+        simulated: the clients draw again what they would have drawn without the interruption; nodes do not.
+
+    Raises:
+        UsageError: the clients kept what they need, which ended with their processes; or a guarantee counts on one walk
+            over the nodes' images.
+    """
+    if task.clients_keep:
+        cause = f"--defense {defense}" if task.defense.remembers else f"--objective {task.objective_name}"
+        raise UsageError(
+            f"round {number} needs what each client keeps under {cause}, which ended with the interrupted run; start "
+            "again in another --out"
+        )
+    if task.guarantee and not simulated:
+        raise UsageError(
+            f"nodes walk over their images anew from round {number} on, so that the epsilon of --defense {defense} "
+            "would not hold; start again in another --out"
+        )

@@ -113,8 +113,9 @@ def _run(grid: Any, run_config: Mapping[str, Any]) -> None:
     for guarantee in check_before_start(config):
         console.print(f"{guarantee} {IF_DEALT_OUT}", highlight=False, soft_wrap=True)
     folder = RunFolder(config)
-    run_on_grid(grid, config, folder, RunProgress(console), simulated=False)
-    folder.finish()
+    if not folder.is_finished():
+        run_on_grid(grid, config, folder, RunProgress(console), simulated=False)
+        folder.finish()
     console.print(f"report: {report(folder, console)}")
     folder.require_attacked()
 

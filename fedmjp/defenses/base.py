@@ -210,3 +210,11 @@ class Defense:
     def guarantee(self, schedule: Schedule) -> str:
         """What the defence proves for a training, with its assumptions, in words; "" where it proves nothing."""
         return ""
+
+
+def refuse_batch_norms(module: nn.Module, reason: str) -> None:
+    """Raise `UsageError` with the reason for a model with batch norms."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    if any(isinstance(part, _BatchNorm) for part in module.modules()):
+        raise UsageError(reason)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import ClientInput, Defense
+from fedmjp.defenses.base import ClientInput, Defense, refuse_batch_norms
 from fedmjp.defenses.noise import KNOWING_NOISE
 from fedmjp.defenses.privacy import LARGEST, Schedule, check_target, epsilon_by_sampling, epsilon_in_epochs, noise_for
 
@@ -81,10 +81,9 @@ class DPSGD(Defense):
 
     def adapt(self, module: nn.Module) -> None:
         """Refuse a model with batch norms, whose statistics mix the images of a batch."""
-        from torch.nn.modules.batchnorm import _BatchNorm
-
-        if any(isinstance(part, _BatchNorm) for part in module.modules()):
-            raise UsageError("--defense dp_sgd needs a loss of each image alone, and this --model has batch norms")
+        refuse_batch_norms(
+            module, "--defense dp_sgd needs a loss of each image alone, and this --model has batch norms"
+        )
 
     def scheduled(self, schedule: Schedule) -> Self:
         """With the noise that the target epsilon asks for."""

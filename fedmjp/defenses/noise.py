@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attacks.registry import UsageError
-from fedmjp.defenses.base import Defense
+from fedmjp.defenses.base import Defense, refuse_batch_norms
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 # They measure the noise in the message and weigh its equations by it; `noisy_rounds` does so over rounds, masked or
@@ -49,6 +49,19 @@ class ClippedNoise(Defense):
             raise UsageError(f"--clip-norm must be positive and finite, not {self.clip_norm}")
         if not 0 <= self.noise_multiplier < math.inf:
             raise UsageError(f"--noise-multiplier must be finite and not negative, not {self.noise_multiplier}")
+
+    def adapt(self, module: nn.Module) -> None:
+        """Refuse a model with batch norms, whose running statistics are sent beside the update, without noise."""
+        refuse_batch_norms(
+            module,
+            "--defense noise: the batch norms of this --model send the statistics of the client's batch without noise; "
+            "name a model without them",
+        )
+
+    @property
+    def adapts(self) -> bool:
+        """No layer is changed."""
+        return False
 
     def on_update(self, update: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Scale to norm <= clip_norm, then add noise."""

@@ -70,7 +70,10 @@ class Expected:
         count, loss = metrics.get("num-examples"), metrics.get("train-loss")
         wanted = self.examples(node)
         if type(count) is not int or count != wanted:
-            return f"says that it trained on {_short(count)} images, and was ordered to train on {wanted}"
+            return (
+                f"says that it trained on {_short(count)} images, and was ordered to train on {wanted} (local_epochs "
+                "are counted on the server's copy of the data: order local_steps where nodes hold others)"
+            )
         if not isinstance(loss, (int, float)):
             return f"sent {_short(loss)} for its training loss"
         if not math.isfinite(loss):

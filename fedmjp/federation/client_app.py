@@ -25,12 +25,12 @@ from fedmjp.detect import Received
 from fedmjp.detect.clients import received_in
 from fedmjp.entropy import ClientEntropy
 from fedmjp.federation.boundary import DECLINED, NODE_FAILED, REFUSED
-from fedmjp.federation.node import FAILED, LOG, OrderRefused, order_on_node
+from fedmjp.federation.node import FAILED, LOG, OrderRefused, note_round, order_on_node
 from fedmjp.federation.received_check import ReceivedCheck
 from fedmjp.federation.wire import KEPT, LAYERS, flat, layout_of, pack, unpack
 from fedmjp.records.provenance import source
 
-DRAWN_FROM = "entropy"  # of a node's state: the key that it draws from, which no message holds
+DRAWN_FROM = "entropy"  # begins the names in a node's state of the keys that it draws from, which no message holds
 
 
 def build_client_app(simulated: ClientEntropy | None = None) -> ClientApp:
@@ -54,8 +54,10 @@ def build_client_app(simulated: ClientEntropy | None = None) -> ClientApp:
             return _train(message, context, str(message.content["instructions"]["config"]), simulated)
         try:
             instructions = message.content["instructions"]
-            order = order_on_node(str(instructions["config"]), str(instructions["defense"]), context.node_config)
-            return _train(message, context, order, _own_entropy(context))
+            given, defense = str(instructions["config"]), str(instructions["defense"])
+            order = order_on_node(given, defense, context.node_config)
+            note_round(context.state, given, defense, int(instructions["round"]))
+            return _train(message, context, order, _own_entropy(context, defense))
         except OrderRefused as refusal:
             LOG.error("%s", refusal)
             return Message(Error(REFUSED, str(refusal)), reply_to=message)
@@ -69,11 +71,15 @@ def build_client_app(simulated: ClientEntropy | None = None) -> ClientApp:
 app = build_client_app()
 
 
-def _own_entropy(context: Context) -> ClientEntropy:
-    """The node's key, drawn when it is first needed in a run and kept in the node's state."""
-    if DRAWN_FROM not in context.state:
-        context.state[DRAWN_FROM] = ConfigRecord({"key": ClientEntropy.fresh().key})
-    return ClientEntropy(bytes(context.state[DRAWN_FROM]["key"]))
+def _own_entropy(context: Context, defense: str) -> ClientEntropy:
+    """The node's key under a defence, drawn when it is first needed in a run and kept in the node's state.
+
+    One key for two defences would give both the same noise, which their updates of the first round then show.
+    """
+    name = f"{DRAWN_FROM}/{defense}"
+    if name not in context.state:
+        context.state[name] = ConfigRecord({"key": ClientEntropy.fresh().key})
+    return ClientEntropy(bytes(context.state[name]["key"]))
 
 
 def _train(message: Message, context: Context, order: str, entropy: ClientEntropy) -> Message:
@@ -85,7 +91,7 @@ def _train(message: Message, context: Context, order: str, entropy: ClientEntrop
         return _update(task, message, context)
     if layers:
         return Message(Error(DECLINED, f"the server changes the model's architecture ({layers})"), reply_to=message)
-    check = ReceivedCheck(partial(_received, task), refuse=True)
+    check = ReceivedCheck(partial(_received, task), refuse=True, training=str(instructions["defense"]))
     return check(message, context, partial(_update, task))
 
 
@@ -103,12 +109,13 @@ def _update(task: ClientTask, message: Message, context: Context) -> Message:
     weights = read_state(task, state)
     kept = read_kept(task, state)
     # What the objective keeps on the client stays in Flower's state of the node, and is in no message.
-    if KEPT in context.state:
-        kept = context.state[KEPT].to_torch_state_dict()
+    own = f"{KEPT}/{instructions['defense']}"  # every defence has a federation of its own
+    if own in context.state:
+        kept = context.state[own].to_torch_state_dict()
     client, number = _partition(context), int(instructions["round"])
     result = task.update(client, number, weights, state["parameters"].data, kept)
     if result.kept:
-        context.state[KEPT] = ArrayRecord(result.kept)
+        context.state[own] = ArrayRecord(result.kept)
     return Message(
         RecordDict(
             {

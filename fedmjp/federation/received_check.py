@@ -47,27 +47,45 @@ class ReceivedCheck:
         detector: the statistics and their thresholds.
         refuse: reply with an error instead of training, if a statistic alarms.
         on_alarm: called with the report and the node's context if a statistic alarms; by default it is logged.
+        training: name of the training that the messages are of, where a node takes part in several: only messages of
+            the same one are compared.
     """
 
     read: ReadContent
     detector: Detector = field(default_factory=Detector)
     refuse: bool = False
     on_alarm: Callable[[Report, Context], None] = warn
+    training: str = ""
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """See Flower's `Mod`; messages that do not ask for training are passed on."""
         if not message.metadata.message_type.startswith(MessageType.TRAIN):
             return call_next(message, context)
-        report = self.detector.inspect(self.read(message.content, _last(context), context))
+        report = self.detector.inspect(self.read(message.content, self._last(context), context))
         for warning in report.warnings:
             logger.warning("node %s: %s", context.node_id, warning)
         if not report.suspicious:
-            _keep(context, message.content)
+            self._keep(context, message.content)
             return call_next(message, context)
         self.on_alarm(report, context)
         if self.refuse:
             return Message(Error(DECLINED, report.reason), reply_to=message)
         return call_next(message, context)
+
+    @property
+    def _prefix(self) -> str:
+        """Begins the names of what is kept of this training."""
+        return f"{LAST}{self.training}/"
+
+    def _last(self, context: Context) -> RecordDict | None:
+        prefix = self._prefix
+        kept = {key.removeprefix(prefix): record for key, record in context.state.items() if key.startswith(prefix)}
+        return RecordDict(kept) if kept else None
+
+    def _keep(self, context: Context, content: RecordDict) -> None:
+        for key, record in content.items():
+            if isinstance(record, ArrayRecord):
+                context.state[self._prefix + key] = record
 
 
 def of_model(model: nn.Module, first_batch: FirstBatch) -> ReadContent:
@@ -93,14 +111,3 @@ def of_model(model: nn.Module, first_batch: FirstBatch) -> ReadContent:
         return received_by(model_as_sent(model, sent), images, labels, previous=previous)
 
     return read
-
-
-def _last(context: Context) -> RecordDict | None:
-    kept = {key.removeprefix(LAST): record for key, record in context.state.items() if key.startswith(LAST)}
-    return RecordDict(kept) if kept else None
-
-
-def _keep(context: Context, content: RecordDict) -> None:
-    for key, record in content.items():
-        if isinstance(record, ArrayRecord):
-            context.state[LAST + key] = record

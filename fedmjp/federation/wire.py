@@ -19,7 +19,7 @@ from torch import Tensor
 from fedmjp.messages import read_npy
 
 LAYERS = "layers"  # the instruction that says what an active server has changed of the model's architecture
-KEPT = "kept"  # the part of a state that the server keeps beside the weights, and the entry of a node's own state
+KEPT = "kept"  # the part of a state that the server keeps beside the weights; begins names in a node's own state
 Layout = dict[str, tuple[int, ...]]
 
 

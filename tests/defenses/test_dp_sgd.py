@@ -264,6 +264,8 @@ def test_what_does_not_go_with_single_images_is_refused() -> None:
         RunConfig(defense=("dp_sgd",), objective="mp3", model=ModelConfig("vit_micro8_32")).validate()
     with pytest.raises(UsageError, match="batch norms"):
         task_of("dp_sgd", model="resnet_micro_32")
+    with pytest.raises(UsageError, match="statistics of the client's batch without noise"):
+        task_of("mjp:dal=none+noise", model="resnet_micro_32")
     with pytest.raises(UsageError, match="needs a noise multiplier above"):
         task_of("dp_sgd:dp_epsilon=1e-6")
     with pytest.raises(UsageError, match="needs the schedule"):

@@ -159,3 +159,31 @@ def test_a_run_whose_clients_keep_something_does_not_resume(tmp_path, monkeypatc
     assert f"round 3 needs what each client keeps under {cause}" in printed
     assert "start again in another --out" in printed
     assert printed.count("\n") == 0
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_clients_keep_stays_in_its_federation(tmp_path) -> None:
+    """The second defence of a run starts as it does alone: with no residuals of the first one."""
+    one, two = (f"topk:topk_feedback=true,topk_share={share}" for share in (0.01, 0.02))
+    given = ("--objective", "supervised", "--model", "vit_micro_32", "--attacks", "patch_embedding")
+    assert command(tmp_path / "both", "client", *given, "--defense", one, two) == 0
+    assert command(tmp_path / "alone", "client", *given, "--defense", two) == 0
+    both, alone = (
+        {(row["client"], row["round"], row["attack"]): (row["gradient_norm"], row["psnr"]) for row in rows}
+        for rows in (
+            [row for row in rows_of(tmp_path / "both") if row["defense_parameters"]["topk_share"] == 0.02],
+            rows_of(tmp_path / "alone"),
+        )
+    )
+    assert both == alone
+    assert both
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("options", [("--refuse-suspicious",), ()])
+def test_models_of_another_shape_follow_each_other(tmp_path, options: tuple[str, ...]) -> None:
+    """Neither the teacher that clients keep nor the weights that they compare with are those of the first defence."""
+    whole = MST.format("client").replace("local_crops=1", "local_crops=0")  # which a jigsaw can move
+    given = ("--attacks", "patch_embedding", "--defense", "none", "mjp:dal=none", "--objective", whole, *options)
+    given += ("--learning-rate", "0.001")  # at which no client refuses an honest server
+    assert command(tmp_path / "run", "client", *given) == 0

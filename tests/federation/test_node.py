@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from fedmjp.entropy import ClientEntropy
 from fedmjp.federation import build_client_app, run_rounds
 from fedmjp.federation.client_app import app, pack_state
 from fedmjp.federation.local_grid import LocalGrid
-from fedmjp.federation.node import FAILED
+from fedmjp.federation.node import FAILED, OrderRefused, order_on_node
 from fedmjp.federation.tap import WrappedGrid
 from fedmjp.federation.wire import flat, layout_of, unpack
 from fedmjp.models import build_model
@@ -38,11 +39,19 @@ def state():
 
 
 def reply_of(
-    state, node_config: Mapping[str, Any], defense: str = "none", client=app, kept: RecordDict | None = None, **ordered
+    state,
+    node_config: Mapping[str, Any],
+    defense: str = "none",
+    client=app,
+    kept: RecordDict | None = None,
+    number: int = 1,
+    entries: tuple[str, ...] = (),
+    **ordered,
 ) -> Message:
-    """A node's reply to an order; what it keeps in `kept`, such as its key, is that of an earlier call."""
-    order = dataclasses.replace(from_flat({**OPTIONS, **ordered}), defense=(defense,)).order()
-    record = ConfigRecord({"config": order, "defense": defense, "round": 1})
+    """A node's reply to an order of round `number`; what it keeps in `kept`, such as its key, is that of an earlier
+    call. The run trains under `entries`, by default under the defence alone."""
+    order = dataclasses.replace(from_flat({**OPTIONS, **ordered}), defense=entries or (defense,)).order()
+    record = ConfigRecord({"config": order, "defense": defense, "round": number})
     LocalGrid(app, 1)  # Flower's messages carry the id of a run, which a grid sets
     message = Message(RecordDict({"state": state, "instructions": record}), 1, MessageType.TRAIN)
     message.metadata.__dict__["_message_id"] = "1"
@@ -84,6 +93,49 @@ def test_the_node_trains_on_its_own_data_whatever_is_ordered(state, home) -> Non
     assert not reply.has_error()
 
 
+def test_a_path_beside_the_nodes_own_data_is_not_opened(state, home) -> None:
+    """The name of the data set is the node's, the place where it is looked for the server's: as if none was ordered."""
+    plain = {"data": "photos"}
+    given = order_on_node(from_flat({**OPTIONS, "data_path": str(home)}).order(), "none", plain)
+    assert given == order_on_node(from_flat(OPTIONS).order(), "none", plain)
+    assert not reply_of(state, plain, data_path=str(home)).has_error()
+    reply = reply_of(state, {"data_path": str(home)}, data=f"folder:{home}")
+    assert "--node-config only" in reply.error.reason
+
+
+def test_a_defence_that_the_order_leaves_out_is_not_run_without_its_options(state) -> None:
+    """The options of a defence that the run does not name are not in its order, and would be those by default."""
+    node = {"defense": "noise", "noise_multiplier": 0.5, "clip_norm": 0.1}
+    fits = {"noise_multiplier": 0.5, "clip_norm": 0.1}
+    assert not reply_of(state, node, "noise", **fits).has_error()
+    order = json.loads(from_flat({**OPTIONS, **fits, "defense": "noise"}).order()) | {"defense": ["none"]}
+    with pytest.raises(OrderRefused, match="its defense is none of the run's"):
+        order_on_node(json.dumps(order), "noise", node)
+
+
+def test_a_round_is_not_repeated(state) -> None:
+    """Twice the same noise on the gradients of two models would leave their difference without any."""
+    kept, run = RecordDict(), {"entries": ("none", "noise"), "rounds": 3}
+    asked = partial(reply_of, state, {}, kept=kept, **run)
+    assert not asked("noise", number=1).has_error()
+    assert not asked("none", number=1).has_error()  # a federation of its own
+    assert not asked("noise", number=3).has_error()  # not every client is in every round
+    assert "round 1 of 3 after round 3" in asked("noise", number=1).error.reason
+    assert "round 3 of 3 after round 3" in asked("noise", number=3).error.reason
+    assert "round 4 of 3 after round 3" in asked("noise", number=4).error.reason
+    longer = reply_of(state, {}, "noise", kept=kept, number=4, **{**run, "rounds": 9})
+    assert "not those of the run's first order" in longer.error.reason
+
+
+def test_two_defences_of_a_run_do_not_share_their_noise(state) -> None:
+    """u1 - u2 would be (s1 - s2) z: with z the server could take the noise off both."""
+    kept, loud = RecordDict(), [f"noise:clip_norm=1.0,noise_multiplier={m}" for m in (1.0, 2.0)]
+    first, second = (
+        flat(reply_of(state, {}, one, kept=kept, entries=tuple(loud)).content["update"]["parameters"]) for one in loud
+    )
+    assert float(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.05
+
+
 @pytest.mark.parametrize("ordered", ["random", "auto", "/etc/passwd"])
 def test_the_node_builds_its_own_weights_whatever_is_ordered(state, tmp_path, monkeypatch, ordered: str) -> None:
     """No other file is read, and one that does not fit tells the server nothing; what is trained is what was sent."""
@@ -94,6 +146,7 @@ def test_the_node_builds_its_own_weights_whatever_is_ordered(state, tmp_path, mo
     torch.save({"w": torch.zeros(3)}, other)
     reply = reply_of(state, {"weights": str(fits)}, kept=kept, weights=ordered)
     assert set(opened) == {fits}
+    del kept["orders"]  # the key is that of before, the run another one
     plain = reply_of(state, {}, kept=kept).content["update"]["parameters"]
     assert reply.content["update"]["parameters"].data == plain.data
     assert reply_of(state, {"weights": str(other)}, weights=ordered).error.reason == FAILED
