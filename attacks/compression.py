@@ -28,6 +28,9 @@ from attacks.observation import Observation
 LEAST_LARGE = 4096
 # Updates of fewer entries have no statistics.
 LEAST_ENTRIES = 1000
+# The largest relative differences from the gradient that the digits explain: of half precision, in which small entries
+# vanish, and of int8 with one scale for a whole gradient.
+HALF, FEW_BITS = 5e-2, 0.3
 MEANS = "the attacks reach what that precision leaves of the image, about 20 to 45 dB"
 FEW = "the attacks reach what that leaves of the image, about 10 to 25 dB"
 SIGNS = "closed forms need magnitudes"
@@ -47,7 +50,8 @@ def find_precision(observation: Observation, values: Mapping[str, Tensor]) -> Fi
         fitting += formats[kind]
         if fitting > ALMOST_ALL * formats.total():
             what = "returned weights" if returns_weights(observation) else "entries"
-            return Finding("precision", f"all {what} are {str(kind).removeprefix('torch.')} numbers: {MEANS}")
+            sentence = f"all {what} are {str(kind).removeprefix('torch.')} numbers: {MEANS}"
+            return Finding("precision", sentence, changes=FEW_BITS if returns_weights(observation) else HALF)
     return _find_grids(observation, {n: g for n, g in values.items() if g.numel() >= LEAST_LARGE})
 
 
@@ -75,10 +79,13 @@ def _find_grids(observation: Observation, large: Mapping[str, Tensor]) -> Findin
     if kind == "signs":
         return Finding("precision", f"{where} entries have one magnitude (signs, as in signSGD): {SIGNS}", hinders=True)
     if kind == "int4":
-        return Finding("precision", f"{where} gradient lies on a grid of 15 values of its own (4 bits): {FEW}")
+        sentence = f"{where} gradient lies on a grid of 15 values of its own (4 bits): {FEW}"
+        return Finding("precision", sentence, changes=FEW_BITS)
     if shared:
-        return Finding("precision", f"no parameter's gradient has more than 256 different values (int8): {MEANS}")
-    return Finding("precision", f"each channel's gradient lies on a grid of 256 values of its own (int8): {MEANS}")
+        sentence = f"no parameter's gradient has more than 256 different values (int8): {MEANS}"
+        return Finding("precision", sentence, changes=FEW_BITS)
+    sentence = f"each channel's gradient lies on a grid of 256 values of its own (int8): {MEANS}"
+    return Finding("precision", sentence, changes=FEW_BITS)
 
 
 def find_sparsification(observation: Observation, values: Mapping[str, Tensor]) -> Finding | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -15,9 +16,12 @@ class Finding:
         sentence: what was seen, what it means for the attacks and what to do.
         fixed: it was undone, or does not matter to the attacks.
         hinders: the attacks' equations do not hold on such an update, so that no answer is to be trusted.
+        changes: by how much it makes the update differ from the gradient, relative to its norm, at most; infinite where
+            that is not known.
     """
 
     name: str
     sentence: str
     fixed: bool = False
     hinders: bool = False
+    changes: float = math.inf

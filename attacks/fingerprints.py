@@ -61,6 +61,15 @@ SCALED = 1e-2
 COARSE = 2e-2
 
 
+NO_CROSS_ENTROPY = "sums over classes that vanish for the gradient of a softmax cross-entropy do not: the client has"
+ANOTHER_LOSS = Finding(
+    "another_loss",
+    f"{NO_CROSS_ENTROPY} another loss, or a defence on the classifier; attacks that simulate the client assume "
+    "cross-entropy, so that what they miss shows nothing",
+    changes=0.0,
+)
+
+
 def recognise(observation: Observation) -> list[Finding]:
     """What is unusual about an update; empty for the float32 gradient of a cross-entropy, and for one that vanishes."""
     if observation.gradient_norm() < NEGLIGIBLE_NORM:
@@ -213,6 +222,7 @@ def _noise(observation: Observation) -> Finding | None:
         f"noise of standard deviation {level:.1e} was added to every entry of the update, whose rms is {rms:.1e}; a "
         "reconstruction above the guesses is a leak all the same, and a failed one shows that the noise holds against "
         "these attacks only",
+        changes=AGREEING**2 * level / rms,
     )
 
 
@@ -224,13 +234,14 @@ def _broken_sums(observation: Observation) -> Finding | None:
     if places is None:
         return Finding(
             "unknown_optimiser",
-            "sums over the classes that vanish for the gradient of a softmax cross-entropy do not: the client has "
-            "another loss, or an adaptive optimiser (Adam); plain SGD is assumed, because without trained positions "
-            "the update does not show which",
+            f"{NO_CROSS_ENTROPY} another loss, or an adaptive optimiser (Adam); plain SGD is assumed, because without "
+            "trained positions the update does not show which",
         )
     largest = max(classes.noise(), places.noise())
-    if not places.is_broken() or largest < AGREEING * min(classes.noise(), places.noise()):
-        return None  # another loss, whose places balance; or noise
+    if not places.is_broken():
+        return ANOTHER_LOSS
+    if largest < AGREEING * min(classes.noise(), places.noise()):
+        return None  # noise
     if largest < AGREEING * _rms_of(observation) or _explained_by_localisation(observation):
         return None
     return Finding(
@@ -331,14 +342,14 @@ def find_weight_decay(observation: Observation) -> float | None:
     return min(fits)[1] if fits else None
 
 
-def remove_weight_decay(observation: Observation, decay: float) -> Observation:
-    """The update without `decay` times the weights, embeddings and biases only where they were decayed too.
+def remove_weight_decay(observation: Observation, decay: float, *, all_decay: bool = False) -> Observation:
+    """The update without `decay` times the weights, embeddings and biases only where they were decayed too: what the
+    update does not show is taken for matrices alone, or, with `all_decay`, for all parameters.
 
     Position rows that hold nothing but weight decay (masked positions) become exactly zero.
     """
-    choices = [
-        _subtracted(observation, decay, tables, vectors) for tables in (False, True) for vectors in (False, True)
-    ]
+    order = (True, False) if all_decay else (False, True)
+    choices = [_subtracted(observation, decay, tables, vectors) for tables in order for vectors in order]
     tokenizer = tokenizer_of(observation)
     rows = None if tokenizer is None else tokenizer.position_rows(observation.gradients)
     if rows is None:

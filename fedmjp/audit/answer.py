@@ -29,6 +29,7 @@ class Audit:
 
     Attributes:
         images: attack -> (B, C, H, W) reconstructions in [0, 1] in the order of the originals, or None.
+        known: attack -> (B, 1, H, W) bool, the pixels that it vouches for, for those that say so.
         verdict: what the attacks amount to, and which were not run.
         diagnoses: attack -> why its answer is not to be trusted, for those that have a reason.
         not_run: registered attack -> why it did not run.
@@ -40,6 +41,7 @@ class Audit:
     """
 
     images: Mapping[str, Tensor | None]
+    known: Mapping[str, Tensor]
     verdict: Verdict
     diagnoses: Mapping[str, str]
     not_run: Mapping[str, str]
@@ -75,6 +77,7 @@ class Audit:
                 log.append(row)
         place = int(self.rows["round"].iloc[0]), int(self.rows["client"].iloc[0])
         pictures = {"original": self.originals, "seen": self.originals, **self.images}
+        pictures |= {f"{name}_known": known.float() for name, known in self.known.items()}
         for what, images in pictures.items():
             for index, image in enumerate(images if images is not None else ()):
                 save_image(image, image_path(files.out, DEFENSE, *place, index, what))

@@ -143,7 +143,7 @@ def unscored(attack: Attack, name: str, found: Reconstruction, size: int, findin
     records = [dict.fromkeys(SCORES, float("nan"))] * size
     images = None if found.images is None else found.images.float()
     return explained(
-        Scored(name, attack.parameters(), images, records, found.seconds, found.diagnosis, found), findings
+        Scored(name, attack.parameters(), images, records, found.seconds, found.diagnosis, found, found.known), findings
     )
 
 

@@ -34,8 +34,6 @@ COMMON = (
 )
 # Relative residuals: above the first the recomputed gradient is another one, below the second it is the same.
 DIFFERENT, SAME = 1e-2, 1e-3
-# The largest one that a message of fewer digits explains (int8 with one scale for a whole gradient leaves most).
-ROUNDED = 0.3
 # Findings that leave the gradients that were sent as they are.
 NO_CHANGE = ("missing_gradients", "unknown_names", "repeated_images")
 UNREPEATABLE = Finding(
@@ -260,9 +258,11 @@ def check_reproduced(observation: Observation, images: Tensor, found: Sequence[F
         return [] if any(finding.hinders for finding in found) else [UNREPEATABLE]
     if residual <= DIFFERENT:
         return _scaled(factor, found) if residual <= SAME else []
+    largest = _explained(found)
     if len(observation.mean) == 3:
         for mean, std in COMMON:
-            if reproduce(replace(observation, mean=mean, std=std), images)[0] < SAME:
+            other = reproduce(replace(observation, mean=mean, std=std), images)[0]
+            if other < SAME or other < residual / 2 and other <= largest < math.inf:
                 return [
                     Finding(
                         "normalisation",
@@ -272,7 +272,7 @@ def check_reproduced(observation: Observation, images: Tensor, found: Sequence[F
                         hinders=True,
                     )
                 ]
-    if any(_explains(finding, residual) for finding in found):
+    if residual <= largest:
         return []
     return [
         Finding(
@@ -284,11 +284,9 @@ def check_reproduced(observation: Observation, images: Tensor, found: Sequence[F
     ]
 
 
-def _explains(finding: Finding, residual: float) -> bool:
-    """Whether what was found makes the gradient differ by this much from that of the images."""
-    if finding.fixed or finding.name in NO_CHANGE:
-        return False
-    return finding.hinders or finding.name != "precision" or residual <= ROUNDED
+def _explained(found: Sequence[Finding]) -> float:
+    """By how much what was found makes the gradient differ from that of the images, at most; 0 for not at all."""
+    return max((one.changes for one in found if not one.fixed and one.name not in NO_CHANGE), default=0.0)
 
 
 def _is_random(module: nn.Module) -> bool:

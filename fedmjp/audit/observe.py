@@ -152,6 +152,18 @@ def model_as_sent(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:
     return twin.eval()
 
 
+def as_trained(model: nn.Module, gradients: Mapping[str, Tensor]) -> nn.Module:
+    """The model, or a copy, whose parameters are trained where the update holds their gradient: a client may train what
+    the auditor's own copy has frozen (`model.requires_grad_(False)`)."""
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad and n in gradients and gradients[n].any()]
+    if not frozen:
+        return model
+    twin = copy.deepcopy(model)
+    for name in frozen:
+        twin.get_parameter(name).requires_grad_(True)
+    return twin
+
+
 def model_with_sent_layers(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:
     """`module` itself, or a copy with the layers that a server has added to what it sent, without their values."""
     if not holds_added_layers(sent):

@@ -29,7 +29,7 @@ from fedmjp.audit.inputs import (
     repeated_images,
     unwrap,
 )
-from fedmjp.audit.observe import as_granted
+from fedmjp.audit.observe import as_granted, as_trained
 from fedmjp.audit.suite import Suite, select_attacks
 from fedmjp.audit.verdict import judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET, named_attacks
@@ -86,6 +86,7 @@ def audit_gradient(
     table = pd.DataFrame(rows, columns=list(ROW_KEYS)).astype(numbers)
     return Audit(
         images={one.attack: one.images for one in scored},
+        known={one.attack: one.known for one in scored if one.known is not None},
         verdict=judge(table, suite.left_out),
         diagnoses={one.attack: one.diagnosis for one in scored if one.diagnosis},
         not_run=dict(suite.left_out),
@@ -139,6 +140,7 @@ def _observe(
     model, findings = unwrap(model)
     readable_tokenizer(model, shape)  # refuses models that cannot be audited before anything is computed
     gradients, renamed = check_gradients(model, gradients)
+    model = as_trained(model, gradients)
     like = next(iter(gradients.values()))
     images = images.to(like.device, torch.promote_types(images.dtype, like.dtype))  # half precision rounds no original
     given = Observation(gradients, model, len(images), shape, mean, std, round=1, labels=labels)

@@ -50,6 +50,7 @@ from fedmjp.records.rows import ANY_PLACE, BASELINES, distinct
 
 RECOGNISABLE = 25.0  # dB
 NONE = Interval(float("nan"), float("nan"), float("nan"), 0)
+UNSCORED = "no pixel is vouched for, no answer certified, and without the originals nothing else shows what leaks"
 
 
 class Answer(StrEnum):
@@ -80,8 +81,10 @@ class Verdict:
         any_place: those patches are counted in any place, because the attack says that their order was a guess.
         split: the attack was chosen on other updates than those that the figures are of.
         scored: the originals were known; if not, `recovered` counts the images for which an attack vouches.
-        held: attacks whose assumptions held on at least one update -> the images for which they held.
-        failed: attacks that ran and whose assumptions failed on every update -> their most common diagnosis.
+        held: attacks whose assumptions held on at least one update -> the images for which they held; where the
+            originals are not known, those for which the attack vouched for something.
+        failed: attacks that ran and whose assumptions failed on every update -> their most common diagnosis; where the
+            originals are not known, also those that vouched for nothing.
         not_run: registered attacks that did not run -> reason.
         grants: what the adversary was granted.
         defense: name of the defence, "" where there is none or it is not registered here.
@@ -147,6 +150,9 @@ class Verdict:
             return f"by {_count(self.held, 'attack')} ({named}){known} on {of}{_images(self.images)}"
         if not self.failed:
             return "no attack was run"
+        if UNSCORED in self.failed.values():
+            ran = f"{_count(self.failed, 'attack')} ({', '.join(self.failed)})"
+            return f"nothing that {ran} returned is certified or vouched for, and the originals are not known"
         return f"the assumptions of {_count(self.failed, 'attack')} ({', '.join(self.failed)}) failed on every update"
 
     def _partly(self, bar: str) -> str:
@@ -201,7 +207,8 @@ class Verdict:
         those that did not run."""
         knowing = [self._knowing()] if self.unaware else []
         failed = knowing + [
-            f"Assumptions failed: {', '.join(names)}: {reason}." for reason, names in grouped(self.failed).items()
+            f"{'Not scored' if reason == UNSCORED else 'Assumptions failed'}: {', '.join(names)}: {reason}."
+            for reason, names in grouped(self.failed).items()
         ]
         return failed + [f"Not run: {', '.join(names)}: {reason}." for reason, names in grouped(self.not_run).items()]
 
@@ -227,6 +234,10 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
     attacked, names = ~rows["attack"].isin(BASELINES), rows["attack"].astype(object)
     ran, held = list(dict.fromkeys(names[attacked])), attacked & _held(rows)
     by_image, certified = ByImage.of(rows), attacked & rows["certified"].eq(True)
+    scored = not (attacked.all() and rows["psnr"].isna().all() and (rows["known"].notna() | certified).any())
+    vouched, pieces = (rows["diagnosis"] == "") & (rows["known"].astype(float) > 0), _reproduced(rows)
+    if not scored:  # an answer that vouches for nothing shows neither that something leaks nor that nothing does
+        held &= certified | vouched | pieces
 
     def counted(chosen: pd.Series) -> int:
         """Images of the rows that are chosen."""
@@ -239,7 +250,11 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         "tested": counted(held),
         "certified": counted(certified),
         "held": held_on,
-        "failed": {name: _diagnosis(rows["diagnosis"][names == name]) for name in ran if name not in held_on},
+        "failed": {
+            name: _diagnosis(rows["diagnosis"][names == name], "no image was returned" if scored else UNSCORED)
+            for name in ran
+            if name not in held_on
+        },
         "not_run": dict(not_run or {}),
         "grants": tuple(
             dict.fromkeys(grant for granted in distinct(rows["threat_model"][attacked]) for grant in granted)
@@ -247,8 +262,7 @@ def judge(rows: pd.DataFrame, not_run: Mapping[str, str] | None = None) -> Verdi
         **_defense_of(rows.loc[attacked, [name for name in ("defense", "defense_parameters") if name in rows]]),
     }
     nothing = Answer.NOT_SHOWN if held_on else Answer.NOT_TESTED
-    if attacked.all() and rows["psnr"].isna().all() and (rows["known"].notna() | certified).any():
-        vouched, pieces = (rows["diagnosis"] == "") & (rows["known"].astype(float) > 0), _reproduced(rows)
+    if not scored:
         if pieces.any() and not shared["certified"]:
             return _without_originals(names[pieces], counted(pieces), shared, nothing, any_place=True)
         return _without_originals(
@@ -357,11 +371,11 @@ def _held(rows: pd.DataFrame) -> pd.Series:
     return returned & (rows["diagnosis"] == "")
 
 
-def _diagnosis(texts: pd.Series) -> str:
-    """What an attack says most often, in one sentence."""
+def _diagnosis(texts: pd.Series, otherwise: str) -> str:
+    """What an attack says most often, in one sentence; `otherwise` where it says nothing."""
     texts = texts[texts != ""].astype(object)
     if texts.empty:
-        return "no image was returned"
+        return otherwise
     patterns = texts.map(pattern)
     return in_one_sentence(texts[patterns == patterns.value_counts().index[0]])
 

@@ -20,19 +20,20 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor, nn
 
 from attacks import Attack, Capability, Observation, Reconstruction, ThreatModel, UsageError
 from attacks.classifier import read_step
 from attacks.findings import Finding
-from attacks.fingerprints import minus_weights, repair
+from attacks.fingerprints import minus_weights, remove_weight_decay, repair
 from attacks.memory import remember
 from attacks.momentum import KeptMomentum
 from fedmjp.audit.aggregate import sum_in_words
 from fedmjp.audit.folder import DEFENSE, AuditFolder, Subject, holds_results
 from fedmjp.audit.harness import answer, unscored
 from fedmjp.audit.inputs import check_gradients, check_normalisation, unwrap
-from fedmjp.audit.observe import as_granted, model_as_sent, model_with_sent_layers, undo_adam
+from fedmjp.audit.observe import as_granted, as_trained, model_as_sent, model_with_sent_layers, undo_adam
 from fedmjp.audit.user_model import choose_attacks, readable_tokenizer
 from fedmjp.audit.verdict import Verdict, judge
 from fedmjp.budgets import AUTO, DEFAULT_BUDGET
@@ -137,7 +138,7 @@ class Watcher:
         )
         self._folder: AuditFolder | None = None
         self._earlier: dict[int, list[Observation]] = defaultdict(list)
-        self._pictures: dict[tuple[int, int, int], dict[str, tuple[Tensor | None, str]]] = {}
+        self._pictures: dict[tuple[int, int, int], dict[str, tuple[Tensor | None, str, Tensor | None]]] = {}
 
     def sees_sums(self, size: int, alone: bool) -> None:
         """Have the rows say that the server sees sums of `size` clients, of which one is singled out where `alone`."""
@@ -212,12 +213,12 @@ class Watcher:
         for finding in findings:
             if not finding.fixed:
                 self.problems.append(f"round {number}, node {node}: {finding.sentence}")
-        gradients = {n: g.to(before[n].dtype) for n, g in gradients.items()}
+        gradients = {n: g.to(torch.promote_types(before[n].dtype, g.dtype)) for n, g in gradients.items()}
         if self.sends == "weights":
-            gradients = {n: (before[n] - g) / self.learning_rate for n, g in gradients.items()}
+            gradients = {n: (before[n].to(g) - g) / self.learning_rate for n, g in gradients.items()}
         raw = Observation(
             gradients,
-            model_as_sent(self.model, before),
+            as_trained(model_as_sent(self.model, before), gradients),
             self.batch_size,
             self.shape,
             self.mean,
@@ -246,7 +247,9 @@ class Watcher:
         return self._minus_decay(observation, decayed) if within and undone else observation, found
 
     def _minus_decay(self, observation: Observation, decayed: Mapping[str, Tensor]) -> Observation:
-        """The update without the weight decay of the parameters in `decayed`, as they were sent."""
+        """The update without the decay of the parameters in `decayed`, as sent; under SGD of those that show one."""
+        if decayed and not self._adam:
+            return remove_weight_decay(observation, self.weight_decay, all_decay=True)
         rate = observation.learning_rate if observation.kind == "weights" else 0.0
         gradients = {
             n: minus_weights(g, decayed[n].to(g), self.weight_decay, rate) if n in decayed else g
@@ -260,8 +263,7 @@ class Watcher:
         """Write one attack's rows and pictures."""
         size = observation.num_examples
         scored = unscored(attack, name, found, size, findings)
-        images = scored.images
-        place = observation.round, observation.client
+        images, place = scored.images, (observation.round, observation.client)
         self.found.append((observation.client, name, replace(scored.reconstruction, diagnosis=scored.diagnosis)))
         for row in self._subject.rows(observation, scored, [f"image {i}" for i in range(size)]):
             self._folder.log.append(row)
@@ -271,7 +273,8 @@ class Watcher:
                 file = f"round{place[0]:03d}_node{place[1]}_image{index}_{name}.png"
                 save_image(image, self.out / "images" / file)
             if (*place, index) in self._pictures or len(self._pictures) < MOST_PANELS:
-                self._pictures.setdefault((*place, index), {})[name] = image, scored.diagnosis
+                known = None if scored.known is None or image is None else scored.known[index].cpu()
+                self._pictures.setdefault((*place, index), {})[name] = image, scored.diagnosis, known
 
     def earlier(self, node: int) -> list[Observation]:
         """The parts of a node's earlier updates that attacks over several rounds read, oldest first."""
@@ -302,7 +305,7 @@ class Watcher:
                 f"round {number}, node {node}, image {index}",
                 None,
                 None,
-                {name: Reconstructed(image, None, diagnosis) for name, (image, diagnosis) in own.items()},
+                {name: Reconstructed(image, None, *others) for name, (image, *others) in own.items()},
             )
             for (number, node, index), own in self._pictures.items()
         ]

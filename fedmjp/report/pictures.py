@@ -194,13 +194,16 @@ def _hatching(known: Any) -> np.ndarray:
 
 
 def _pixels(image: Any) -> np.ndarray:
-    """(C, H, W) in any float type, array or tensor, to (H, W, 3) or (H, W) in [0, 1]; NaN shows black."""
+    """(C, H, W) in any float type, array or tensor, to (H, W, 3) or (H, W) in [0, 1]; NaN shows black.
+
+    Of more than three channels the first three are shown, of two the first, as `records.images.save_image` does.
+    """
     if hasattr(image, "detach"):  # a tensor, perhaps half precision and on a GPU
         image = image.detach().cpu().float()
     picture = np.nan_to_num(np.asarray(image, dtype=np.float64)).clip(0, 1)
-    if picture.ndim != 3 or picture.shape[0] not in (1, 3):
-        raise ValueError(f"an image is (1 or 3, H, W), got {picture.shape}")
-    return picture[0] if picture.shape[0] == 1 else picture.transpose(1, 2, 0)
+    if picture.ndim != 3 or not len(picture):
+        raise ValueError(f"an image is (C, H, W), got {picture.shape}")
+    return picture[:3].transpose(1, 2, 0) if len(picture) >= 3 else picture[0]
 
 
 def _headings(names: Iterable[str], cell: float) -> list[str]:

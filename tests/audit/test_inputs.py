@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +19,8 @@ from tests.attacks.models import timm_vit
 from tests.audit.test_user_model import gradients_of
 from tests.conftest import photographs
 
+SIXTY_FOUR = {"model_name": "vit_tiny_patch16_224", "img_size": 64, "patch_size": 8, "embed_dim": 48, "depth": 2}
+SIXTY_FOUR |= {"num_heads": 2, "num_classes": 5}
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
@@ -171,6 +176,41 @@ def test_another_normalisation_than_the_clients(step, given: dict, labels) -> No
     assert audit.verdict.answer is not Answer.NOT_SHOWN
     fitting = audited(step, gradients=gradients, mean=[0.5] * 3, std=[0.5] * 3)
     assert findings(fitting) == {}
+
+
+def with_noise(gradients: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+    """The update with noise of a share of its rms on every entry."""
+    entries = torch.cat([g.flatten() for g in gradients.values()])
+    level, drawn = share * float(entries.square().mean().sqrt()), torch.Generator().manual_seed(0)
+    return {n: g + level * torch.randn(g.shape, generator=drawn) for n, g in gradients.items()}
+
+
+def in_bfloat16(gradients: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+    return {n: g.bfloat16().float() for n, g in gradients.items()}
+
+
+@pytest.mark.parametrize(("change", "share"), [(with_noise, 1e-3), (with_noise, 1e-2), (in_bfloat16, 0.0)])
+def test_noise_and_rounding_do_not_excuse_another_normalisation(step, change, share: float) -> None:
+    model, images, _ = step
+    for std, name in ((0.5, "normalisation"), (0.4, "not_reproduced")):  # a common one, and another
+        gradients = change(gradients_of(model, images, [1], std=std), share)
+        forgotten = audited(step, gradients=gradients)
+        assert name in findings(forgotten)
+        assert forgotten.verdict.answer is not Answer.NOT_SHOWN
+        fitting = findings(audited(step, gradients=gradients, mean=[std] * 3, std=[std] * 3))
+        assert set(fitting) <= {"noise", "precision"}, fitting
+
+
+def test_a_frozen_copy_of_the_model_is_audited_as_the_client_trained_it() -> None:
+    """More tokens than channels, where only the position rows say enough."""
+    torch.manual_seed(0)
+    model, images = timm.create_model(**SIXTY_FOUR), photographs(64, 1)
+    gradients = gradients_of(model, images, [1])
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    live, other = (audit_gradient(m, images, gradients, attacks=("patch_embedding",)) for m in (model, frozen))
+    assert other.verdict.headline() == live.verdict.headline()
+    assert live.verdict.answer is Answer.LEAKS
+    assert not any(p.requires_grad for p in frozen.parameters())
 
 
 def test_an_uncommon_normalisation_is_measured(step) -> None:
