@@ -26,8 +26,9 @@ from torch.nn import functional
 from attacks.registry import UsageError
 
 MAX_PREFIX_TOKENS = 8
-# Names of what has no structure to be found by: timm's prefix tokens, and the parts of an MJP model.
-PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
+# Names of what has no structure to be found by: the prefix tokens of timm, torchvision and Hugging Face, and the parts
+# of an MJP model.
+PREFIX_TOKENS = ("cls_token", "class_token", "dist_token", "distillation_token", "reg_token", "register_tokens")
 LOCALISATION, RELEASED_LOCALISATION = "dal", "dlocr"
 PATCH_MASK, TOKEN_MASK = "position_mask", "unk_mask"
 SHARED_ROW = "unk_embed_index"
@@ -52,6 +53,7 @@ class Tokenizer:
         channels: C, colour channels of a patch.
         width: D, channels of a token.
         prefix_tokens: names of the parameters that are tokens themselves (class and register tokens), in their order.
+        prefix_rows: how many tokens they are, with a position or without.
         shared_position: name of the embedding that all masked positions share under MJP, (1, 1, D), or None.
         shared_row: number of the row of `positions` that all masked positions share, in the released layout, or None.
         localisation: name of the submodule of MJP's localisation loss, or None (`LOCALISATION` is called with the
@@ -70,6 +72,7 @@ class Tokenizer:
     channels: int
     width: int
     prefix_tokens: tuple[str, ...] = ()
+    prefix_rows: int = 0
     shared_position: str | None = None
     shared_row: int | None = None
     localisation: str | None = None
@@ -190,6 +193,7 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
     shared = _find_shared_position(parameters, conv.out_channels)
     row = getattr(model, SHARED_ROW, None) if positions else None
     hides = shared is not None or row is not None
+    own = _prefix_tokens(parameters, name, conv.out_channels)
     return Tokenizer(
         f"{name}.weight",
         bias,
@@ -199,13 +203,26 @@ def find_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> Token
         grid,
         channels,
         conv.out_channels,
-        prefix_tokens=tuple(n for n in PREFIX_TOKENS if isinstance(getattr(model, n, None), nn.Parameter)),
+        prefix_tokens=tuple(own),
+        prefix_rows=sum(own.values()),
         shared_position=shared,
         shared_row=row,
         localisation=_first(n for n in (LOCALISATION, RELEASED_LOCALISATION) if _has_module(model, n)),
         mask_argument=_first(n for n in (PATCH_MASK, TOKEN_MASK) if hides and _takes(model, n)),
         fixed_positions=fixed,
     )
+
+
+def _prefix_tokens(parameters: Sequence[tuple[str, nn.Parameter]], projection: str, width: int) -> dict[str, int]:
+    """Tokens of the modules around the patch projection that are parameters: name -> how many, in their usual order."""
+    found = {}
+    for last in PREFIX_TOKENS:
+        for name, parameter in parameters:
+            owner, _, own = name.rpartition(".")
+            around = not owner or projection.startswith(f"{owner}.")
+            if own == last and around and parameter.shape[-1] == width:
+                found[name] = parameter.numel() // width
+    return found
 
 
 def has_tokenizer(model: nn.Module, image_shape: tuple[int, int, int]) -> bool:

@@ -76,7 +76,7 @@ def was_sent(observation: Observation, name: str | None) -> bool:
 
 def prefix_tokens(tokenizer: Tokenizer) -> int:
     """Tokens of the first block that are no patches."""
-    return max(len(tokenizer.prefix_tokens), tokenizer.prefix)
+    return max(tokenizer.prefix_rows, tokenizer.prefix)
 
 
 def attention_gradient(observation: Observation, attention: FirstAttention) -> Tensor:

@@ -147,7 +147,10 @@ def first_sent_block(observation: Observation) -> int:
     for number in numbers:
         if all(f"blocks.{number}.{name}" in observation.gradients for name in MLP):
             return number
-    raise UsageError("the update holds the gradients of no block's whole MLP (weights and biases of both its layers)")
+    raise UsageError(
+        "the update holds the gradients of no block's whole MLP under timm's names (weights and biases of both layers "
+        "of blocks.N.mlp)"
+    )
 
 
 def read_mlp_block(observation: Observation, tokenizer: Tokenizer, number: int) -> MLPBlock:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from attacks import UsageError, check_tokenizer, find_tokenizer
+from attacks.closed_form.token_equations import prefix_tokens
 from tests.attacks.models import (
     FixedPositions,
     ReleasedMJP,
@@ -36,6 +37,24 @@ def test_found_and_proved(make, prefix: int) -> None:
     tokenizer = find_tokenizer(model, (3, 32, 32))
     assert (tokenizer.prefix, tokenizer.grid, tokenizer.width, tokenizer.patch_dim) == (prefix, (4, 4), 48, 192)
     assert check_tokenizer(model, tokenizer, (3, 32, 32)) < 1e-4
+
+
+class Wrapped(nn.Module):
+    def __init__(self, vit: nn.Module) -> None:
+        super().__init__()
+        self.vit = vit
+
+    def forward(self, images):
+        return self.vit(images)
+
+
+@pytest.mark.parametrize("wrap", [lambda vit: vit, Wrapped])
+def test_tokens_without_a_position_are_counted(wrap) -> None:
+    """Class and register tokens that the table of positions leaves out, in a model of one's own as well."""
+    model = wrap(timm_vit(reg_tokens=4, no_embed_class=True))
+    tokenizer = find_tokenizer(model, (3, 32, 32))
+    assert (tokenizer.prefix, tokenizer.prefix_rows, prefix_tokens(tokenizer)) == (0, 5, 5)
+    assert [name.rpartition(".")[2] for name in tokenizer.prefix_tokens] == ["cls_token", "reg_token"]
 
 
 def test_patchify_is_the_projection_and_inverts() -> None:
