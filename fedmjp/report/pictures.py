@@ -201,8 +201,8 @@ def _pixels(image: Any) -> np.ndarray:
     if hasattr(image, "detach"):  # a tensor, perhaps half precision and on a GPU
         image = image.detach().cpu().float()
     picture = np.nan_to_num(np.asarray(image, dtype=np.float64)).clip(0, 1)
-    if picture.ndim != 3 or not len(picture):
-        raise ValueError(f"an image is (C, H, W), got {picture.shape}")
+    if picture.ndim != 3 or not len(picture) or len(picture) >= max(4, min(picture.shape[1:])):
+        raise ValueError(f"an image is (C, H, W) with fewer channels than rows and columns, got {picture.shape}")
     return picture[:3].transpose(1, 2, 0) if len(picture) >= 3 else picture[0]
 
 

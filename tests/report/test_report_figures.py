@@ -27,6 +27,7 @@ from fedmjp.report import (
     training_figure,
 )
 from fedmjp.report.figures import MOST_MARKED, draw_by_round
+from fedmjp.report.pictures import _pixels
 from fedmjp.report.styles import DEFENCES, SMALL, attack_order, attack_style, label_colour
 from tests.records.sample_rows import make_row
 
@@ -226,3 +227,10 @@ def test_accuracy_has_the_interval_of_wilson():
     oracle = stats.binomtest(6, 24).proportion_ci(method="wilson")
     low, high = wilson(np.array([0.25]), 24)
     assert (low[0], high[0]) == (pytest.approx(oracle.low, abs=1e-6), pytest.approx(oracle.high, abs=1e-6))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_images_of_any_number_of_channels_are_drawn(channels: int) -> None:
+    image = np.random.default_rng(0).random((channels, 8, 8))
+    shown = _pixels(image)
+    assert np.array_equal(shown, image[:3].transpose(1, 2, 0) if channels >= 3 else image[0])
