@@ -142,6 +142,7 @@ def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, c
     pd.testing.assert_frame_equal(first, second)
 
 
+@pytest.mark.long
 def test_two_workers_write_the_rows_of_one_process(finished, tmp_path) -> None:
     assert run(tmp_path / "out", "--workers", "2") == 0
     serial, spread = (load_rows(o / "rows.jsonl.gz").drop(columns="seconds") for o in (finished, tmp_path / "out"))

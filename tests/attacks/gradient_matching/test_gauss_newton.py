@@ -78,6 +78,7 @@ def test_the_right_side_of_a_step_is_the_slope_of_the_objective(searched, away: 
     assert (plus - minus) / (2 * shift) == pytest.approx(slope, rel=1e-3)
 
 
+@pytest.mark.long
 def test_deviations_are_those_of_the_inverse_precision(searched) -> None:
     """Against a dense inverse; four draws of a patch of 48 values have an error of a few percent."""
     observation, images, _ = searched[INT8]

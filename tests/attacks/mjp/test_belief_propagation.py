@@ -79,7 +79,9 @@ def test_the_torus_joins_the_last_column_to_the_first() -> None:
     assert _Board((2, 6), costs, torus=True).around[0].tolist() == [5, 1, 12, 6]  # two rows lie side by side already
 
 
-@pytest.mark.parametrize(("solver", "level"), [("border", math.inf), ("both", 20.0)])
+@pytest.mark.parametrize(
+    ("solver", "level"), [("border", math.inf), pytest.param("both", 20.0, marks=pytest.mark.long)]
+)
 def test_the_arrangement_found_hardly_costs_more_than_the_true_one(solver: str, level: float) -> None:
     """64 pieces in random order."""
     grid, everywhere = (8, 8), torch.ones(64, dtype=torch.bool)
