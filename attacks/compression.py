@@ -80,11 +80,10 @@ def _find_grids(observation: Observation, large: Mapping[str, Tensor]) -> Findin
         return Finding("precision", f"{where} entries have one magnitude (signs, as in signSGD): {SIGNS}", hinders=True)
     if kind == "int4":
         sentence = f"{where} gradient lies on a grid of 15 values of its own (4 bits): {FEW}"
-        return Finding("precision", sentence, changes=FEW_BITS)
-    if shared:
+    elif shared:
         sentence = f"no parameter's gradient has more than 256 different values (int8): {MEANS}"
-        return Finding("precision", sentence, changes=FEW_BITS)
-    sentence = f"each channel's gradient lies on a grid of 256 values of its own (int8): {MEANS}"
+    else:
+        sentence = f"each channel's gradient lies on a grid of 256 values of its own (int8): {MEANS}"
     return Finding("precision", sentence, changes=FEW_BITS)
 
 
