@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has
 COMMANDS = ("simulate", "train", "april_attack")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["simulate", "train", pytest.param("april_attack", marks=pytest.mark.long)])
 def test_a_command_resumes_from_states_of_its_folder(name: str, tmp_path) -> None:
     """Twelve of them, spread evenly."""
     assert crash.check(name, tmp_path, points=12) == []

@@ -58,6 +58,7 @@ def test_every_entry_lies_within_its_bounds(trained, kind: type, epsilon: float)
         assert float(off.max()) < 0.12
 
 
+@pytest.mark.long
 def test_a_larger_epsilon_leaves_more_of_the_picture(trained) -> None:
     image, attack = photographs(64, 1), ATTACKS.get("patch_embedding")()
     values = {}

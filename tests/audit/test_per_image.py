@@ -44,9 +44,8 @@ def test_equals_one_by_one(name: str, block: str, precision: torch.dtype, tolera
     check(model, precision, tolerance, 64)
 
 
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [(torch.float32, 1e-4), pytest.param(torch.float64, 1e-10, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("precision", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
 def test_equals_one_by_one_at_224(precision: torch.dtype, tolerance: float) -> None:
     check(build_model("deit_s_mjp", num_classes=8, weights="random"), precision, tolerance, 224)
 

@@ -167,6 +167,7 @@ def test_an_interrupted_run_is_taken_up_where_it_stopped(call, tmp_path, capsys)
     assert (whole / "corruptions.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_other_weights_are_measured_anew(call, tmp_path) -> None:
     """Rows are known by what the weights are, not by what their file is called."""
     out = tmp_path / "out"
@@ -178,6 +179,7 @@ def test_other_weights_are_measured_anew(call, tmp_path) -> None:
     assert len(pd.read_csv(out / "table.csv").query("source == 'measured'")) == 4
 
 
+@pytest.mark.long
 def test_several_trainings_of_a_model(call, tmp_path, capsys) -> None:
     """Each is measured once; a block says what brackets and words stand for."""
     for seed in (1, 2):

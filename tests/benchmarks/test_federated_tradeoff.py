@@ -77,6 +77,7 @@ def test_writes_table_and_figure_with_every_attack(whole) -> None:
     assert len(json.loads((whole / "run.json").read_text())["federations"]) == 3
 
 
+@pytest.mark.long
 def test_federations_fine_tune_an_encoder_under_a_new_classifier(tmp_path, capsys) -> None:
     out, weights = tmp_path / "out", SHIPPED / "vit_mini_32.safetensors"
     asked = ["--attacks", "patch_embedding", "--defenses", "none", "mjp", "nope", "--from", str(weights)]
@@ -114,6 +115,7 @@ def test_interrupted_run_resumes_to_the_same_rows(whole, tmp_path, capsys) -> No
     assert (out / "rounds.csv").read_text() == (whole / "rounds.csv").read_text()
 
 
+@pytest.mark.long
 def test_a_finished_run_takes_further_federations(whole, tmp_path, monkeypatch) -> None:
     honest, calls = ClientTask.update, []
 
@@ -227,6 +229,7 @@ def test_federations_of_another_image_size(tmp_path, capsys) -> None:
     assert "federations with another model" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_entries_with_settings_and_chains_run_as_written_under_a_recipe(tmp_path) -> None:
     """Clients feed two images; each original is looked for among the test images."""
     out = tmp_path / "out"
@@ -256,6 +259,7 @@ def test_entries_with_settings_and_chains_run_as_written_under_a_recipe(tmp_path
     assert "original nearest of 9" in (out / "table.md").read_text()
 
 
+@pytest.mark.long
 def test_recipes_stand_beside_each_other_and_change_the_clients_alone(tmp_path) -> None:
     """Another recipe joins the folder on resumption; the weights that clients send are those of the recipe."""
     out = tmp_path / "out"

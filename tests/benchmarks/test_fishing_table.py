@@ -81,6 +81,7 @@ def test_sums_and_local_epochs_are_lines_of_their_own(finished) -> None:
     assert list(table[table["setting"] == setting]["count"].unique()) == [4]
 
 
+@pytest.mark.long
 def test_a_server_that_selects_its_clients_has_a_line_of_its_own(finished) -> None:
     """Client 0 of eight, two of which are drawn in a round, takes part in none of the first four."""
     sampled = ["--federation", "8", "--clients-per-round", "2", "--rounds", "4", "--resume"]
@@ -95,6 +96,7 @@ def test_a_server_that_selects_its_clients_has_a_line_of_its_own(finished) -> No
     assert set(own[~chosen]["diagnosis"]) == {"the client took part in no round, so that nothing was read"}
 
 
+@pytest.mark.long
 def test_a_trained_encoder_with_a_new_classifier_is_named_so(tmp_path) -> None:
     weights = ["--weights", "random", "--from", str(SHIPPED / "vit_mini_32.safetensors")]
     assert run(tmp_path / "out", "--cases", "fishing=distinct", "--rounds", "2", *weights) == 0

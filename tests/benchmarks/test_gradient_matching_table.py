@@ -114,6 +114,7 @@ def test_another_defence_stands_beside_none(tmp_path) -> None:
     assert heads == "| attack | steps | batch of 1 | noise |"
 
 
+@pytest.mark.long
 def test_settings_are_tuned_one_after_the_other_on_images_that_are_not_scored(tmp_path, capsys) -> None:
     arguments = ["--scored", "3", "--num-images", "2", "--steps", "2", "--out", str(tmp_path / "out")]
     grid = ["--grid", "inverting_gradients.rate=0.1+0.01", "inverting_gradients.tv=0.2+20"]

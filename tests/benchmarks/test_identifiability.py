@@ -57,6 +57,7 @@ def test_information_by_hand() -> None:
     assert determined(columns, image).identifiable == 2
 
 
+@pytest.mark.long
 def test_rows_resume_and_more_numbers_determine_more(tmp_path, capsys) -> None:
     out, more = tmp_path / "out", ["--groups", *GROUPS[1:], "--resume"]
     assert identifiability.main([*SMALL, "--groups", GROUPS[2], "--out", str(out)]) == 0

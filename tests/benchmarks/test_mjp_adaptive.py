@@ -218,6 +218,7 @@ def test_weights_that_were_trained_at_the_asked_size_are_attacked(tmp_path) -> N
     assert "resized" not in row["weights"]
 
 
+@pytest.mark.long
 def test_all_runs_every_attack_in_the_experiment_that_it_reads(tmp_path) -> None:
     out = tmp_path / "out"
     options = ["--model", "vit_micro8_32", "--num-images", "1", "--gammas", "0.1", "--update-gammas", "0.1"]
@@ -302,7 +303,7 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], 
     assert words in error[0]
 
 
-@pytest.mark.parametrize("left_out", ["--gammas", "--update-gammas"])
+@pytest.mark.parametrize("left_out", [pytest.param("--gammas", marks=pytest.mark.long), "--update-gammas"])
 def test_either_experiment_can_be_left_out(tmp_path, left_out: str) -> None:
     out = tmp_path / "out"
     assert run(out, left_out) == 0

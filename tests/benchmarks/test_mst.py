@@ -51,6 +51,7 @@ def options(folder, out) -> list[str]:
     return [*given, "--lines", "default", "mlm", "--precision", "float32", "--out", str(out)]
 
 
+@pytest.mark.long
 def test_rows_tables_and_resumption(folder, tmp_path, capsys) -> None:
     given = options(folder, tmp_path / "out")
     assert mst.main(given) == 0

@@ -53,6 +53,7 @@ def test_bounds_stand_beside_what_was_measured(table: Path) -> None:
         assert np.allclose(line["psnr_unbiased_median"], own["psnr_unbiased"].median(), atol=0.05)
 
 
+@pytest.mark.long
 def test_under_masks_no_bound_is_stated(tmp_path, capsys) -> None:
     masked = f"mjp:gamma=0.1+{WEAK}"
     options = ["--attacks", "noisy_rounds", "--clients", "1", "--updates", "2", "--threads", "1"]

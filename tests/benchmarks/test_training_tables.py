@@ -107,6 +107,7 @@ def test_backbones_write_their_table(tmp_path) -> None:
     assert "vit_micro_32 + MJP" in (tmp_path / "out" / "table.md").read_text()
 
 
+@pytest.mark.long
 def test_precisions_are_compared_on_the_same_seed_and_timed(tmp_path) -> None:
     options = ["--timing-model", "vit_mini_32", "--timing-rounds", "1"]
     assert run(precision_command, tmp_path, "--seeds", "0", *options) == 0

@@ -72,6 +72,7 @@ def test_released_masks_equal_a_loop_over_patches(grid: tuple[int, int], gamma: 
         assert torch.equal(released_masks(1, grid, gamma, generator(seed))[0], expected)
 
 
+@pytest.mark.long
 def test_released_masks_give_up_and_each_image_on_its_own() -> None:
     """At 0.9 most masks fall short of floor(0.9 * 196) = 176, by ten misses in a row; no image waits for another."""
     masks = released_masks(300, (14, 14), 0.9, generator())

@@ -80,9 +80,10 @@ LEAKING = (
 )
 
 
-# Of ten seconds and more, and much like others.
+# Of four seconds and more, and much like others.
 LONG = ("two_gammas", "hugging_face", "gamma_one", "unsaid_batch", "adam_clients", "partial_reply", "half_reply")
-LONG += ("noise", "released_layout_masked", "frozen_positions", "default_mjp")
+LONG += ("noise", "released_layout_masked", "frozen_positions", "default_mjp", "low_gamma", "fixed_positions")
+LONG += ("two_steps", "batch_of_eight", "partial")
 
 
 # Whether `unmix` finds all tokens of random weights and borders then place a whole picture depends on the processor's

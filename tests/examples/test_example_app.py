@@ -67,6 +67,7 @@ def test_the_page_says_what_was_not_tested(tmp_path) -> None:
     assert "batch holds 8 images" in page
 
 
+@pytest.mark.long
 def test_local_steps_on_the_same_photograph_hide_nothing(tmp_path) -> None:
     run(tmp_path / "leaks", local_steps=2)
     assert "4 of 4 images certified" in (tmp_path / "leaks" / "report.html").read_text()

@@ -89,6 +89,7 @@ def test_errors_are_one_line(options, words: str, tmp_path, capsys) -> None:
     assert printed.count("\n") == 0
 
 
+@pytest.mark.long
 def test_the_pretext_task_can_be_learned() -> None:
     """On a few photographs in ever new crops: outputs tell images apart, pixels beat the mean colour."""
     made = learner("mst:outputs=16,hidden=64,bottleneck=16,local_crops=2,momentum=0.95,frozen=0")

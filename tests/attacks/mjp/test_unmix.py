@@ -335,7 +335,7 @@ def test_placement_is_a_permutation_that_never_costs_more(seed: int, share: floa
     assert board.total(order.numpy()) <= board.total(torch.arange(64).numpy()) + 1e-9
 
 
-@pytest.mark.parametrize(("kind", "least"), [("float16", 10), ("int8", 0)])
+@pytest.mark.parametrize(("kind", "least"), [("float16", 10), pytest.param("int8", 0, marks=pytest.mark.long)])
 def test_what_is_vouched_for_in_coarse_messages_is_right(kind: str, least: int) -> None:
     """Where tokens alone say which patch is where, and rounding makes some of them wrong."""
     model, image = build_model("vit_mini_32", num_classes=10, weights="auto"), photographs(32, 2)[1:]
