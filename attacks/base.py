@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from attacks.arithmetic import exact_arithmetic
+from attacks.frozen import without_frozen
 from attacks.observation import NEGLIGIBLE_NORM, SUPERVISED, Capability, Observation, Reconstruction, ThreatModel
 from attacks.registry import UsageError
 from attacks.tokenizer import SecondTable, find_tokenizer
@@ -59,6 +60,8 @@ class Attack(ABC):
     in_suite: ClassVar[bool] = True
     # Whether a suite gives the attack only what others leave of the budget: it tells less than they do.
     last_resort: ClassVar[bool] = False
+    # Whether zeros tell the attack something; it is given updates without frozen parameters otherwise (`without_frozen`).
+    reads_zeros: ClassVar[bool] = False
     # Updates of one client that the equations want; a protocol that may choose the number of rounds gives as many.
     updates_wanted: ClassVar[int] = 1
 
@@ -88,6 +91,7 @@ class Attack(ABC):
         small = [("gradient_near_zero",) if case and case[-1].gradient_norm() < SMALL_NORM else () for case in cases]
         if not self.reads_every_parameter:
             cases = [[observation.legible() for observation in case] for case in cases]
+        cases = [self.as_read(case) for case in cases]
         refused = [_refusal(case) or self.misfit(case) for case in cases]
         open_cases = [case for case, reason in zip(cases, refused, strict=True) if not reason]
         with torch.no_grad(), exact_arithmetic():
@@ -98,6 +102,10 @@ class Attack(ABC):
             replace(result, seconds=share, flags=(*result.flags, *flags))
             for result, flags in zip(results, small, strict=True)
         ]
+
+    def as_read(self, observations: Sequence[Observation]) -> Sequence[Observation]:
+        """The updates as the attack is given them: without frozen parameters, but where it reads zeros."""
+        return observations if self.reads_zeros else [without_frozen(observation) for observation in observations]
 
     @abstractmethod
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:

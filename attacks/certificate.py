@@ -34,6 +34,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from attacks.classifier import find_classifier
+from attacks.frozen import without_frozen
 from attacks.linear.intervals import error_bounds, returns_weights
 from attacks.linear.position_rows import masked_rows, position_gradient
 from attacks.observation import ORDER_GUESSED, SUPERVISED, Observation, Reconstruction
@@ -61,6 +62,7 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
     """
     if found.images is None or not _reproducible(observation, len(found.images)):
         return False, float("nan")
+    observation = without_frozen(observation)
     tokenizer = _tokenizer(observation)
     compared = _compared(observation, tokenizer)
     size = _norm(compared)
@@ -90,7 +92,7 @@ def certify_encoder(observation: Observation, found: Reconstruction) -> tuple[bo
     Returns:
         As `certify` does, over the parameters of the encoder; (False, NaN) where that cannot be computed.
     """
-    nothing, observation = (False, float("nan")), observation.legible()
+    nothing, observation = (False, float("nan")), without_frozen(observation.legible())
     one_step = observation.num_examples == 1 and observation.local_steps == 1
     if found.images is None or not one_step or not _reproducible(observation, len(found.images)):
         return nothing
@@ -131,6 +133,7 @@ def reproduce(observation: Observation, images: Tensor) -> tuple[float, float]:
     """
     if not _repeatable(observation, len(images)) or (observation.labels is None and len(images) > LARGEST_BATCH):
         return float("nan"), float("nan")
+    observation = without_frozen(observation)
     tokenizer = _tokenizer(observation)
     compared = _compared(observation, tokenizer)
     size, found = _norm(compared), []

@@ -76,6 +76,7 @@ class ActiveAttack(Attack):
     """A server that chooses the model that a client is sent, and reads single images from the update."""
 
     needs: ClassVar[frozenset[Capability]] = frozenset({Capability.MODEL_WEIGHTS})
+    reads_zeros: ClassVar[bool] = True  # a unit that no input has switched on
     # Whether a client is to be sent the same parameters in every round but for those that `send` names.
     same_model: ClassVar[bool] = False
     # Whether one client of a sum is sent the prepared model and the others one that sends nothing.

@@ -35,7 +35,7 @@ COMMON = (
 # Relative residuals: above the first the recomputed gradient is another one, below the second it is the same.
 DIFFERENT, SAME = 1e-2, 1e-3
 # Findings that leave the gradients that were sent as they are.
-NO_CHANGE = ("missing_gradients", "unknown_names", "repeated_images")
+NO_CHANGE = ("missing_gradients", "zero_gradients", "unknown_names", "repeated_images")
 UNREPEATABLE = Finding(
     "not_reproduced",
     "whether mean, std and images belong to the gradient could not be checked: the step cannot be repeated with what "
@@ -203,6 +203,7 @@ def _said_of_names(
     model: nn.Module, found: Mapping, unknown: Sequence[str], prefixed: Sequence[str], converted: Sequence[str]
 ) -> list[Finding]:
     missing = [name for name, _ in model.named_parameters() if name not in found]
+    zero = [name for name, gradient in found.items() if not gradient.any()]
     said = []
     if prefixed:
         said.append(
@@ -214,6 +215,8 @@ def _said_of_names(
         said.append(Finding("unknown_names", f"these names are no parameters of the model: {_some(unknown)}"))
     if missing:
         said.append(Finding("missing_gradients", f"the update holds no gradient of {_some(missing)}"))
+    if zero and len(zero) < len(found):
+        said.append(Finding("zero_gradients", f"the update holds nothing but zeros for {_some(zero)} (frozen)"))
     return said
 
 

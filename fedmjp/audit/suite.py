@@ -124,11 +124,12 @@ def _within_budget(
     """Estimated seconds of those that `auto` runs, in their order; the reasons of the others go to `left_out`."""
     seconds: dict[str, float] = {}
     for name, attack in candidates.items():
-        reason = attack.misfit(observations) or attack.obstacle(observations)
+        read = attack.as_read(observations)
+        reason = attack.misfit(read) or attack.obstacle(read)
         if reason:
             left_out[name] = reason
         else:
-            seconds[name] = attack.estimated_seconds(observations)
+            seconds[name] = attack.estimated_seconds(read)
     planned, spent = {}, 0.0
     for name in sorted(seconds, key=lambda name: (candidates[name].last_resort, seconds[name])):
         if spent + seconds[name] > budget:
