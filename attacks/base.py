@@ -60,7 +60,7 @@ class Attack(ABC):
     in_suite: ClassVar[bool] = True
     # Whether a suite gives the attack only what others leave of the budget: it tells less than they do.
     last_resort: ClassVar[bool] = False
-    # Whether zeros tell the attack something; it is given updates without frozen parameters otherwise (`without_frozen`).
+    # Whether zeros tell the attack something; otherwise it is given updates without frozen parameters (`as_read`).
     reads_zeros: ClassVar[bool] = False
     # Updates of one client that the equations want; a protocol that may choose the number of rounds gives as many.
     updates_wanted: ClassVar[int] = 1

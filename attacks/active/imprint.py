@@ -13,6 +13,9 @@ second linear layer replaces it (the package `breaching` has both), so that the 
 within `GAIN` of a pixel's normalised value; and it has one more input, the image's mean square q. For one image in a
 bin the mean square of the recovered image is the recovered q; for a mixture of several it differs by their variance.
 That is how the attack tells one image from several, without knowing any.
+
+Noise in the message fills every bin. Its size shows in the classifier's gradient (`attacks.active.bins.message_noise`)
+and in bins without an image: smaller shares are left out, and the two mean squares may differ by what it explains.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from torch import Tensor, nn
 
 from attacks.active.architecture import IMPRINT, BinLayer, layers_with_bins
 from attacks.active.base import MOVED, SendContext, Sending, hides_positions, nobody
-from attacks.active.bins import Bins, read_bins, round_off
+from attacks.active.bins import NOISE_UNITS, Bins, message_noise, read_bins, round_off
 from attacks.active.brightness import BrightnessBins
+from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -88,22 +92,27 @@ class Imprint(BrightnessBins):
         if observation.local_steps > 1:
             raise UsageError(unmet_assumptions(1, observation.local_steps)[0])
         found = occupied(observation, layer)
+        if not len(found.places) and found.is_noisy:
+            return nobody(_noisy(found), {"held": 0, "single": 0})
         if not len(found.places):
             return nobody(
                 "no bin holds an image: the gradient of the layer in front of the model is zero, so that no image of "
                 "the batch sends a gradient to its pixels",
                 {"held": 0, "single": 0},
             )
-        images, square = found.inputs[:, :-1], found.inputs[:, -1]
-        single = (images.square().mean(dim=1) - square).abs() <= MIXED * square.abs().clamp(min=1)
-        order = torch.argsort(single.long(), descending=True, stable=True)[: observation.num_examples]
+        images, single = found.inputs[:, :-1], of_one_image(found)
+        weights = single + found.shares.abs() / (2 * found.shares.abs().max())
+        order = weights.topk(min(observation.num_examples, len(weights))).indices.sort().values
+        order = order[torch.argsort(single[order].long(), descending=True, stable=True)]
         pictures = observation.to_pixels(images[order].reshape(-1, *observation.image_shape)).float()
         moved, several = hides_positions(observation), int((~single).sum())
-        known = (single[order] & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
+        lost = found.is_noisy and len(order) < observation.num_examples
+        sure = single & (max(observation.std) * errors_of(found) < VOUCHED_DEVIATION)
+        known = (sure[order] & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
         return Reconstruction(
             pictures,
             known,
-            diagnosis="; ".join([MOVED] * moved + [_several(several)] * bool(several)),
+            diagnosis="; ".join([MOVED] * moved + [_several(several)] * bool(several) + [_noisy(found)] * lost),
             details={"held": len(single), "single": int(single.sum())},
         )
 
@@ -135,7 +144,32 @@ def occupied(observation: Observation, layer: BinLayer) -> Bins:
     """The bins of an update that hold images, by rising threshold."""
     rising = torch.argsort(layer.measure.bias.detach(), descending=True)
     weight, bias = (observation.gradient_of(f"{IMPRINT}.measure.{part}") for part in ("weight", "bias"))
-    return read_bins(weight[rising][None], bias[rising][None], round_off(observation, f"{IMPRINT}.measure.bias"))
+    least = round_off(observation, f"{IMPRINT}.measure.bias")
+    return read_bins(weight[rising][None], bias[rising][None], least, message_noise(observation))
+
+
+def errors_of(found: Bins) -> Tensor:
+    """Standard deviation of a recovered input's entries by noise, (n,), for entries of unit variance."""
+    return 2**0.5 * found.deviation / found.shares.abs()
+
+
+def of_one_image(found: Bins) -> Tensor:
+    """(n,) bool: the recovered images have the mean square that was recovered beside them, to what noise explains.
+
+    Noise of standard deviation s in shares c makes the recovered image (x - x n / c + e), with n, and the entries of
+    c e, of that deviation, and q likewise: they differ by (s / c)^2 on average, to s / c sqrt(1 + q^2).
+    """
+    images, square = found.inputs[:, :-1], found.inputs[:, -1]
+    errors = errors_of(found)
+    allowed = MIXED * square.abs().clamp(min=1) + NOISE_UNITS * errors * (1 + square.square()).sqrt() + errors.square()
+    return (images.square().mean(dim=1) - square).abs() <= allowed
+
+
+def _noisy(found: Bins) -> str:
+    return (
+        f"noise in the message hides what sends less than {NOISE_UNITS * found.deviation:.1e} to the layer in front of "
+        "the model"
+    )
 
 
 def _several(count: int) -> str:

@@ -165,3 +165,27 @@ def test_as_good_as_breaching_on_the_same_gradient() -> None:
     assert single.sum() >= 8
     exact = 100  # dB, where float32 rounds
     assert (closest(own.images, images)[single] > theirs[single].clamp(max=exact) - 0.5).all()
+
+
+@pytest.mark.parametrize(("level", "count"), [(1e-6, 3), (1e-5, 2)])
+def test_noise_fills_every_bin_and_images_come_back_all_the_same(level: float, count: int) -> None:
+    """What an image sends is 7e-5, 2e-4 and 3e-4."""
+    images = photographs(32, 3)
+    view = observe(sent_by(Imprint(), micro()), images)
+    generator = torch.Generator().manual_seed(0)
+    gradients = {n: g + level * torch.randn(g.shape, generator=generator) for n, g in view.gradients.items()}
+    found = Imprint()([replace(view, gradients=gradients)])
+    assert int((closest(found.images, images) > 35).sum()) == count
+    vouched = found.images[found.known.flatten(1).all(dim=1)]
+    assert len(vouched) == count
+    assert all(psnr(one[None].expand_as(images), images).max() > 25 for one in vouched)
+    assert ("noise in the message" in found.diagnosis) == (count < 3)
+
+
+def test_an_update_of_noise_alone_says_so() -> None:
+    view = observe(sent_by(Imprint(), micro()), photographs(32, 2))
+    generator = torch.Generator().manual_seed(0)
+    gradients = {n: torch.randn(g.shape, generator=generator) for n, g in view.gradients.items()}
+    found = Imprint()([replace(view, gradients=gradients)])
+    assert found.images is None or not found.known.any()
+    assert "noise in the message" in found.diagnosis
