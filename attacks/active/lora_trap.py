@@ -30,13 +30,13 @@ from attacks.active.base import SendContext, Sending
 from attacks.active.blocks import Block, blocks_of, plain_norms, zeros_in
 from attacks.active.token_codes import CODES, COSINE, SINE, TokenCodes, codes_for
 from attacks.active.token_trap import Picked, TokenTrap
+from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.observation import Observation
 
 # Least distance of the score of a place from that of its neighbours: exp(-SATURATED) is nothing in float32.
 SATURATED = 120.0
-# Largest condition number of C at which its inverse leaves float32 digits enough (measured: 140 to 900 on trained small
-# ViTs; 1.8e5 on random DeiT-S, where a photograph comes back at 38 dB).
-CONDITION = 1e6
+# Factor on the errors that the angles of a block's tokens show: they are a few numbers.
+CAUTION = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +99,27 @@ class LoRATrap(TokenTrap):
             mixing = gradient @ codes.balanced(columns, torch.zeros(len(places)).double()).T.to(gradient)  # (r, n)
             if not mixing.any():
                 continue
-            sizes = torch.linalg.svdvals(mixing)
-            sure = bool(sizes[0] < CONDITION * sizes[-1])
-            tokens = torch.linalg.pinv(mixing) @ gradient  # (n, D)
-            found.append(Picked(places, tokens, torch.full_like(places, sure, dtype=torch.bool)))
+            inverse = torch.linalg.pinv(mixing)  # (n, r)
+            tokens = inverse @ gradient  # (n, D)
+            errors = errors_of(codes, tokens, places, inverse)
+            found.append(Picked(places, tokens, CAUTION * max(observation.std) * errors < VOUCHED_DEVIATION))
         return Picked.join(found, observation.gradient_of(f"{self.trapped(observation.model)[0]}.lora_A"))
+
+
+def errors_of(codes: TokenCodes, tokens: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
+    """Standard deviation of a normalised pixel of each token's patch, (n,); NaN where no token is readable.
+
+    An error of the same size in every entry of C X becomes one in proportion to the rows of C^-1. Its size is what the
+    angles of all tokens of the block show: they stand in channels that C was not read from.
+
+    Args:
+        tokens: X, (n, D) float64 after the norm.
+        places: (n,) int64.
+        inverse: C^-1, (n, r).
+    """
+    readable, gains = codes.readable(tokens), inverse.norm(dim=1)
+    shown = codes.misses(tokens[readable], places[readable]) / gains[readable, None]
+    return gains * shown.square().mean().sqrt()
 
 
 def places_of(slot: int, codes: TokenCodes) -> Tensor:

@@ -139,10 +139,26 @@ class TokenCodes:
 
     def patches(self, normed: Tensor) -> Tensor:
         """Patches (n, P) float64, normalised pixels, of `readable` tokens (n, D) float64 after the norm."""
+        content = self._before_norm(normed)[:, self.first : self.first + self.coefficients]
+        return content / self.scale @ self.basis.to(content)
+
+    def misses(self, normed: Tensor, places: Tensor) -> Tensor:
+        """What tokens miss the angles of their places by, cosine and sine, (n, 2) float64: as errors of normalised
+        pixels, where all coefficients of a patch are off by as much.
+
+        Args:
+            normed: (n, D) float64, `readable` tokens after the norm.
+            places: (n,) int64, i.
+        """
+        angle = self.angles().to(normed.device)[places]
+        known = AMPLITUDE * torch.stack([angle.cos(), angle.sin()], dim=1)
+        return (self._before_norm(normed)[:, [COSINE, SINE]] - known) * self.coefficients**0.5
+
+    def _before_norm(self, normed: Tensor) -> Tensor:
+        """The tokens (n, D) of which the norm made `normed`."""
         sigma = 2 * AMPLITUDE / (normed[:, PLUS] - normed[:, MINUS])
         mu = AMPLITUDE - sigma * normed[:, PLUS]
-        content = normed[:, self.first : self.first + self.coefficients] * sigma[:, None] + mu[:, None]
-        return content / self.scale @ self.basis.to(content)
+        return normed * sigma[:, None] + mu[:, None]
 
     def spread(self, normed: Tensor) -> Tensor:
         """(n,) by how much the mean square of a normed token is below 1: 0 for one token, else the variance of several.

@@ -105,11 +105,33 @@ def test_images_of_one_bin_are_said_to_be_mixed_and_another_slice_parts_them() -
 def test_trained_layers_alone_give_the_image_away(name: str, defense: str, count: int, share: float) -> None:
     chosen, image = DEFENSES.get(defense)(), photographs(32, 1)
     found = rounds(ATTACKS.get(name)(), micro(chosen), image, count, chosen)[-1]
-    assert float(found.known.float().mean()) == share
+    assert found.details["patches"] == 64 * share
+    assert 0.75 * share <= float(found.known.float().mean()) <= share
     known = found.known.expand_as(image)
     error = (found.images - image)[known].square().mean()
     assert -10 * float(error.log10()) > 40
     assert (found.diagnosis == "") == (share == 1)
+
+
+@pytest.mark.parametrize("level", [0.0, 1e-6, 1e-5, 1e-4, 1e-3, "float16", "bfloat16"])
+def test_what_a_trap_in_low_rank_terms_vouches_for_is_right(level: float | str) -> None:
+    """Under noise of `level` rms, and of messages of half precision."""
+    chosen, image, attack = DEFENSES.get("lora")(), photographs(32, 1), ATTACKS.get("lora_trap")()
+    built = micro(chosen)
+    view = observe(replace(built, module=attack.send(before(built, SHAPE)).model(built.module, SHAPE)), image)
+    generator = torch.Generator().manual_seed(0)
+    sent = {}
+    for name, gradient in view.gradients.items():
+        rms = float(gradient.square().mean().sqrt())
+        if isinstance(level, str):
+            sent[name] = gradient.to(getattr(torch, level)).float()
+        else:
+            sent[name] = gradient + level * rms * torch.randn(gradient.shape, generator=generator)
+    found = attack([replace(view, gradients={n: g for n, g in sent.items() if not chosen.freezes(n)})])
+    squares = torch.nn.functional.avg_pool2d((found.images - image).square().mean(dim=1, keepdim=True), 4)
+    known = found.known[:, :, ::4, ::4]
+    assert bool((squares[known] < 10**-2.5).all())
+    assert known.any() or level != 0.0
 
 
 def test_rounds_on_another_image_are_left_out() -> None:
