@@ -23,7 +23,8 @@ comparison, because a localisation loss may have been added to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import permutations
 from typing import Any
@@ -35,6 +36,7 @@ from torch.nn import functional
 
 from attacks.classifier import find_classifier
 from attacks.frozen import without_frozen
+from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.linear.intervals import error_bounds, returns_weights
 from attacks.linear.position_rows import masked_rows, position_gradient
 from attacks.observation import ORDER_GUESSED, SUPERVISED, Observation, Reconstruction
@@ -44,6 +46,10 @@ from attacks.tokenizer import Tokenizer, find_tokenizer, logits_of
 # Largest relative residual of a certified answer, and the same in units of what rounding the message leaves by
 # expectation. No answer above DOUBTFUL is certified: wrong ones begin at 2e-2.
 TOLERANCE, ROUND_OFF_UNITS, DOUBTFUL = 1e-3, 1.5, 1e-2
+# Least ratio of what an unrecognisable error leaves, and what a certified answer does. On honest models 470 and more
+# (float32 and float16); on those that `adapter_trap` and `lora_trap` send, whose tokens hold little but codes, 1 to 6
+# for answers of which half or more is missing.
+APART = 20.0
 # Batches of more images have too many orders of their labels to try.
 LARGEST_BATCH = 3
 
@@ -68,14 +74,16 @@ def certify(observation: Observation, found: Reconstruction) -> tuple[bool, floa
     size = _norm(compared)
     if not size > 0:
         return False, float("nan")
-    residuals = [
-        _norm({n: g - compared[n] for n, g in gradients.items()}) / size
-        for gradients in _gradients(observation, found.images, compared, tokenizer, found.labels)
-    ]
-    if not residuals:
+
+    def residual(images: Tensor) -> float:
+        """Of the order of labels that agrees best; infinite where the labels are unknown."""
+        gradients = _gradients(observation, images, compared, tokenizer, found.labels)
+        return min((_norm({n: g - compared[n] for n, g in one.items()}) / size for one in gradients), default=math.inf)
+
+    least = residual(found.images)
+    if math.isinf(least):
         return False, float("nan")
-    least = min(residuals)
-    return _agrees(observation, found, compared, least, size), least
+    return _agrees(observation, found, compared, least, size) and _tells_apart(found.images, least, residual), least
 
 
 def certify_encoder(observation: Observation, found: Reconstruction) -> tuple[bool, float]:
@@ -98,13 +106,19 @@ def certify_encoder(observation: Observation, found: Reconstruction) -> tuple[bo
         return nothing
     tokenizer = _tokenizer(observation)
     compared = _compared(observation, tokenizer)
-    recomputed = _encoder_gradients(observation, found.images, compared, tokenizer)
-    compared = {name: compared[name] for name in recomputed}
-    size = _norm(compared)
-    if not size > 0:
+
+    def residual(image: Tensor) -> tuple[float, float, dict[str, Tensor]]:
+        """With the size of what was compared, and that itself."""
+        recomputed = _encoder_gradients(observation, image, compared, tokenizer)
+        held = {name: compared[name] for name in recomputed}
+        size, left = _norm(held), _norm({name: gradient - held[name] for name, gradient in recomputed.items()})
+        return left / size if size > 0 else math.inf, size, held
+
+    least, size, held = residual(found.images)
+    if math.isinf(least):
         return nothing
-    residual = _norm({name: gradient - compared[name] for name, gradient in recomputed.items()}) / size
-    return _agrees(observation, found, compared, residual, size), residual
+    agrees = _agrees(observation, found, held, least, size)
+    return agrees and _tells_apart(found.images, least, lambda image: residual(image)[0]), least
 
 
 def _agrees(
@@ -116,6 +130,17 @@ def _agrees(
     if not TOLERANCE < residual < DOUBTFUL:
         return residual <= TOLERANCE
     return residual <= ROUND_OFF_UNITS * _rounding(observation, compared) / size
+
+
+def _tells_apart(images: Tensor, residual: float, residual_of: Callable[[Tensor], float]) -> bool:
+    """Whether the gradient depends on the images so much that a wrong answer would leave more than this one does.
+
+    Measured between the answer and images that are black, or white, whichever is further away: what is left of an error
+    that makes an image unrecognisable, in proportion.
+    """
+    other = (images.flatten(1).mean(dim=1) < 0.5).to(images)[:, None, None, None].expand_as(images)
+    distance = float((images - other).square().mean().sqrt())
+    return APART * residual <= residual_of(other) * VOUCHED_DEVIATION / distance
 
 
 def reproduce(observation: Observation, images: Tensor) -> tuple[float, float]:
