@@ -49,20 +49,25 @@ DIGESTS = {
 }
 
 
+def listed(count: int) -> dict[str, str]:
+    """The first `count` photographs of the list, name -> digest."""
+    return dict(list(DIGESTS.items())[:count])
+
+
 def fixed_images(count: int) -> dict[str, str]:
-    """The first `count` photographs of the list, name -> digest, checked against the pixels that are installed here.
+    """As `listed`, checked against the pixels that are installed here.
 
     Raises:
         UsageError: a photograph decodes to other pixels than those of the list.
     """
-    listed = dict(list(DIGESTS.items())[:count])
+    expected = listed(count)
     for name, found in digests(count).items():
-        if listed.get(name) != found:
+        if expected.get(name) != found:
             raise UsageError(
                 f"the photograph {name} has other pixels here (digest {found}) than on the leaderboard "
-                f"({listed.get(name)}); install scikit-image and Pillow from their wheels"
+                f"({expected.get(name)}); install scikit-image and Pillow from their wheels"
             )
-    return listed
+    return expected
 
 
 def digests(count: int) -> dict[str, str]:

@@ -326,6 +326,7 @@ def for_rows(
     """The run that repeats some rows of a part: only these clients' updates, only these attacks.
 
     Args:
+        attacks: as --attacks takes them. Each gets every one of these updates.
         rounds: those of the rows. The federation stops after the last one, which changes nothing before it.
     """
     audit, federation = part.config.audit, part.config.federation

@@ -1,8 +1,10 @@
 """Verify a submission: its figures from its rows, and a random tenth of the attacked updates run again.
 
-Checked in this order: the rows file is the one that the submission names; every figure follows from the rows; of a
-tenth of the attacked updates (at least one), all rows are computed again and compared. Accuracy and cost are not run
-again. Equal machines give equal rows but for seconds; other ones round differently, which `TOLERANCES` allows for.
+Checked in this order: the rows file is the one that the submission names; no row of a federation that was run is
+missing (`fedmjp.leaderboard.coverage`); every figure follows from the rows; a tenth of the attacked updates (at least
+one) is attacked again with the protocol's own list of attacks, and its rows are compared, among them those that the
+submission lacks. Accuracy and cost are not run again. Equal machines give equal rows but for seconds; other ones round
+differently, which `TOLERANCES` allows for.
 
 A search that has not converged can end elsewhere after another rounding. A row that differs is therefore computed again
 with other numbers of threads (`ROUNDINGS`), which split sums otherwise: where the figure changes with them by more than
@@ -26,6 +28,7 @@ from rich.console import Console
 from attacks import UsageError
 from fedmjp.audited_federation import run_or_resume
 from fedmjp.leaderboard import measure, schema
+from fedmjp.leaderboard.coverage import OWN, federation_of, uncovered
 from fedmjp.leaderboard.gathering import base_of
 from fedmjp.leaderboard.protocol import Part, for_rows, track_of
 from fedmjp.leaderboard.submission import Submission, results_of
@@ -74,7 +77,7 @@ def compare(path: Path, seed: int, work: Path, console: Console, images: Path | 
         UsageError: no submission, one on a user's own images without `images`, or a defence that is not installed.
     """
     document = schema.read(path)
-    if document["data"]["name"].startswith("folder:") and images is None:
+    if document["data"]["name"].startswith(OWN) and images is None:
         raise UsageError(f"{path.name} is on {document['data']['name']}; pass its images with --images")
     found = list(static_differences(document, path))
     if found:
@@ -93,7 +96,11 @@ def record(path: Path, seed: int, found: Comparison) -> None:
 
 
 def static_differences(document: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """What can be checked without running anything."""
+    """What can be checked without running anything.
+
+    Raises:
+        UsageError: see `coverage.uncovered`.
+    """
     packed = path.parent / document["rows"]["file"]
     if not packed.is_file():
         yield f"{packed} is missing"
@@ -102,6 +109,11 @@ def static_differences(document: Mapping[str, Any], path: Path) -> Iterator[str]
         yield f"{packed.name} is not the file of the submission (SHA-256)"
         return
     rows = load_rows(packed, measure.ROWS)
+    if len(rows) != document["rows"]["count"]:
+        yield f"{packed.name} holds {len(rows)} rows, not {document['rows']['count']}"
+    if rows.empty:
+        return
+    yield from uncovered(document, rows)
     not_run = {(r["tier"], r["model"]): r["not_run"] for r in document["results"]}
     results = results_of(rows, not_run)
     for given, own in zip(document["results"], results, strict=False):
@@ -122,12 +134,6 @@ def chosen_updates(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
     return updates.iloc[sorted(np.random.default_rng(seed).permutation(len(updates))[:count])]
 
 
-def federation_of(rows: pd.DataFrame) -> pd.Series:
-    """The attack for which the server prepared the federation of a row; "" where it is honest."""
-    prepared = [tier_called(t).prepared_for(a) for t, a in zip(rows["tier"], rows["attack"], strict=True)]
-    return pd.Series([one.attack if one else "" for one in prepared], rows.index, name="federation")
-
-
 def _rerun(submission: Submission, rows: pd.DataFrame, seed: int, console: Console) -> Comparison:
     chosen = chosen_updates(rows, seed)
     parts = {(part.tier.name, part.model, part.prepared): part for part in submission.parts()}
@@ -141,54 +147,104 @@ def _rerun(submission: Submission, rows: pd.DataFrame, seed: int, console: Conso
         part = parts[tier, base, tier_called(tier).prepared_for(attack)]
 
         def again(some: pd.DataFrame, threads: int, part: Part = part) -> pd.DataFrame:
-            """These rows, computed again."""
-            return _again(part, some, threads, submission.work / f"threads_{threads}", console)
+            """These rows, each attack by its name."""
+            names = tuple(name for name in dict.fromkeys(some["attack"]) if name not in BASELINES)
+            return _again(part, some, names, threads, submission.work, console)
 
-        judge(own, again, f"{tier} on {base}", comparison)
+        suite = _again(part, own, _attacks_due(part, own), 1, submission.work, console)
+        judge(own, suite, again, f"{tier} on {base}", comparison)
     console.print(f"{comparison.compared} of {len(rows)} rows run again (seed {seed})", highlight=False)
     return comparison
 
 
-def _again(part: Part, rows: pd.DataFrame, threads: int, work: Path, console: Console) -> pd.DataFrame:
-    attacks = tuple(name for name in dict.fromkeys(rows["attack"]) if name not in BASELINES)
+def _attacks_due(part: Part, rows: pd.DataFrame) -> tuple[str, ...]:
+    """The attacks of a federation, without those that none of the rows' updates gets."""
+    places = set(zip(rows["round"], rows["client"], strict=True))
+    return tuple(name for name in part.config.audit.attacks if places & set(part.config.attacked(name)))
+
+
+def _again(
+    part: Part, rows: pd.DataFrame, attacks: tuple[str, ...], threads: int, work: Path, console: Console
+) -> pd.DataFrame:
+    """The rows that these attacks give on the updates of some rows, of those that the submission should have."""
     clients, rounds = (tuple(sorted(set(map(int, rows[name])))) for name in ("client", "round"))
-    config = replace(for_rows(part, clients, rounds, attacks, work), threads=threads)
+    config = replace(for_rows(part, clients, rounds, attacks, work / f"threads_{threads}"), threads=threads)
     run_or_resume(config, f"again: {part.tier.title}, {part.model}, {threads} threads", console)
-    return load_rows(config.out / "rows.jsonl")
+    return expected_rows(part, load_rows(config.out / "rows.jsonl"))
+
+
+def expected_rows(part: Part, rows: pd.DataFrame) -> pd.DataFrame:
+    """Of rows that were run again, those that a submission has: without guesses that stand in another federation of
+    the tier, and attacks on updates that the protocol does not leave them."""
+    due = {name: set(part.config.attacked(name)) for name in set(rows["attack"])}
+    kept = [
+        (number, client) in due[name] and part.tier.prepared_for(name) == part.prepared
+        for number, client, _, name in _keys(rows)
+    ]
+    return rows[kept]
 
 
 def judge(
-    rows: pd.DataFrame, again: Callable[[pd.DataFrame, int], pd.DataFrame], where: str, comparison: Comparison
+    rows: pd.DataFrame,
+    suite: pd.DataFrame,
+    again: Callable[[pd.DataFrame, int], pd.DataFrame],
+    where: str,
+    comparison: Comparison,
 ) -> None:
     """Compare rows of one federation with those of another run, and add what is found to `comparison`.
 
     Args:
         rows: of the submission.
+        suite: what the protocol's attacks give on the same updates, with one thread.
         again: computes rows again with this many threads.
         where: the federation, in words.
     """
     comparison.compared += len(rows)
-    runs = [_figures(again(rows, 1))]
-    given = _figures(rows)
-    differing = [key for key in given if any(_differs(given[key], runs[0].get(key), name) for name in TOLERANCES)]
+    runs, given = [_figures(suite)], _figures(rows)
+    differing = [
+        key
+        for key, own in given.items()
+        if any(_differs(own, runs[0].get(key), name) for name in TOLERANCES) or _nearer_elsewhere(key, own, runs)
+    ]
     searched = rows[[key in differing and key[-1] not in BASELINES for key in _keys(rows)]]
     if len(searched):
         runs += [_figures(again(searched, threads)) for threads in ROUNDINGS]
     for key in differing:
-        named = f"{where}, round {key[0]}, client {key[1]}, {key[2]}, {key[3]}"
-        found = [run[key] for run in runs if key in run]
-        if not found:
-            comparison.differences.append(f"{named}: no such row when run again")
+        _compare(key, given[key], runs, where, comparison)
+    held = {key[1:] for key in given}  # of several rounds, an image has the row of one
+    for client, image, attack in dict.fromkeys(key[1:] for key in runs[0] if key[1:] not in held):
+        comparison.differences.append(f"{where}, client {client}, {image}, {attack}: the submission lacks this row")
+
+
+def _compare(
+    key: Key, given: Mapping[str, float], runs: Sequence[Mapping[Key, Mapping[str, float]]], where: str, to: Comparison
+) -> None:
+    """Add to a comparison what a row differs from the runs in."""
+    named = f"{where}, round {key[0]}, client {key[1]}, {key[2]}, {key[3]}"
+    found = [run[key] for run in runs if key in run]
+    if not found:
+        to.differences.append(f"{named}: no such row when run again")
+        return
+    for metric in TOLERANCES:
+        if not _differs(given, found[0], metric):
             continue
-        for metric in TOLERANCES:
-            if not _differs(given[key], found[0], metric):
-                continue
-            line = f"{named}: {metric} is {given[key][metric]:.3f}, and {_listed(found, metric)} when run again"
-            if _undetermined(given[key], found, metric):
-                comparison.undetermined.append(line)
-                comparison.rows.add((where, key))
-            else:
-                comparison.differences.append(line)
+        line = f"{named}: {metric} is {given[metric]:.3f}, and {_listed(found, metric)} when run again"
+        if _undetermined(given, found, metric):
+            to.undetermined.append(line)
+            to.rows.add((where, key))
+        else:
+            to.differences.append(line)
+    if _nearer_elsewhere(key, given, runs):
+        to.differences.append(f"{named}: psnr is {given['psnr']:.3f}, and higher in another round when run again")
+
+
+def _nearer_elsewhere(key: Key, given: Mapping[str, float], runs: Sequence[Mapping[Key, Mapping[str, float]]]) -> bool:
+    """Whether every run has the attack nearer to the image in another round than in that of the submission's row."""
+    if key[-1] in BASELINES:
+        return False
+    own = -math.inf if math.isnan(given["psnr"]) else given["psnr"]
+    others = [[run[one]["psnr"] for one in run if one[1:] == key[1:] and one != key] for run in runs]
+    return all(any(psnr > own + TOLERANCES["psnr"] for psnr in values) for values in others)
 
 
 def _keys(rows: pd.DataFrame) -> list[Key]:

@@ -161,7 +161,7 @@ def with_rows(document: dict, rows: Path, lines: list[dict]) -> None:
     document["results"] = results_of(loaded, not_run)
     worst = measure.worst_of(document["results"])
     document["worst"] = {"tier": worst["tier"], "model": worst["model"], **worst["worst"]}
-    document["rows"]["sha256"] = hashlib.sha256(rows.read_bytes()).hexdigest()
+    document["rows"] |= {"sha256": hashlib.sha256(rows.read_bytes()).hexdigest(), "count": len(loaded)}
 
 
 def better_figure(document: dict, rows: Path) -> None:
@@ -177,6 +177,20 @@ def other_worst(document: dict, rows: Path) -> None:
 def other_rows(document: dict, rows: Path) -> None:
     """Rows of another file."""
     rows.write_bytes(rows.read_bytes() + b"\0")
+
+
+def without_a_photograph(document: dict, rows: Path) -> None:
+    """No row of one photograph where one update is seen."""
+    lines = [json.loads(line) for line in measure_lines(rows)]
+    own = [line for line in lines if line["tier"] == "passive_one"]
+    lines = [line for line in lines if line not in own or line["image_id"] != own[0]["image_id"]]
+    with_rows(document, rows, lines)
+
+
+def without_an_attack(document: dict, rows: Path) -> None:
+    """No row of an attack that the suite chose: only a re-run notices."""
+    lines = [json.loads(line) for line in measure_lines(rows)]
+    with_rows(document, rows, [line for line in lines if line["attack"] != "patch_embedding"])
 
 
 def measure_lines(rows: Path) -> list[str]:
@@ -198,6 +212,8 @@ def write_lines(rows: Path, lines: list[dict]) -> None:
         (other_worst, "the worst case does not follow"),
         (other_rows, "is not the file of the submission"),
         (shift_every_row, "psnr is "),
+        (without_a_photograph, "passive_one on vit_mini_32, mean_image: rows are missing, of client"),
+        (without_an_attack, "patch_embedding: the submission lacks this row"),
     ],
 )
 def test_verify_notices_a_tampered_copy(
@@ -211,9 +227,11 @@ def test_verify_notices_a_tampered_copy(
     document = schema.read(path)
     tamper(document, path.parent / document["rows"]["file"])
     path.write_text(json.dumps(document))
-    assert main(["verify", str(path), "--seed", "3"]) == 1
+    seed = "4" if tamper is without_an_attack else "3"  # of a federation in which the attack was chosen
+    assert main(["verify", str(path), "--seed", seed]) == 1
     assert noticed in capsys.readouterr().err
-    assert list(dict.fromkeys(asked)) == ([1, *ROUNDINGS] if tamper is shift_every_row else [])
+    expected = {shift_every_row: [1, *ROUNDINGS], without_an_attack: [1]}
+    assert list(dict.fromkeys(asked)) == expected.get(tamper, [])
 
 
 @dataclass(frozen=True)

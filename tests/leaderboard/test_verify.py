@@ -17,22 +17,22 @@ def row(attack: str = "unmix", **figures: float) -> dict:
 
 
 def judged(given: list[dict], *runs: list[dict]) -> tuple[Comparison, list[int]]:
-    """The comparison of rows with those of one run a number of threads, and the numbers that were asked for."""
-    asked, results = [], dict(zip((1, *ROUNDINGS), runs, strict=False))
+    """The comparison of rows with those of one run a number of threads, and the other numbers that were asked for."""
+    asked, results = [], dict(zip(ROUNDINGS, runs[1:], strict=False))
 
     def again(rows: pd.DataFrame, threads: int) -> pd.DataFrame:
         asked.append(threads)
         return pd.DataFrame(results[threads])
 
     comparison = Comparison()
-    judge(pd.DataFrame(given), again, "here", comparison)
+    judge(pd.DataFrame(given), pd.DataFrame(runs[0]), again, "here", comparison)
     return comparison, asked
 
 
 def test_equal_rows_are_run_once() -> None:
     nan = math.nan
     comparison, asked = judged([row(), row("dlg", psnr=nan)], [row(psnr=63.0, lpips=0.04), row("dlg", psnr=nan)])
-    assert (comparison.differences, comparison.undetermined, asked) == ([], [], [1])
+    assert (comparison.differences, comparison.undetermined, asked) == ([], [], [])
     assert comparison.compared == 2
 
 
@@ -49,7 +49,7 @@ def test_equal_rows_are_run_once() -> None:
 )
 def test_a_row_that_differs_is_excused_only_where_rounding_changes_it(given, found, undetermined: bool) -> None:
     comparison, asked = judged([row(**given)], *([row(psnr=psnr)] for psnr in found))
-    assert asked == [1, *ROUNDINGS]
+    assert asked == [*ROUNDINGS]
     assert (len(comparison.undetermined), len(comparison.rows)) == (undetermined, undetermined)
     assert len(comparison.differences) == 1 - undetermined
     (line,) = comparison.undetermined + comparison.differences
@@ -66,6 +66,27 @@ def test_low_lpips_is_more_leakage() -> None:
 def test_rows_that_are_missing_and_guesses_that_differ_are_differences() -> None:
     comparison, asked = judged([row("mean_image", psnr=12.0)], [row("mean_image", psnr=14.0)])
     assert len(comparison.differences) == 1
-    assert asked == [1]  # nothing that an attack computes
+    assert asked == []  # nothing that an attack computes
     comparison, _ = judged([row(), row("dlg")], [row()], [row()], [row()])
     assert comparison.differences == ["here, round 1, client 0, photograph/0, dlg: no such row when run again"]
+
+
+def test_rows_that_a_submission_lacks_are_differences() -> None:
+    """Of an attack, and of a photograph; the round of a row does not matter."""
+    other = {"image_id": "photograph/1"}
+    comparison, asked = judged([row("dlg")], [row("dlg"), row("dlg") | {"round": 2}, row(), row("dlg") | other])
+    assert comparison.differences == [
+        "here, client 0, photograph/0, unmix: the submission lacks this row",
+        "here, client 0, photograph/1, dlg: the submission lacks this row",
+    ]
+    assert asked == []
+
+
+@pytest.mark.parametrize(("given", "found"), [(16.0, [15.0, 40.0]), (math.nan, [math.nan, 40.0])])
+def test_the_row_of_a_round_that_leaks_less_than_another_is_a_difference(given: float, found: list[float]) -> None:
+    again = [row("fishing", psnr=psnr) | {"round": number} for number, psnr in enumerate(found, 1)]
+    comparison, _ = judged([row("fishing", psnr=given)], *[again] * 3)
+    (line,) = comparison.differences
+    assert line.endswith("higher in another round when run again")
+    best = judged([row("fishing", psnr=40.0) | {"round": 2}], *[again] * 3)[0]
+    assert best.differences == []
