@@ -60,7 +60,8 @@ def listing(results: Path) -> Table:
         table.add_column(head, overflow="fold")
     for document in submissions(results):
         worst, track = document["worst"], document["track"] + ("" if document["comparable"] else " (not comparable)")
-        figures = f"{worst['attack']} {worst['psnr_median']:.1f} dB" if worst["attack"] else "none"
+        figure = "no image" if worst["psnr_median"] is None else f"{worst['psnr_median']:.1f} dB"
+        figures = f"{worst['attack']} {figure}" if worst["attack"] else "none"
         table.add_row(
             document["file"], track, worst_words(document), figures, worst["answer"], document["adaptive"] or "–"
         )

@@ -29,7 +29,7 @@ from fedmjp.leaderboard.cost import client_cost
 from fedmjp.leaderboard.gathering import base_of, deciding_part, gather, picture
 from fedmjp.leaderboard.images import fixed_images
 from fedmjp.leaderboard.protocol import Part, Track
-from fedmjp.leaderboard.schema import SCHEMA, check, read
+from fedmjp.leaderboard.schema import SCHEMA, check, load, read
 from fedmjp.leaderboard.tiers import TIERS
 from fedmjp.records import provenance
 from fedmjp.records.files import write_whole
@@ -214,7 +214,8 @@ def _require_images(config: RunConfig, submission: Submission) -> None:
 
 
 def _require_own(path: Path, entry: str) -> None:
-    if path.exists() and json.loads(path.read_text(encoding="utf-8")).get("entry") != entry:
+    """Refuse to replace the file of another defence; one of another version may be replaced."""
+    if path.exists() and load(path).get("entry") != entry:
         raise UsageError(f"{path} holds another defence; pass another --results")
 
 

@@ -351,7 +351,7 @@ def test_the_page_is_the_same_twice_and_names_every_submission(added: Path, tmp_
     shutil.copytree(added.parent, tmp_path / "results")
     path = tmp_path / "results" / added.name
     document = schema.read(path)
-    again = {"rerun": {"share": 0.1, "seed": 3, "commit": "abc1234"}}
+    again = {"rerun": {"share": 0.1, "seed": 3, "commit": "abc1234", "rows": 6, "undetermined": 0}}
     path.write_text(json.dumps(document | {"comparable": True, "track": "small"} | again))
     plain = document | {"comparable": True, "track": "small", "entry": "none", "name": "none", "known_by": []}
     plain |= {"rerun": None}
