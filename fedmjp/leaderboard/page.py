@@ -55,13 +55,14 @@ Document = Mapping[str, Any]
 def ordered(found: Sequence[Document]) -> list[Document]:
     """Comparable submissions, no defence first, then those whose worst case leaks most.
 
-    Defences that no attack that knows them was run on come last, unless they leak all the same: to be untested is no
-    merit.
+    Defences that no attack that knows them was run on come last, and so do those that were not run under the whole
+    protocol, unless they leak all the same: to be untested is no merit.
     """
 
     def place(document: Document) -> tuple:
         """Key of the order."""
-        undecided = document["worst"]["answer"] != Answer.LEAKS and not tested(document)
+        settled = tested(document) and not protocol.missing(document)
+        undecided = document["worst"]["answer"] != Answer.LEAKS and not settled
         first = document["entry"] == "none"
         return (not first, undecided, measure.severity(worst_result(document)), document["file"])
 
@@ -75,10 +76,14 @@ def tested(document: Document) -> bool:
 
 
 def answer_of(document: Document) -> str:
-    """The answer of the worst case; short of a leak, that no attack that knows the defence was run goes with it."""
+    """The answer of the worst case; short of a leak, with what was not run: an attack that knows the defence, and
+    federations of the protocol."""
     answer = document["worst"]["answer"]
-    settled = tested(document) or answer in (Answer.LEAKS, measure.UNTESTED)
-    return answer if settled else f"{answer}; {measure.UNTESTED}"
+    if answer == Answer.LEAKS:
+        return answer
+    lacking = [] if tested(document) or answer == measure.UNTESTED else [measure.UNTESTED]
+    lacking += [f"only {attacked(document)} federations"] if protocol.missing(document) else []
+    return "; ".join([answer, *lacking])
 
 
 def worst_result(document: Document) -> Document:
@@ -177,7 +182,8 @@ def _lacking(found: Sequence[Document]) -> list[str]:
         return []
     return [
         f"{len(found) - lacking} of the {len(found)} submissions were run under the whole protocol. The others "
-        f"({lacking}) lack a part of it, as the column *attacked* says; that could only add to what they leak."
+        f"({lacking}) lack a part of it, as the column *attacked* says, and come last unless they leak: what they lack "
+        "could only add to what they leak."
     ]
 
 

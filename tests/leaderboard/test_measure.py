@@ -16,8 +16,10 @@ from fedmjp.config import RunConfig
 from fedmjp.defenses import DEFENSES
 from fedmjp.leaderboard import measure, page, protocol
 from fedmjp.leaderboard.cost import peak_bytes
+from fedmjp.leaderboard.listing import submissions
 from fedmjp.leaderboard.tiers import PASSIVE
 from tests.audit.test_verdict import FAILED, GUESSES, NAN, frame
+from tests.leaderboard.test_submissions import COMMITTED
 
 NO_BETTER = [11.0, 13.0, 14.2, 12.0]  # than the guesses
 UNTESTED, NOT_SHOWN = measure.UNTESTED, "no leak shown"
@@ -88,7 +90,8 @@ def submission(entry: str, answer: str, *, ran: bool, recovered: int = 0, gain: 
     return {"entry": entry, "file": entry, "comparable": True, "worst": worst, "results": [result]}
 
 
-def test_the_untested_stand_last_unless_they_leak() -> None:
+def test_the_untested_stand_last_unless_they_leak(monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "missing", lambda document: [])
     found = [
         submission("held", NOT_SHOWN, ran=True),
         submission("nobody", UNTESTED, ran=False),
@@ -106,6 +109,26 @@ def test_the_untested_stand_last_unless_they_leak() -> None:
     words = {one["entry"]: page.answer_of(one) for one in found}
     assert words["unaware"] == f"partly; {UNTESTED}"
     assert (words["nobody"], words["patches"], words["open"]) == (UNTESTED, "partly", "leaks")
+
+
+def test_a_submission_of_one_tier_stands_last_unless_it_leaks() -> None:
+    """mjp with gamma 0.9, which leaks to unmix: with the federation of summed updates alone, and with that of one."""
+    found = submissions(COMMITTED)
+    whole = next(one for one in found if one["entry"] == "mjp:gamma=0.9")
+    others = [one for one in found if one is not whole]
+
+    def reduced(tier: str) -> dict[str, Any]:
+        """The submission with one tier alone."""
+        results = [result for result in whole["results"] if result["tier"] == tier]
+        worst = measure.worst_of(results)
+        return whole | {"results": results, "worst": {"tier": tier, "model": worst["model"], **worst["worst"]}}
+
+    summed, several = reduced("aggregate_only"), reduced("passive_several")
+    tested = [one for one in others if page.tested(one)]
+    assert page.ordered([*tested, summed])[-1] is summed
+    assert page.answer_of(summed) == f"{measure.INCONCLUSIVE}; only 1 of 15 federations"
+    assert page.ordered([*others, several]).index(several) == page.ordered(found).index(whole)
+    assert page.answer_of(several) == "leaks"
 
 
 def test_of_several_rounds_an_image_has_the_rows_of_its_best_one() -> None:
