@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from attacks.registry import UsageError
 from fedmjp.detect.received import Received
-from fedmjp.detect.statistics import STATISTICS, Measurement
+from fedmjp.detect.statistics import STATISTICS, Measurement, unread_weights
 from fedmjp.detect.thresholds import THRESHOLDS
 
 
@@ -46,9 +47,12 @@ class Report:
 
     Attributes:
         findings: one for each statistic, in the order of the detector.
+        unread: names of parameters of two or more dimensions whose values no statistic of `STATISTICS` reads, as tables
+            of positions: a change of them shows in the gradients of the client's batch at most.
     """
 
     findings: tuple[Finding, ...]
+    unread: tuple[str, ...] = ()
 
     @property
     def suspicious(self) -> bool:
@@ -57,9 +61,12 @@ class Report:
 
     @property
     def score(self) -> float:
-        """Largest value in units of its threshold; above 1 a statistic alarms. NaN without any statement."""
+        """Largest value in units of its threshold; above 1 a statistic alarms.
+
+        Infinity if a value is NaN, which alarms; NaN without any statement.
+        """
         stated = [f.value / f.threshold for f in self.findings if f.value is not None]
-        return max(stated, default=float("nan"))
+        return math.inf if any(map(math.isnan, stated)) else max(stated, default=math.nan)
 
     @property
     def reason(self) -> str:
@@ -103,7 +110,8 @@ class Detector:
         A statistic that cannot be computed here makes no statement, and says why.
         """
         found = {name: _measured(name, received) for name in self.thresholds}
-        return Report(tuple(Finding(n, m.value, self.thresholds[n], m.about, m.warning) for n, m in found.items()))
+        findings = (Finding(n, m.value, self.thresholds[n], m.about, m.warning) for n, m in found.items())
+        return Report(tuple(findings), unread_weights(received.module))
 
 
 def _measured(name: str, received: Received) -> Measurement:

@@ -43,14 +43,27 @@ class Received:
     Attributes:
         module: the model, with the weights that the client was sent.
         layer: name of the classifier in it, None where the logits are no linear layer's output.
-        previous: the parameters by name that the client was sent before, None in its first round.
+        previous: all parameters by name that the client was sent before, None in its first round.
         own_norms: computes `images`; None where the client has no batch or no loss of single images at hand.
+
+    Raises:
+        UsageError: `previous` holds none of the model's parameters under its name.
     """
 
     module: nn.Module
     layer: str | None
     previous: Mapping[str, Tensor] | None = None
     own_norms: Callable[[], ImageNorms] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check that the last model is of the same names."""
+        own = self._shapes
+        if self.previous is not None and own and own.keys().isdisjoint(self.previous):
+            held = f"they begin with {next(iter(self.previous))}" if self.previous else "there are none"
+            raise UsageError(
+                f"previous holds no parameter under the model's name ({held}, the model's with {next(iter(own))}); "
+                "pass the last model's by the same names, or None in a first round"
+            )
 
     @property
     def classifier(self) -> nn.Linear | None:
@@ -66,6 +79,17 @@ class Received:
         """A parameter as it was sent before, on the model's device; None in the first round, or where it is new."""
         value = (self.previous or {}).get(name)
         return None if value is None else value.to(next(self.module.parameters()).device)
+
+    def is_new(self, name: str) -> bool:
+        """Whether there is a last model, and it lacks the model's parameter `name` or has it in another shape."""
+        if self.previous is None or name not in self._shapes:
+            return False
+        return name not in self.previous or self.previous[name].shape != self._shapes[name]
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Of the model's parameters, by name."""
+        return {name: value.shape for name, value in self.module.named_parameters()}
 
 
 def received_by(
@@ -84,9 +108,12 @@ def received_by(
         images: (B, C, H, W), the model's inputs of the first batch, normalised.
         labels: (B,) of them; without labels no gradient is computed, and the statistics that need one make no
             statement.
-        previous: the parameters by name that it was sent before; None in its first round.
+        previous: all parameters by name that it was sent before; None in its first round.
         loss: mean loss of (logits, labels), a mean over the images.
         at_once: images whose own gradients are held in memory at a time, each as large as the model.
+
+    Raises:
+        UsageError: `previous` holds none of the model's parameters under its name.
     """
     layer = classifier_of(module, tuple(images.shape[1:]))
     if labels is None:

@@ -16,6 +16,7 @@ the others. `concentration` departs from it: one ratio of all layers below the c
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -41,8 +42,12 @@ STARTS_AT_ZERO = (
     "say which"
 )
 FIRST_ROUND = "the first model that the client was sent: nothing to compare it with"
+NOT_BEFORE = "{name} is not in the last model that the client was sent, or has another shape there"
+COMPUTED = "{name} is computed from other parameters, which the last model does not give"
 NO_CLASSIFIER = "the model's logits are not the output of one linear layer"
 NO_BATCH = "no gradients of single images at hand"
+# Names under which `nn.MultiheadAttention` holds its projections.
+PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 @dataclass(frozen=True)
@@ -85,15 +90,21 @@ STATISTICS: Registry[type[Statistic]] = Registry("statistic")
 
 @STATISTICS.register("row_norms")
 class RowNorms(Statistic):
-    """Largest change of a norm of the classifier's rows since the last model, |a - b| / max(a, b)."""
+    """Largest change of a norm of the classifier's rows since the last model, |a - b| / max(a, b).
+
+    1 for a classifier that the last model lacks, or has in another shape.
+    """
 
     def measure(self, received: Received) -> Measurement:
         """See `Statistic.measure`."""
         if received.classifier is None:
             return Measurement(None, NO_CLASSIFIER)
-        before = received.before(f"{received.layer}.weight")
-        if before is None or before.shape != received.classifier.weight.shape:
-            return Measurement(None, FIRST_ROUND)
+        name = f"{received.layer}.weight"
+        if received.is_new(name):
+            return Measurement(self.most, NOT_BEFORE.format(name=name))
+        before = received.before(name)
+        if before is None:
+            return Measurement(None, FIRST_ROUND if received.previous is None else COMPUTED.format(name=name))
         now, then = row_norms(received.classifier.weight), row_norms(before)
         if not then.any():
             return Measurement(None, f"{received.layer} was zero before, which gives no scale")
@@ -118,7 +129,7 @@ class RowSpread(Statistic):
 
 @STATISTICS.register("dead_rows")
 class DeadRows(Statistic):
-    """Largest share of dead rows in a linear or convolutional layer.
+    """Largest share of dead rows in a linear, convolutional or attention layer; NaN where a weight is not finite.
 
     A layer that is zero as a whole is left out, because layers start so (LoRA's, some classifiers). Not so the
     classifier after the first round, since honest training moves it in the first, and all layers of a model together.
@@ -130,14 +141,16 @@ class DeadRows(Statistic):
         for name, weight in matrices(received.module):
             found = row_norms(weight)
             if found.any():
-                shares[name] = float((found < DEAD * found.max()).double().mean())
+                dead = (found < DEAD * found.max()).double().mean()
+                shares[name] = float(dead) if found.isfinite().all() else math.nan
             else:
                 zero.append(name)
         if len(zero) > 1 and not shares:
             return Measurement(1.0, "every layer is zero")
-        starts = received.layer in zero and received.previous is None
-        if received.layer in zero and not starts:
-            shares[received.layer] = 1.0
+        classifier = f"{received.layer}.weight"
+        starts = classifier in zero and received.previous is None
+        if classifier in zero and not starts:
+            shares[classifier] = 1.0
         largest = _largest(shares)
         return replace(largest, warning=STARTS_AT_ZERO.format(layer=received.layer) if starts else "")
 
@@ -159,22 +172,25 @@ class Bins(Statistic):
 
 @STATISTICS.register("distance")
 class Distance(Statistic):
-    """Largest change of a linear or convolutional layer's weight since the last model, |a - b| / (|a| + |b|).
+    """Largest change of the weight of a layer (`matrices`) since the last model, |a - b| / (|a| + |b|).
 
     In Euclidean norms. Layers that were zero have no scale and are left out, as are small ones (`LEAST_SIDE`) but for
-    the classifier.
+    the classifier. A layer of any size that the last model lacks, or has in another shape, counts as changed by 1.
     """
 
     def measure(self, received: Received) -> Measurement:
         """See `Statistic.measure`."""
+        if received.previous is None:
+            return Measurement(None, FIRST_ROUND)
         changes = {}
         for name, now in matrices(received.module):
-            before = received.before(f"{name}.weight")
-            counts = min(now.shape) >= LEAST_SIDE or name == received.layer
-            if counts and before is not None and before.numel() == now.numel() and before.any():
-                then = before.to(now.dtype).view_as(now)
-                changes[name] = float((now - then).norm() / (now.norm() + then.norm()))
-        return _largest(changes) if changes else Measurement(None, FIRST_ROUND)
+            if received.is_new(name):
+                return Measurement(self.most, NOT_BEFORE.format(name=name))
+            before = received.before(name)
+            counts = min(now.shape) >= LEAST_SIDE or name == f"{received.layer}.weight"
+            if counts and before is not None and before.any():
+                changes[name] = relative_change(now, before.reshape(now.shape))
+        return _largest(changes)
 
 
 @STATISTICS.register("bias_range")
@@ -249,10 +265,31 @@ def same_features(features: Tensor) -> Tensor:
 
 
 def matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and weight (rows, columns) of each linear and convolutional layer, a convolution's kernels flattened."""
+    """Name and weight (rows, columns) of linear, convolutional and attention layers, kernels of convolutions flattened.
+
+    Of attention layers (`nn.MultiheadAttention`) the projections of queries, keys and values, in one matrix where the
+    layer holds them in one.
+    """
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d):
-            yield name, part.weight.detach().flatten(1)
+            own = ("weight",)
+        else:
+            own = PROJECTIONS if isinstance(part, nn.MultiheadAttention) else ()
+        for weight in own:
+            if getattr(part, weight) is not None:
+                yield f"{name}.{weight}".removeprefix("."), getattr(part, weight).detach().flatten(1)
+
+
+def unread_weights(module: nn.Module) -> tuple[str, ...]:
+    """Names of parameters of two or more dimensions that are none of `matrices`, as tables of positions."""
+    read = {name for name, _ in matrices(module)}
+    return tuple(name for name, value in module.named_parameters() if value.ndim > 1 and name not in read)
+
+
+def relative_change(now: Tensor, then: Tensor) -> float:
+    """|a - b| / (|a| + |b|) in Euclidean norms, computed in float64; NaN where a number is not finite."""
+    now, then = now.double(), then.double()
+    return float((now - then).norm() / (now.norm() + then.norm()))
 
 
 def row_norms(weight: Tensor) -> Tensor:
@@ -263,18 +300,20 @@ def row_norms(weight: Tensor) -> Tensor:
 def parallel_share(weight: Tensor) -> float:
     """Share of the rows of (K, D) with |cosine| of `PARALLEL` or more to another row; dead rows count as not parallel.
 
-    Memory: K * K numbers.
+    NaN where a weight is not finite. Memory: K * K numbers.
     """
     found = row_norms(weight)
+    if not found.isfinite().all():
+        return math.nan
     alive = found >= DEAD * found.max().clamp(min=torch.finfo(torch.float64).tiny)
-    rows = weight[alive] / found[alive, None].to(weight)
+    rows = (weight[alive] / found[alive, None]).to(weight)
     cosines = (rows @ rows.T).abs().fill_diagonal_(0.0)
     return float((cosines >= PARALLEL).any(dim=1).sum()) / len(weight) if len(rows) else 0.0
 
 
 def _largest(values: dict[str, float]) -> Measurement:
-    """The largest of the layers' values, with the layer's name."""
+    """The largest of the weights' values, with the weight's name; NaN if one is NaN."""
     if not values:
         return Measurement(None, "no layer to measure it in")
-    name = max(values, key=values.__getitem__)
+    name = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
     return Measurement(values[name], name)

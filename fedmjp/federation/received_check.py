@@ -107,7 +107,7 @@ def of_model(model: nn.Module, first_batch: FirstBatch) -> ReadContent:
                 f"the message holds {strange} {tuple(sent[strange].shape)}, which the client's model lacks"
             )
         images, labels = first_batch(content, context)
-        previous = None if last is None else tensors_of(last)
+        previous = None if last is None else known | tensors_of(last)  # what is not sent stays as it is
         return received_by(model_as_sent(model, sent), images, labels, previous=previous)
 
     return read

@@ -120,6 +120,15 @@ def test_the_mod_refuses_in_an_app_of_someone_else(model, fished) -> None:
     assert send(grid, fished, MessageType.EVALUATE).has_content()
 
 
+def test_messages_that_hold_some_parameters_alone_are_compared(model, fished) -> None:
+    """What a server never sends is no layer that the last model lacked."""
+    grid = LocalGrid(checked_app(model, True, torch.arange(4)), 1)
+    head, fished_head = ({n: t for n, t in state.items() if "head" in n} for state in (model.state_dict(), fished))
+    for _ in range(2):
+        assert send(grid, head).has_content()
+    assert "row_norms 1" in send(grid, fished_head).error.reason
+
+
 def test_the_mod_warns(model, fished, caplog) -> None:
     grid = LocalGrid(checked_app(model, False, None), 1)
     with caplog.at_level(logging.WARNING):
