@@ -59,6 +59,25 @@ def read_rows(folder: Path, schema: Schema = RESULTS) -> pd.DataFrame:
     return load_rows(packed if packed.exists() else folder / "rows.jsonl", schema)
 
 
+def read_one_seed(folder: Path, schema: Schema = RESULTS, seed: int | None = None) -> pd.DataFrame:
+    """`read_rows`, of a table that counts every row as an image: the same image under another seed is none.
+
+    Args:
+        seed: the one that the rows must be of; None for any.
+
+    Raises:
+        UsageError: see `read_rows`, or the rows are of several seeds or another one.
+    """
+    rows = read_rows(folder, schema)
+    seeds = sorted({*rows["seed"].unique(), *([] if seed is None else [seed])})
+    if len(seeds) > 1:
+        raise UsageError(
+            f"the table of {folder} counts images under one seed, not {' and '.join(map(str, seeds))}; give each seed "
+            "a folder of its own (--out)"
+        )
+    return rows
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """run.json of a results folder.
 
@@ -74,28 +93,40 @@ def read_run(folder: Path) -> dict[str, Any]:
 def spread_table(rows: pd.DataFrame, by: list[str], value: str = "psnr") -> pd.DataFrame:
     """Mean with 95 % interval, median, first decile (dB) and share of images above `RECOGNISABLE` dB, by `by`.
 
-    Mean and interval are over images, each with its mean over seeds; the others are over all answers.
+    Mean and interval are over images, each with its mean over seeds; median and first decile are over all answers. No
+    answer is not above: the share is over all rows.
 
     Args:
         rows: with the columns `by`, `value` (dB), `seconds`, `seed` and `PICTURE`.
 
     Returns:
         The columns `by`, for V the name of the value V_mean, V_low, V_high, V_median, V_first_decile and
-        V_share_recognisable, `seconds_median`, `count` (of images) and `seeds`.
+        V_share_recognisable, `seconds_median`, `count` (of images), `failed` (of them, without any answer) and `seeds`.
     """
     lines = []
     for key, group in rows.groupby(by, sort=False):
         values = group[value].to_numpy()
-        interval = bootstrap_mean(group.groupby(PICTURE, sort=False)[value].mean().to_numpy())
+        images = group.groupby(PICTURE, sort=False)[value].mean().to_numpy()
+        interval = bootstrap_mean(images)
         finite = values[np.isfinite(values)]
         spread = np.quantile(finite, [0.5, 0.1]) if len(finite) else (np.nan, np.nan)
-        good = float((finite > RECOGNISABLE).mean()) if len(finite) else np.nan
+        good = float((finite > RECOGNISABLE).sum() / len(values))
         numbers = {"mean": interval.mean, "low": interval.low, "high": interval.high, "median": spread[0]}
         numbers |= {"first_decile": spread[1], "share_recognisable": good}
         named = {f"{value}_{name}": number for name, number in numbers.items()}
-        other = {"seconds_median": group["seconds"].median(), "count": interval.count, "seeds": group["seed"].nunique()}
+        other = {"seconds_median": group["seconds"].median(), "count": len(images)}
+        other |= {"failed": len(images) - interval.count, "seeds": group["seed"].nunique()}
         lines.append(dict(zip(by, key, strict=True)) | named | other)
     return pd.DataFrame(lines)
+
+
+def answered(line: Mapping[str, Any] | pd.Series) -> str:
+    """What follows a figure that is over answers alone: " (4 of 8)" where of 8 images 4 were answered, "" for all.
+
+    Args:
+        line: with the columns `count` and `failed`.
+    """
+    return f" ({line['count'] - line['failed']:.0f} of {line['count']:.0f})" if line["failed"] else ""
 
 
 def verdict_columns(rows: pd.DataFrame, images: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attacks import ATTACKS, Attack, Observation, ThreatModel
 from attacks.base import FAILED
 from attacks.registry import UsageError
-from experiments.rendering import Rendering, read_rows
+from experiments.rendering import Rendering, read_one_seed, read_rows
 from experiments.scaffold import AttackOptions, DeviceOptions, Failure, RowOptions, WorkerOptions
 from fedmjp.audit.harness import ScoreImages, scorer
 from fedmjp.audit.suite import select_attacks
@@ -93,7 +93,7 @@ class Session:
             raise Failure(f"{given_up[0]}{more}; the other rows are in {self.out}, --resume tries again")
 
     @contextmanager
-    def rows(self, defense: Defense | None = None) -> Iterator[RowLog]:
+    def rows(self, defense: Defense | None = None, seed: int | None = None) -> Iterator[RowLog]:
         """The folder's rows, to append to; packed where the block ends without an exception.
 
         run.json is there before the first row, and says that they are not finished. Galleries loaded before are
@@ -102,14 +102,19 @@ class Session:
         Args:
             defense: the one that all rows of the same name must be of, with its options; None where a command runs
                 several.
+            seed: the one that all rows must be of, where the table counts images under one (`read_one_seed`); None
+                where it takes several.
 
         Raises:
-            UsageError: rows of the folder are of the same defence with other options, or of other pictures; no row is
-                changed.
+            UsageError: rows of the folder are of the same defence with other options, of another seed, or of other
+                pictures; no row is changed.
         """
         path = self.out / "rows.jsonl"
-        if defense is not None and any(self.out.glob("rows.jsonl*")):
-            self._require_same(defense)
+        if any(self.out.glob("rows.jsonl*")):
+            if defense is not None:
+                self._require_same(defense)
+            if seed is not None:
+                read_one_seed(self.out, self._schema, seed)
         self.out.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(self.out)
         try:
@@ -225,14 +230,14 @@ class AttackSession(Session):
         self._left_out: dict[str, dict[str, str]] = {}
 
     @contextmanager
-    def rows(self, defense: Defense | None = None) -> Iterator[RowLog]:
+    def rows(self, defense: Defense | None = None, seed: int | None = None) -> Iterator[RowLog]:
         """See `Session.rows`.
 
         Raises:
             RuntimeError: rows were written of images that nothing compared with those of a run that is resumed; a
                 protocol loads them by `gallery`, or passes them to `check_images`.
         """
-        with super().rows(defense) as rows:
+        with super().rows(defense, seed) as rows:
             before = rows.path.stat().st_size
             yield rows
             if rows.path.stat().st_size > before and not (self.out / FILE).exists():
@@ -285,10 +290,12 @@ class TableRun:
     Attributes:
         program: how the command is typed, without its options.
         rendering: what is rendered from the rows, table.csv among it.
+        one_seed: whether the table counts images under one seed (`read_one_seed`).
     """
 
     program: ClassVar[str]
     rendering: ClassVar[Rendering]
+    one_seed: ClassVar[bool] = False
 
     def __init__(self, options: RowOptions, console: Console) -> None:
         self.options, self.console, self.session = options, console, self.start(options, console)
@@ -299,7 +306,7 @@ class TableRun:
 
     def __call__(self) -> None:
         """Attack, then write the table and print it."""
-        with self.session.rows() as rows:
+        with self.session.rows(seed=self.options.seed if self.one_seed else None) as rows:
             images = self.attack(rows)
         self.session.finish(self.program, self.rendering, images=images)
         self.console.print(pd.read_csv(self.options.out / "table.csv").to_string(index=False), highlight=False)

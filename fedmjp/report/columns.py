@@ -111,7 +111,7 @@ KEYS = {
 COUNTS = {
     "in_time": "images that took at most five seconds",
     "count": "images behind a mean",
-    "failed": "of them, images of which the attack returned nothing",
+    "failed": "of count, images of which the attack returned nothing",
     "recovered": "images above 25 dB, nearer than the best guess",
     "above_25": "images above 25 dB",
     "above_30": "images above 30 dB",

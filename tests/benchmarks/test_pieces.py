@@ -64,6 +64,7 @@ def test_one_photograph_and_resumption(tmp_path) -> None:
     assert table["hidden_median"].item() == 32
     assert run(out, *options) == 2  # rows are there, and --resume is not
     assert run(out, *options, "--resume") == 0
+    assert run(out, *options, "--resume", "--seed", "1") == 2  # before anything is attacked
     assert len(load_rows(out / "rows.jsonl.gz", SCHEMA)) == len(before) == 1
 
 

@@ -48,7 +48,7 @@ def test_neighbours_are_counted_where_something_was_hidden() -> None:
     assert joined(wrapped, torch.ones(2, 3, dtype=torch.bool)) == pytest.approx(4 / 7)
 
 
-def test_one_photograph_and_resumption(tmp_path) -> None:
+def test_one_photograph_and_resumption(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     options = ["--num-images", "1", "--gammas", "0.3", "--levels", "20", "inf"]
     assert run(out, *options) == 0
@@ -61,6 +61,9 @@ def test_one_photograph_and_resumption(tmp_path) -> None:
     assert run(out, *options, "--resume") == 0
     assert len(load_rows(out / "rows.jsonl.gz", SCHEMA)) == 6
     assert "| 64 of 8 pixels | 30% | exact |" in placement_block(out)
+    assert run(out, *options, "--resume", "--seed", "1") == 2
+    assert "under one seed, not 0 and 1; give each seed a folder" in " ".join(capsys.readouterr().err.split())
+    assert len(load_rows(out / "rows.jsonl.gz", SCHEMA)) == 6
 
 
 def test_the_table_proposes_as_many_arrangements_as_the_attacks() -> None:

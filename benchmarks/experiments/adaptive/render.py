@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.adaptive.table import adaptive_tables, leakage_figure, mask_table, time_table
-from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, Rendering, answered, csv, interval, markdown_table, read_rows
 
 IN_TIME = 5.0  # seconds
 
@@ -28,7 +28,7 @@ def adaptive_block(folder: Path) -> str:
 def _one_update(table: pd.DataFrame) -> str:
     lines, exact = [], bool(table["psnr_visible_exact_median"].notna().any())
     for _, row in table.sort_values(["gamma", "attack"], ascending=[True, False]).iterrows():
-        mean = f"{interval(row, 'psnr', 1, MEAN)}, median {row.psnr_median:.1f}"
+        mean = f"{interval(row, 'psnr', 1, MEAN)}, median {row.psnr_median:.1f}{answered(row)}"
         cells = [
             f"{row.gamma}",
             f"`{row.attack}`",
@@ -64,6 +64,7 @@ def _over_updates(table: pd.DataFrame) -> str:
     for (gamma, schedule, attack), own in table.groupby(["gamma", "setting", "attack"], sort=False):
         columns = {"updates": ".0f", "psnr_median": ".1f", "psnr_first_decile": ".1f", "psnr_share_recognisable": ".0%"}
         cells = [", ".join(format(value, form) for value in own[name]) for name, form in columns.items()]
+        cells[1] = ", ".join(f"{row.psnr_median:.1f}{answered(row)}" for _, row in own.iterrows())
         cells[-1] += f" of {_images(own.iloc[own['count'].argmax()])}"
         lines.append([f"{gamma}, {schedule}", f"`{attack}`", *cells])
     heads = ["γ, schedule", "attack", "after so many updates", "median (dB)", "first decile (dB)"]
@@ -90,9 +91,13 @@ def mask_block(folder: Path) -> str:
     lines = []
     for (gamma, attack, updates), group in table.groupby(["gamma", "attack", "updates"], sort=False):
         own = group.set_index("mask_choice")
-        cells = [interval(own.loc[name], "psnr", 1, MEAN) if name in own.index else "" for name in choices]
+        cells = [_mean(own.loc[name]) if name in own.index else "" for name in choices]
         lines.append([f"{gamma:g}", f"`{attack}`", f"{updates}", *cells, f"{group['count'].max():.0f}"])
     return markdown_table(["γ", "attack", "updates", *(f"`{name}`" for name in choices), "images"], lines)
+
+
+def _mean(line: pd.Series) -> str:
+    return interval(line, "psnr", 1, MEAN) + answered(line)
 
 
 def time_files(folder: Path) -> dict[str, str]:
@@ -110,11 +115,11 @@ def time_block(folder: Path) -> str:
             f"{row.seconds_median:.1f}",
             f"{row.seconds_min:.1f}",
             f"{row.seconds_max:.1f}",
-            f"{row.in_time} of {row.images}",
-            f"{row.psnr_median:.1f}",
+            f"{row.in_time} of {row['count']}",
+            f"{row.psnr_median:.1f}{answered(row)}",
             f"{row.psnr_share_recognisable:.0%}",
         ]
-        for row in table.rename(columns={"count": "images"}).itertuples()
+        for _, row in table.iterrows()
     ]
     heads = ["γ", "attack", "seconds, median", "shortest", "longest", f"at most {IN_TIME:g} s"]
     return markdown_table([*heads, "median (dB)", "images above 25 dB"], lines)

@@ -92,7 +92,7 @@ def time_table(rows: pd.DataFrame, limit: float) -> pd.DataFrame:
             "in_time": seconds.agg(lambda own: int((own <= limit).sum())),
         }
     )
-    leaks = spread_table(rows, by)[[*by, "psnr_median", "psnr_share_recognisable", "count"]]
+    leaks = spread_table(rows, by)[[*by, "psnr_median", "psnr_share_recognisable", "count", "failed"]]
     return table.reset_index().merge(leaks, on=by)
 
 

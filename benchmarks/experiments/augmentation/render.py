@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import Rendering, csv, markdown_table, read_rows, spread_table
+from experiments.rendering import Rendering, answered, csv, markdown_table, read_rows, spread_table
 from fedmjp.records.rows import PROVENANCE, Schema
 
 AGAINST = ("view", "photograph")
@@ -72,7 +72,7 @@ def _cell(by: pd.DataFrame, name: str, gamma: float, attack: str) -> str:
         return ""
     view, original = (by.loc[key] for key in keys)
     joined = "" if attack == "mjp_subspace" else f"; {view.joined_mean:.1f} joined"
-    return f"{view.psnr_median:.1f} / {original.psnr_median:.1f}{joined}"
+    return f"{view.psnr_median:.1f} / {original.psnr_median:.1f}{answered(view)}{joined}"
 
 
 def withheld_block(folder: Path) -> str:
@@ -85,7 +85,7 @@ def withheld_block(folder: Path) -> str:
             f"MJP, γ {row.gamma:g}" if row.gamma else "batches of 2, no defence",
             f"`{row.attack}`",
             str(row.updates),
-            f"{row.psnr_median:.1f}",
+            f"{row.psnr_median:.1f}{answered(row)}",
             f"{row.psnr_first_decile:.1f}",
             f"{row.psnr_share_recognisable:.0%} of {row['count']}",
             f"{row.joined_mean:.1f}",

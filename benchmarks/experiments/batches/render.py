@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows, spread_table
+from experiments.rendering import MEAN, Rendering, answered, csv, interval, markdown_table, read_rows, spread_table
 
 PLANE = "plain"  # the setting of rows whose batches are the lines of a plane
 
@@ -23,7 +23,11 @@ def batch_block(folder: Path) -> str:
     for _, row in pd.read_csv(folder / "table.csv").iterrows():
         met = "with different partners" if row.setting == PLANE else row.setting
         cells = [f"{row.batch_size}, {row.model}", f"{row['round']}, {met}", f"`{row.attack}`"]
-        numbers = [interval(row, "psnr", 1, MEAN), f"{row.psnr_median:.1f}", f"{row.psnr_first_decile:.1f}"]
+        numbers = [
+            interval(row, "psnr", 1, MEAN),
+            f"{row.psnr_median:.1f}{answered(row)}",
+            f"{row.psnr_first_decile:.1f}",
+        ]
         above = f"{100 * row.psnr_share_recognisable:.0f}%"
         lines.append([*cells, *numbers, above, str(row["count"])])
     heads = ["batches of", "steps with each image", "attack", "PSNR (dB)", "median", "first decile"]

@@ -55,7 +55,7 @@ class Case:
 def run(options: Options, console: Console) -> None:
     """Attack, then write the table."""
     session = AttackSession(options, console)
-    with session.rows() as rows, session.bar() as bar:
+    with session.rows(seed=options.seed) as rows, session.bar() as bar:
         for gamma in options.gammas:
             case = _case(options, session, gamma)
             plan = _plan(options, session, case)

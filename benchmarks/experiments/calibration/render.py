@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_one_seed
 from fedmjp.metrics import bootstrap_mean
 
 # Largest difference of the shares of patches vouched for and right that counts as agreement.
@@ -46,7 +46,7 @@ def calibration_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def calibration_files(folder: Path) -> dict[str, str]:
     """table.csv."""
-    return {"table.csv": csv(calibration_table(read_rows(folder)), 4)}
+    return {"table.csv": csv(calibration_table(read_one_seed(folder)), 4)}
 
 
 def calibration_block(folder: Path) -> str:

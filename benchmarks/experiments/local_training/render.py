@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import Rendering, csv, markdown_table, read_rows, spread_table
+from experiments.rendering import Rendering, answered, csv, markdown_table, read_rows, spread_table
 from fedmjp.records.rows import BASELINES
 
 BY = ["model", "weights", "setting", "attack"]
@@ -21,7 +21,6 @@ def local_training_files(folder: Path) -> dict[str, str]:
     grouped = rows.groupby(BY, sort=False)
     table["vouched_mean"] = grouped["known"].apply(lambda known: known.fillna(0).astype(float).mean())
     table["certified"] = grouped["certified"].apply(lambda certified: int(certified.eq(True).sum()))
-    table["failed"] = grouped["psnr"].apply(lambda psnr: int(psnr.isna().sum()))
     return {"table.csv": csv(table.reset_index(), 4)}
 
 
@@ -31,11 +30,11 @@ def local_training_block(folder: Path) -> str:
     heads = ["model", "client", "attack", "median (dB)", "first decile (dB)", "above 25 dB", "vouched for", "certified"]
     lines = []
     for _, row in table.iterrows():
-        answered, count = int(row["count"]), int(row["count"] + row.failed)
+        count = int(row["count"])
         subject = f"{row.model}, {'random' if 'NOT TRAINED' in row.weights else 'trained'}"
-        figures = ["", ""] if pd.isna(row.psnr_median) else [f"{row.psnr_median:.1f}", f"{row.psnr_first_decile:.1f}"]
-        above = 0.0 if pd.isna(row.psnr_share_recognisable) else row.psnr_share_recognisable
-        good = f"{round(above * answered)} of {count}"
+        figures = [f"{row.psnr_median:.1f}{answered(row)}", f"{row.psnr_first_decile:.1f}"]
+        figures = ["", ""] if pd.isna(row.psnr_median) else figures
+        good = f"{round(row.psnr_share_recognisable * count)} of {count}"
         lines.append([subject, row.setting, f"`{row.attack}`", *figures, good, f"{row.vouched_mean:.0%}"])
         lines[-1].append(f"{row.certified} of {count}")
     return markdown_table(heads, lines)

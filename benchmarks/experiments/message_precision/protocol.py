@@ -40,7 +40,7 @@ def run(options: Options, console: Console) -> None:
 class Run(TableRun):
     """One call of the benchmark."""
 
-    program, rendering = "message_precision", MESSAGE_PRECISION
+    program, rendering, one_seed = "message_precision", MESSAGE_PRECISION, True
 
     def attack(self, rows: RowLog) -> str:
         """See `TableRun.attack`."""

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.message_precision.options import PRECISIONS
-from experiments.rendering import Rendering, csv, markdown_table, read_rows
+from experiments.rendering import Rendering, answered, csv, markdown_table, read_one_seed
 from fedmjp.records.rows import BASELINES
 
 # Ways in which an attack takes the message: as it comes, and with what its precision says of every entry.
@@ -23,7 +23,7 @@ RESAMPLES = 2000
 
 def table_files(folder: Path) -> dict[str, str]:
     """table.csv: medians by model, precision, attack and way, and what is vouched for and certified."""
-    rows = read_rows(folder)
+    rows = read_one_seed(folder)
     rows = rows[~rows["attack"].isin(BASELINES)].copy()
     rows["psnr"] = rows["psnr"].astype(float)
     gains = _gains(rows)
@@ -50,6 +50,7 @@ def table_files(folder: Path) -> dict[str, str]:
                 "certified": int(_certified(own).sum()),
                 "certified_right": int((_certified(own) & (own["patch_recovery"] == 1)).sum()),
                 "count": len(own),
+                "failed": int(own["psnr"].isna().sum()),
             }
         )
     return {"table.csv": csv(pd.DataFrame(lines), 4)}
@@ -121,11 +122,11 @@ def table_block(folder: Path) -> str:
 
 
 def _cell(row, name: str, sign: str = "") -> str:
-    """Median [95 % interval]; "" without one."""
+    """Median [95 % interval], and of how many images where not all were answered; "" without one."""
     if row is None or np.isnan(getattr(row, f"{name}_median")):
         return ""
     middle, low, high = (format(getattr(row, f"{name}_{part}"), f"{sign}.1f") for part in ("median", "low", "high"))
-    return f"{middle} [{low}, {high}]"
+    return f"{middle} [{low}, {high}]{answered(row._asdict())}"
 
 
 MESSAGE_PRECISION = Rendering("message_precision", table_files, {"message_precision": table_block})

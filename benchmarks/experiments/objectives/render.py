@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import Rendering, csv, interval, markdown_table, read_rows, spread_table
+from experiments.rendering import Rendering, answered, csv, interval, markdown_table, read_rows, spread_table
 from fedmjp.audit.verdict import judge
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import BASELINES
@@ -14,7 +14,7 @@ from fedmjp.records.rows import BASELINES
 BY = ["objective", "model", "weights", "round"]
 # Largest difference of a probability between the fixed point and the image found, where they agree.
 SAME = 1e-3
-NUMBERS = ["psnr_mean", "psnr_low", "psnr_high", "psnr_median", "count"]
+NUMBERS = ["psnr_mean", "psnr_low", "psnr_high", "psnr_median", "count", "failed"]
 
 
 def leak_files(folder: Path) -> dict[str, str]:
@@ -51,7 +51,7 @@ def leak_block(folder: Path) -> str:
 def _cells(row: pd.Series) -> list[str]:
     weights = "random" if "NOT TRAINED" in row["weights"] else f"trained ({row['weights'].removeprefix('shipped ')})"
     number = pd.notna(row["psnr_median"])
-    numbers = [f"{row['psnr_median']:.1f}", interval(row, "psnr", 1)] if number else ["", ""]
+    numbers = [f"{row['psnr_median']:.1f}{answered(row)}", interval(row, "psnr", 1)] if number else ["", ""]
     share = {f"share{end}": 100 * row[f"patch_recovery{end}"] for end in ("_mean", "_low", "_high")}
     return [
         f"`{row['objective']}`",

@@ -37,7 +37,7 @@ def run(options: Options, console: Console) -> None:
 class Run(TableRun):
     """One call of the benchmark."""
 
-    program, rendering = "pieces", PIECES
+    program, rendering, one_seed = "pieces", PIECES, True
 
     def start(self, options: Options, console: Console) -> Session:
         """See `TableRun.start`: rows of pieces."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import Rendering, csv, markdown_table, read_rows
+from experiments.rendering import Rendering, csv, markdown_table, read_one_seed
 from fedmjp.records.rows import PROVENANCE, Schema
 
 BY = ["model", "weights", "gamma", "withheld", "attack", "solver"]
@@ -34,7 +34,7 @@ SCHEMA = Schema(
 
 def piece_files(folder: Path) -> dict[str, str]:
     """table.csv: shares of patches and PSNR up to order, PSNR as placed, by model and gamma."""
-    rows = read_rows(folder, SCHEMA)
+    rows = read_one_seed(folder, SCHEMA)
     numbers = ["right", "psnr_unordered", "psnr"]
     rows[numbers] = rows[numbers].astype(float).fillna(0.0)  # no answer shows no patch
     grouped = rows.groupby(BY, sort=False)

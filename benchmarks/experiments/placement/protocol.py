@@ -28,7 +28,7 @@ def run(options: Options, console: Console) -> None:
     """Place, then write the table."""
     session = Session(options, console, SCHEMA)
     gallery = session.gallery(options.images, size=options.image_size, limit=options.num_images, path=options.data_path)
-    with session.rows() as rows, session.bar() as bar:
+    with session.rows(seed=options.seed) as rows, session.bar() as bar:
         task = bar.add_task("photographs", total=len(gallery.images))
         for index, name in enumerate(gallery.images.ids):
             place_one(options, session, rows, gallery.name, name, gallery.images.images([index])[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows
+from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_one_seed
 from fedmjp.metrics import bootstrap_mean
 from fedmjp.records.rows import PROVENANCE, Schema
 
@@ -53,7 +53,7 @@ def placement_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def placement_files(folder: Path) -> dict[str, str]:
     """table.csv."""
-    return {"table.csv": csv(placement_table(read_rows(folder, SCHEMA)), 4)}
+    return {"table.csv": csv(placement_table(read_one_seed(folder, SCHEMA)), 4)}
 
 
 def placement_block(folder: Path) -> str:

@@ -9,7 +9,16 @@ from typing import Any
 import pandas as pd
 
 from experiments.client_recipes import RECIPES
-from experiments.rendering import Rendering, csv, markdown_table, read_rows, read_run, verdict_cell, verdict_columns
+from experiments.rendering import (
+    Rendering,
+    answered,
+    csv,
+    markdown_table,
+    read_rows,
+    read_run,
+    verdict_cell,
+    verdict_columns,
+)
 from fedmjp.audit.verdict import RECOGNISABLE
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.words import defence_words
@@ -75,11 +84,11 @@ def attack_block(folder: Path) -> str:
 
 
 def _found(line: pd.Series) -> str:
-    """The median, and how many images are above the bar where any is."""
+    """The median, the images that it is over where it is not all, and how many are above the bar where any is."""
     if line["failed"] == line["count"]:
         return "no image"
     above = f", {line['above_25']} of {line['count']}" if line["above_25"] else ""
-    return f"{line['psnr_median']:.1f}{above}"
+    return f"{line['psnr_median']:.1f}{answered(line)}{above}"
 
 
 RECIPE_TABLE = Rendering("recipes", recipe_files, {"recipes": recipe_block, "recipes_attacks": attack_block})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.rendering import MEAN, Rendering, csv, interval, markdown_table, read_rows, spread_table
+from experiments.rendering import MEAN, Rendering, answered, csv, interval, markdown_table, read_rows, spread_table
 from fedmjp.records.rows import BASELINES
 from fedmjp.report import leakage_by_round_figure, summary_files
 from fedmjp.report.words import defence_words
@@ -44,9 +44,9 @@ def rounds_block(folder: Path) -> str:
     guess = table[table["attack"] == BASELINES[0]].drop_duplicates(["attack"])
     lines = []
     for _, row in pd.concat([guess, table[~table["attack"].isin(BASELINES)]]).iterrows():
-        answered = row["count"] > 0
-        above = f"{round(row.psnr_share_recognisable * row['count'])} of {row['count']}" if answered else "no answer"
-        median = f"{row.psnr_median:.1f}" if answered else ""
+        some = row.failed < row["count"]
+        above = f"{round(row.psnr_share_recognisable * row['count'])} of {row['count']}" if some else "no answer"
+        median = f"{row.psnr_median:.1f}{answered(row)}" if some else ""
         named = "(none)" if row.attack in BASELINES else defence_words(row.defense)
         number = "" if row.attack in BASELINES else str(row["round"])
         lines.append([named, number, f"`{row.attack}`", median, above])
