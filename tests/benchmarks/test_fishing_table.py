@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 
 import fishing
 import pandas as pd
 import pytest
 from experiments.fishing.batches import draw_batches
+from experiments.fishing.render import fishing_block, fishing_files
 
 from attacks import UsageError
 from fedmjp.models.weights import SHIPPED
@@ -102,6 +104,22 @@ def test_a_trained_encoder_with_a_new_classifier_is_named_so(tmp_path) -> None:
     assert run(tmp_path / "out", "--cases", "fishing=distinct", "--rounds", "2", *weights) == 0
     rows = load_rows(tmp_path / "out" / "rows.jsonl.gz")
     assert set(rows["weights"]) == {"encoder of vit_mini_32.safetensors (head new)"}
+
+
+def test_other_seeds_and_fewer_rounds_replace_no_row(finished, tmp_path, monkeypatch) -> None:
+    rows = load_rows(finished / "rows.jsonl.gz")
+    other, fewer = rows.assign(seed=1), rows.assign(round=rows["round"] - 1, psnr=float("nan"))
+    monkeypatch.setattr("experiments.fishing.render.read_rows", lambda folder: rows)
+    alone = {name: pd.read_csv(StringIO(text)) for name, text in fishing_files(finished).items()}
+    every = pd.concat([rows, other, fewer], ignore_index=True)
+    monkeypatch.setattr("experiments.fishing.render.read_rows", lambda folder: every)
+    for name, text in fishing_files(finished).items():
+        (tmp_path / name).write_text(text)
+        table = pd.read_csv(StringIO(text))
+        pd.testing.assert_frame_equal(table[table["seed"] == 0], alone[name], check_index_type=False)
+        pd.testing.assert_frame_equal(table[table["seed"] == 1].reset_index(drop=True), alone[name].assign(seed=1))
+    assert "| 4, seed 0 |" in fishing_block(tmp_path)
+    assert "seed" not in fishing_block(finished)
 
 
 def test_resuming_a_finished_run_adds_nothing(finished) -> None:

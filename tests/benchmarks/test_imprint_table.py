@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import imprint
 import pandas as pd
 import pytest
-from experiments.imprint.render import imprint_block, passive_block
+from experiments.imprint.render import imprint_block, imprint_files, passive_block
 
 from fedmjp.records.rows import load_rows
 
@@ -49,6 +50,16 @@ def test_the_page_has_a_line_for_each_case(finished) -> None:
     assert "| `imprint` calibrated | photographs | vit_micro_32, " in block
     assert "| adapters | 1 | 2 | 1 of 1 |" in block
     assert "`patch_embedding` returns a mixture" in passive_block(finished)
+
+
+def test_images_under_another_seed_have_lines_of_their_own(finished, monkeypatch) -> None:
+    rows = load_rows(finished / "rows.jsonl.gz")
+    every = pd.concat([rows, rows.assign(seed=1)], ignore_index=True)
+    monkeypatch.setattr("experiments.imprint.render.read_rows", lambda folder: every)
+    table = pd.read_csv(StringIO(imprint_files(finished)["table.csv"]))
+    alone = pd.read_csv(finished / "table.csv")
+    assert len(table) == 2 * len(alone)
+    pd.testing.assert_frame_equal(table[table["seed"] == 0].reset_index(drop=True), alone)
 
 
 @pytest.mark.parametrize(

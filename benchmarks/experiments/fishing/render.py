@@ -18,14 +18,15 @@ from fedmjp.report.words import defence_words
 
 PASSIVE = "patch_embedding"
 MOST = 0.8  # share of the images that came back, of lines that are drawn
-LINE = ["model", "weights", "defense", "setting", "batch_size"]
+LINE = ["dataset", "model", "weights", "defense", "setting", "batch_size", "seed"]
 
 
 def fishing_files(folder: Path) -> dict[str, str]:
     """table.csv: PSNR and images by case and attack; rounds.csv: images that came back by round."""
     rows = read_rows(folder)
     rows = rows.assign(attack=[_named(*both) for both in zip(rows["attack"], rows["attack_parameters"], strict=True)])
-    rows = rows.drop_duplicates([*LINE, "attack", "image_id"], keep="last")  # attacked again, with more rounds
+    ordered = rows.sort_values("round", kind="stable")  # an image that was attacked again counts with the most rounds
+    rows = ordered.drop_duplicates([*LINE, "attack", "image_id"], keep="last").sort_index()
     return {"table.csv": csv(_table(rows), 4), "rounds.csv": csv(_by_round(rows), 4)}
 
 
@@ -36,19 +37,24 @@ def fishing_block(folder: Path) -> str:
     heads += ["PSNR, median (dB)", "least", "rounds"]
     lines = []
     for key, own in table.groupby(LINE, sort=False):
-        model, weights, defense, setting, size = key
+        _, model, weights, defense, setting, size, seed = key
         of = own.set_index("attack")
         active = [name for name in of.index if name not in (*BASELINES, PASSIVE)]
         for name in active:
             row = of.loc[name]
             labels, _, update = setting.partition(" labels")
             cells = [f"{model}, {_training(weights)}", labels]
-            cells += [update.removeprefix(", ") or "one step", str(size)]
+            cells += [update.removeprefix(", ") or "one step", size_cell(size, seed, table)]
             came = f"{row['recovered']} of {row['count']}"
             figures = [f"{row[name]:.1f}" if row[name] == row[name] else "–" for name in ("psnr_median", "psnr_min")]
             figures.append(f"{row['rounds']}")
             lines.append([*cells, defence_words(defense), f"`{name}`", came, *figures])
     return markdown_table(heads, lines)
+
+
+def size_cell(size: int, seed: int, table: pd.DataFrame) -> str:
+    """The images of a batch, and the seed that drew it where a table has several."""
+    return str(size) + f", seed {seed}" * (table["seed"].nunique() > 1)
 
 
 def _training(weights: str) -> str:
@@ -80,10 +86,10 @@ def rounds_figure(folder: Path) -> None:
     table = table[(reached > MOST) & plain]
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     shares, needed = figure.subplots(1, 2)
-    cases = [(*key[:1], key[3], key[5]) for key, _ in table.groupby([*LINE, "attack"], sort=False)]
+    cases = list(table.groupby(["model", "setting", "attack"], sort=False).groups)
     looks = {case: style(index) for index, case in enumerate(dict.fromkeys(cases))}
     ends: dict[tuple[str, ...], list[tuple[int, int]]] = {case: [] for case in looks}
-    for (model, _, _, setting, size, attack), own in table.groupby([*LINE, "attack"], sort=False):
+    for (_, model, _, _, setting, size, _, attack), own in table.groupby([*LINE, "attack"], sort=False):
         case = model, setting, attack
         share = own["recovered"] / own["count"]
         shares.plot([0, *own["round"]], [0, *share], drawstyle="steps-post", **looks[case] | {"marker": ""})

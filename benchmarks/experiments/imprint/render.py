@@ -9,13 +9,13 @@ from typing import Any
 import pandas as pd
 
 from attacks import ATTACKS
-from experiments.fishing.render import PASSIVE, summary
+from experiments.fishing.render import PASSIVE, size_cell, summary
 from experiments.rendering import Rendering, csv, markdown_table, read_rows
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.words import defence_words
 
 BAR = 30.0  # dB, of a single image that has come back
-LINE = ["dataset", "model", "weights", "defense", "batch_size"]
+LINE = ["dataset", "model", "weights", "defense", "batch_size", "seed"]
 IMAGES = {"cifar10": "CIFAR-10", "tiny-imagenet": "Tiny-ImageNet", "photos": "photographs"}
 
 
@@ -43,7 +43,7 @@ def imprint_block(folder: Path) -> str:
                 IMAGES.get(row["dataset"], "ImageNet"),
                 f"{row['model']}, {weights}",
                 defence_words(row["defense"]),
-                str(row["batch_size"]),
+                size_cell(row["batch_size"], row["seed"], table),
                 str(row["rounds"]),
                 f"{row['above_30']} of {row['count']}",
                 f"{row['psnr_median']:.1f}",
