@@ -7,6 +7,7 @@ becomes active later), losses before and after the change are not comparable, so
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -132,7 +133,7 @@ def minimise(
         evaluation = Evaluation(objective, candidates)
     torch_optimiser = optimiser.build(variables)
     noise = torch.Generator().manual_seed(settings.seed + 1)
-    changes = {round(share * settings.steps) for share in settings.changes} - {0}
+    changes, phase = sorted(settings.changes), 0
     progress: _Progress | None = None
     trace: list[Tensor] = []
     interrupted = False
@@ -140,7 +141,8 @@ def minimise(
         for step in range(settings.steps + 1):
             share = min(step, settings.steps - 1) / settings.steps
             losses = evaluation.losses(share)
-            if progress is not None and step in changes:
+            before, phase = phase, bisect_right(changes, share)  # how many changes the losses include
+            if progress is not None and phase != before:
                 progress.reset_best(losses)
             progress = _Progress(candidates, losses) if progress is None else progress
             progress.record(candidates, losses, settings)

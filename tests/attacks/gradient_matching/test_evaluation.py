@@ -70,6 +70,20 @@ def test_replayed_steps_are_those_computed_anew(optimiser, labels: bool, monkeyp
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("steps", [4, 5, 6, 7, 10])
+@pytest.mark.parametrize("change", [0.5, 0.3, 1.0])
+def test_no_loss_from_before_a_change_of_the_objective_is_kept(steps: int, change: float) -> None:
+    """Before the change the losses are far below those after it."""
+
+    def raised(candidates: Candidates, share: float) -> Tensor:
+        losses = candidates.images.square().flatten(2).mean(dim=2)
+        return losses + (100.0 if share >= change else 0.0)
+
+    settings = LoopSettings(steps, patience=0, gain=0.0, seed=0, changes=(0.0, change))
+    found = minimise(raised, Candidates(torch.ones(1, 1, 1, 3, 4, 4)), Adam(0.01), settings)
+    assert float(found.loss) == float(found.last) > (100.0 if change < 1 else 0.0)
+
+
 @pytest.mark.parametrize("attack", [InvertingGradients(steps=6), GradViT(steps=6)], ids=lambda a: type(a).__name__)
 def test_an_attack_replays_its_steps(attack, monkeypatch: pytest.MonkeyPatch) -> None:
     observation, _ = view(small_vit())
