@@ -176,13 +176,15 @@ class FeatureFishing(ClassifierAttack):
             for i in intervals
             if i.single and (i.low.observation is last or i.high.observation is last)
         ]
-        images = [one.images for one in found if one.images is not None]
+        answers = [one for one in found if one.images is not None]
         reasons = [_contradiction(probes, intervals), *(one.diagnosis for one in found)]
         diagnosis = "; ".join(dict.fromkeys(reason for reason in reasons if reason))
-        if not images:
+        if not answers:
             return nobody(diagnosis or _nothing_new(details), details)
-        known = torch.cat([one.known for one in found if one.images is not None]) & (not diagnosis)
-        return Reconstruction(torch.cat(images), known, diagnosis=diagnosis, details=details)
+        images, known = torch.cat([one.images for one in answers]), None
+        if all(one.known is not None for one in answers):
+            known = torch.cat([one.known for one in answers]) & (not diagnosis)
+        return Reconstruction(images, known, diagnosis=diagnosis, details=details)
 
 
 def intervals_of(probes: Sequence[Probe]) -> list[Interval]:

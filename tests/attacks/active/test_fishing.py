@@ -210,6 +210,16 @@ def test_thresholds_under_masks_drawn_anew_are_not_vouched_for() -> None:
     assert not any(one.known.any() for one in found if one.known is not None)
 
 
+def test_a_reader_may_vouch_for_nothing(monkeypatch) -> None:
+    """Its answer then has images and no mask of what it knows."""
+    whole = ClassifierAttack.read_alone
+    monkeypatch.setattr(ClassifierAttack, "read_alone", lambda *given: replace(whole(*given), known=None))
+    attack, images, history = ATTACKS.get("feature_fishing")(target=3), photographs(32, 1), []
+    found = [answer_to(attack, micro(), images, LABELS[:1], history)[1] for _ in range(2)][-1]
+    assert found.images.shape == images.shape
+    assert found.known is None
+
+
 def test_other_weights_below_the_classifier_are_noticed() -> None:
     attack, images, history = ATTACKS.get("feature_fishing")(), photographs(32, 4), []
     for seed in (0, 0, 1):
