@@ -16,7 +16,7 @@ from torch import Tensor
 from attacks.gradient_matching.gradients import Gradients, Target, dot_and_square, squared_norm
 from attacks.registry import UsageError
 
-# Below this squared norm the square root has no usable derivative.
+# Below this squared norm, in units of |T|^2, the square root has no usable derivative.
 TINY = 1e-24
 
 
@@ -66,7 +66,7 @@ class Cosine:
         """See `Distance`."""
         pairs = [dot_and_square(r, target.values[name]) for name, r in found.items()]
         dot, own = (sum(numbers) for numbers in zip(*pairs, strict=True))
-        return self.scale * (1 - dot / (own * target.total()).clamp(min=TINY).sqrt())
+        return self.scale * (1 - _cosine(dot, own, target.total()))
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,10 @@ class LayerwiseL2:
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
-        lengths = {name: squared_norm(r - target.values[name]).clamp(min=TINY).sqrt() for name, r in found.items()}
+        whole = target.total()
+        lengths = {name: _length(squared_norm(r - target.values[name]), whole) for name, r in found.items()}
         total = sum(self._weight(name) * length for name, length in lengths.items())
-        return self.scale * (total / target.total().sqrt() if self.relative else total)
+        return self.scale * (total / whole.sqrt() if self.relative else total)
 
     def _weight(self, name: str) -> float:
         return next((weight for start, weight in self.weights.items() if name.startswith(start)), 1.0)
@@ -116,7 +117,7 @@ class PositionCosine:
         if self.name not in found:
             raise UsageError(f"the update holds no usable gradient of {self.name}: there is no cosine to match")
         dot, own = dot_and_square(found[self.name], target.values[self.name])
-        return self.scale * (1 - dot / (own * target.squares[self.name]).clamp(min=TINY).sqrt())
+        return self.scale * (1 - _cosine(dot, own, target.squares[self.name]))
 
 
 @dataclass(frozen=True)
@@ -128,3 +129,16 @@ class Sum:
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
         return torch.stack([term(found, target) for term in self.terms]).sum(dim=0)
+
+
+def _length(square: Tensor, scale: Tensor) -> Tensor:
+    """Square root of a squared norm, of at least `TINY` times the squared norm `scale`, all (L,)."""
+    return square.clamp(min=(TINY * scale).clamp(min=torch.finfo(scale.dtype).tiny)).sqrt()
+
+
+def _cosine(dot: Tensor, own: Tensor, received: Tensor) -> Tensor:
+    """<R, T> / |R| |T| from <R, T>, |R|^2 and |T|^2, all (L,); 0 where R or T is zero.
+
+    By the two norms one after the other: the product of the squares of two small norms is no float32 number.
+    """
+    return dot / _length(own, received) / _length(received, received)

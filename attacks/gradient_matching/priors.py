@@ -68,7 +68,8 @@ class PatchBorders:
         p = self.patch_size
         down = images[..., p::p, :] - images[..., p - 1 : -1 : p, :]  # (V, R, B, C, H/p - 1, W)
         right = images[..., p::p] - images[..., p - 1 : -1 : p]
-        jumps = down.square().mean(dim=(3, 4, 5)) + right.square().mean(dim=(3, 4, 5))  # (V, R, B)
+        # (V, R, B); zero in a direction in which an image is one patch
+        jumps = sum(d.square().sum(dim=(3, 4, 5)) / max(d[0, 0, 0].numel(), 1) for d in (down, right))
         return self.scale * (jumps + 1e-12).sqrt().mean(dim=2)
 
 

@@ -102,6 +102,24 @@ def test_distances_equal_their_formulas() -> None:
     assert float(PositionCosine("b.c")(simulated, target)) == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("norm", [1.0, 3e-7, 1e-9])
+def test_distances_of_directions_do_not_depend_on_the_size_of_the_gradients(norm: float) -> None:
+    received = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    received *= norm / received.norm()
+    other = received.flip(1)
+    target = Target.of({"a": received})
+    cosine = float(F.cosine_similarity(other.double(), received.double(), eps=0.0))
+    for distance in (Cosine(), PositionCosine("a")):
+        assert float(distance({"a": received}, target)) == pytest.approx(0.0, abs=1e-6)
+        assert float(distance({"a": other}, target)) == pytest.approx(1 - cosine, rel=1e-5)
+        found = torch.zeros(1, 50, requires_grad=True)
+        distance({"a": found}, target).backward()
+        assert found.grad.isfinite().all()
+    layers = LayerwiseL2(relative=True)
+    assert float(layers({"a": 1.001 * received}, target)) == pytest.approx(1e-3, rel=1e-3)
+    assert float(layers({"a": received}, target)) < 1e-9
+
+
 def test_priors_equal_their_formulas() -> None:
     flat = torch.zeros(1, 2, 1, 1, 4, 4)
     flat[0, 1, ..., 2:] = 1.0  # a jump between columns 1 and 2, which is a patch border for p = 2
@@ -110,6 +128,8 @@ def test_priors_equal_their_formulas() -> None:
     wide = torch.zeros(1, 1, 1, 1, 8, 8)
     wide[..., 2:] = 1.0  # the jump lies inside the patches of 4
     assert float(PatchBorders(1.0, 4)(wide)) == pytest.approx(0.0, abs=1e-5)
+    assert PatchBorders(1.0, 2)(flat[..., :2, :])[0].tolist() == pytest.approx([0.0, 1.0], abs=1e-5)  # one patch high
+    assert PatchBorders(1.0, 4)(flat)[0].tolist() == pytest.approx([0.0, 0.0], abs=1e-5)  # one patch
     assert GroupConsistency(4.0)(flat)[0].tolist() == pytest.approx([0.5, 0.5])
 
 
