@@ -138,7 +138,7 @@ def prepare_attack(observation: Observation, config: str, overrides: Sequence[st
         simulation, target = build_simulation(observation, [update], restarts=1, exact=True)
     grey = torch.zeros(1, *observation.image_shape).to(next(iter(simulation.weights.values())))
     expected = simulation.logits(simulation.weights, grey, None).softmax(dim=1)[0].detach()
-    labels = observation.labels
+    labels = None if observation.labels is None else observation.labels.to(expected.device)
     if labels is None:
         bias = head_bias(observation.gradients, simulation.head)
         labels = infer_labels(bias, expected.to(bias), observation.num_examples)

@@ -77,9 +77,10 @@ def pairs_with_one_image() -> list[Observation]:
 
 
 def rounded() -> list[Observation]:
-    """An update in float16."""
+    """An update in float16, with its label, which stays on the CPU."""
     (view,) = plain()
-    return [dataclasses.replace(view, gradients={n: g.half().float() for n, g in view.gradients.items()})]
+    sent = {n: g.half().float() for n, g in view.gradients.items()}
+    return [dataclasses.replace(view, gradients=sent, labels=torch.tensor([0]))]
 
 
 def masked() -> list[Observation]:

@@ -49,7 +49,8 @@ class Message:
         self.arithmetic = {n: FLOAT32_ERROR * float(sent.square().mean().sqrt()) for n, sent in self.sent.items()}
         self.deviations = {n: _deviation(error_bounds(observation, n), own) for n, own in self.arithmetic.items()}
         self.spacings = {name: spacing(observation, name) for name in self.sent}
-        self.label = observation.labels if observation.labels is not None else _label(update.gradients, self.simulation)
+        given, device = observation.labels, next(iter(self.sent.values())).device
+        self.label = _label(update.gradients, self.simulation) if given is None else given.to(device)
 
     @cached_property
     def precision(self) -> Tensor:
