@@ -35,7 +35,7 @@ class Capability(StrEnum):
     MODEL_WEIGHTS = "model_weights"  # architecture and weights that the client was sent
     POSITION_GRADIENT = "position_gradient"  # the gradient of the position embedding is part of the update
     SEVERAL_ROUNDS = "several_rounds"  # more than one update of the same client
-    LABELS = "labels"  # labels of the batch are given, not inferred
+    LABELS = "labels"  # labels of the batches of all local steps are given, not inferred
     TOKEN_GRADIENT = "token_gradient"  # dL/dz a token even where no position embedding sends it (no message holds it)
     MODIFIED_MODEL = "modified_model"  # the server chose the architecture to its advantage
     AUXILIARY_DATA = "auxiliary_data"  # public photographs, to which a prior was fitted
@@ -102,7 +102,9 @@ class Observation:
         image_shape: (C, H, W) of one input.
         mean, std: per-channel normalisation that the client applies to images in [0, 1].
         kind: "gradient" (one FedSGD step) or "weights" (the weights after `local_steps` steps).
-        labels: (B,) only where the threat model grants them.
+        labels: (B,) of the first local step's batch, only where the threat model grants them.
+        later_labels: (B * (local_steps - 1),) of the later steps' batches, in their order, likewise; None where they
+            are not known.
         objective: what the client minimised; attacks that simulate a client know the supervised one.
         weights_granted: whether the threat model grants the weights of `model`; attacks that have a way without them
             take it where it does not.
@@ -124,6 +126,7 @@ class Observation:
     round: int = 0
     client: int = 0
     labels: Tensor | None = None
+    later_labels: Tensor | None = None
     objective: str = SUPERVISED
     weights_granted: bool = True
     bounds: Mapping[str, Tensor] = field(default_factory=dict)
@@ -154,6 +157,16 @@ class Observation:
                 f"the update holds no gradient of {name} (frozen or withheld), so there is nothing to solve with"
             )
         return self.gradients[name]
+
+    def all_labels(self) -> Tensor | None:
+        """(B * local_steps,) labels of the batches of all local steps, in their order; None unless all are known."""
+        if self.labels is None or self.local_steps == 1:
+            return self.labels
+        if self.later_labels is None:
+            return None
+        import torch
+
+        return torch.cat([self.labels, self.later_labels])
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the whole update, in float64; NaN or infinite where an entry is."""
@@ -215,9 +228,9 @@ class Reconstruction:
         known: (B, 1, H, W) bool, the pixels that the attack vouches for, by its own estimate of its error; all False
             when `diagnosis` says why not.
         certified: the answer reproduces the update to the precision of the message (`attacks.certificate`). Set by the
-            auditor where the threat model grants the weights.
+            auditor: in a federation where the threat model grants the weights, in audits of one's own model always.
         residual: relative difference of the gradients of answer and client; NaN where it was not computed.
-        labels: (B,) where the attack inferred them.
+        labels: (B,) where the attack inferred them, one an image; of all local steps where it simulates them.
         diagnosis: "" when the attack's assumptions hold, else in words a user can act on why its answer is not to be
             trusted.
         seconds: wall-clock time of the attack.

@@ -270,7 +270,7 @@ class FederationAudit:
             client=view.client,
             sent=view.sent,
             received=view.received,
-            labels=batch.labels if batch else None,
+            labels=self.originals.labels(view) if self.simulated else None,
             clients=len(view.members),
         )
         first_step = self.config.local.optimizer == "adamw" and observation.local_steps == 1

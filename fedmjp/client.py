@@ -196,7 +196,7 @@ class ClientTask:
 
     def batch(self, client: int, round: int, step: int) -> Batch:
         """The batch of one step; `round` counts from 1, `step` from 0."""
-        indices, train = self._indices(client, round, step), self.data.train
+        indices, train = self.indices(client, round, step), self.data.train
         labels, ids = train.labels[indices], tuple(train.ids[i] for i in indices)
         if self.augmented is None:
             return Batch(train.images(indices), labels, ids, labels)
@@ -205,7 +205,7 @@ class ClientTask:
 
     def batch_ids(self, client: int, round: int, step: int) -> tuple[str, ...]:
         """The ids of the batch of one step, without decoding its images."""
-        return tuple(self.data.train.ids[i] for i in self._indices(client, round, step))
+        return tuple(self.data.train.ids[i] for i in self.indices(client, round, step))
 
     def message_generator(self, client: int, round: int) -> torch.Generator:
         """What the defence draws from when it makes the message of a round."""
@@ -215,7 +215,7 @@ class ClientTask:
         """What the defence draws from when it computes the gradient of one local step."""
         return self.entropy.generator(8, client, round, step)
 
-    def _indices(self, client: int, round: int, step: int) -> list[int]:
+    def indices(self, client: int, round: int, step: int) -> list[int]:
         """Indices of one step's images in the training set: epochs over the client's data, each in a new order."""
         f = self.config.federation
         own = self.parts[client]

@@ -200,7 +200,7 @@ class GradientMatching(Attack):
             # victims, or if the optimiser or the random masks would mix the searches.
             mixes = self.mask_draws or not self._separable(o)
             alone = index if self.restarts > 1 or self.init not in (RANDOM, GREY) or mixes else -1
-            content = tuple(sorted(o.gradients)), o.labels is None
+            content = tuple(sorted(o.gradients)), o.all_labels() is None
             key = id(o.model), o.image_shape, o.num_examples, o.kind, o.local_steps, o.learning_rate, content, alone
             groups[key].append(index)
         return list(groups.values())
@@ -238,13 +238,14 @@ class GradientMatching(Attack):
         return [self._reconstruction(index, merged, o, u, labels) for index, (o, u) in pairs], merged.interrupted
 
     def _labels(self, observations: Sequence[Observation], simulation: Simulation) -> Tensor:
-        """Labels (V, B) int64: those of the observations where they are given, else inferred."""
+        """Labels (V, B) int64 of all local steps: those of the observations where all are given, else inferred."""
         grey = torch.zeros(1, *observations[0].image_shape).to(next(iter(simulation.weights.values())))
         expected = simulation.logits(simulation.weights, grey, None).softmax(dim=1)[0]  # (K,)
         rows = []
         for o in observations:
-            if o.labels is not None:
-                rows.append(o.labels.to(grey.device).repeat(o.local_steps))
+            given = o.all_labels()
+            if given is not None:
+                rows.append(given.to(grey.device))
                 continue
             bias, weight = head_bias(o.gradients, simulation.head), o.gradients.get(f"{simulation.head}.weight")
             if self.sent_only and simulation.images == 1 and weight is not None:
@@ -282,7 +283,7 @@ class GradientMatching(Attack):
         numbers = (outcome.start, outcome.limit, outcome.last, outcome.loss)
         start, limit, last, loss = (float(t[index, winner]) for t in numbers)
         flags = list(update.flags)
-        if observation.labels is not None and labels is not None:
+        if observation.all_labels() is not None and labels is not None:
             flags.append("labels_given")
         reasons = []
         if not last <= limit:
@@ -320,6 +321,8 @@ def _merge(outcomes: Sequence[Outcome]) -> Outcome:
 def _initial_images(name: str, case: Sequence[Observation], count: int) -> Tensor:
     """The reconstruction by attack `name`, normalised, (count, C, H, W).
 
+    Where it gives fewer images, as of one of several local steps' batches, they are repeated in turn.
+
     Raises:
         UsageError: the attack gave no images.
     """
@@ -328,7 +331,7 @@ def _initial_images(name: str, case: Sequence[Observation], count: int) -> Tenso
         raise UsageError(f"no initial images, because {name} failed: {found.diagnosis}")
     mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(found.images) for v in (observation.mean, observation.std))
     normalised = (found.images - mean) / std
-    return normalised if len(normalised) == count else normalised[:1].expand(count, -1, -1, -1)
+    return normalised[torch.arange(count) % len(normalised)]
 
 
 def _pixel_clamp(observation: Observation) -> Callable[[Tensor], Tensor]:

@@ -86,7 +86,8 @@ def observe_update(
         sent: weights and buffers that the client was sent, by name.
         received: gradients, or weights, that the client returned, by parameter name; the server knows which of them
             its clients leave as they are, and the observation is without those.
-        labels: (B,) int64, included only if the threat model grants them.
+        labels: (B * local steps,) int64 of the steps' batches in their order, included only if the threat model grants
+            them.
         clients: whose mean `received` is (`fedmjp.audit.aggregate`); `client` is then the number of their group.
     """
     f, built = task.config.federation, task.model
@@ -97,6 +98,9 @@ def observe_update(
         gradients = without_decay(gradients, sent, task.config, steps)
     if Capability.POSITION_GRADIENT not in threat_model.grants:
         gradients = {n: g for n, g in gradients.items() if n not in POSITION_TABLES}
+    first, later = None, []
+    if labels is not None and Capability.LABELS in threat_model.grants:
+        first, *later = labels.to(task.device).chunk(steps)
     return Observation(
         gradients=gradients,
         model=model,
@@ -109,7 +113,8 @@ def observe_update(
         learning_rate=f.learning_rate,
         round=round,
         client=client,
-        labels=labels if Capability.LABELS in threat_model.grants else None,
+        labels=first,
+        later_labels=torch.cat(later) if later else None,
         objective=task.objective_name,
         weights_granted=Capability.MODEL_WEIGHTS in threat_model.grants,
         drops_patches=task.learner.objective.drops_patches,

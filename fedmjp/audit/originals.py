@@ -44,6 +44,12 @@ class Originals:
             return [f"image {index}" for index in range(len(view.members) * size * views)]
         return [i for member in view.members for i in self.task.batch_ids(member, view.round, 0)] * views
 
+    def labels(self, view: SeenUpdate) -> Tensor:
+        """(B * local steps,) int64 of the batches of all local steps, one step after the other, of all members."""
+        places = [(member, step) for step in range(self.task.steps(view.client)) for member in view.members]
+        own = self.task.data.train.labels
+        return torch.cat([own[self.task.indices(member, view.round, step)] for member, step in places])
+
     def batch(self, view: SeenUpdate) -> tuple[Batch, Tensor]:
         """The first local step's batch of all members together, and their images as the models saw them."""
         # A mask may follow from the weights that the clients were sent; an active server may send more layers.

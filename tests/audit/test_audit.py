@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from attacks import ATTACKS, Attack, ThreatModel
+from fedmjp.audit.aggregate import SeenUpdate
 from fedmjp.audit.assignment import match
 from fedmjp.audit.harness import audit_update, scorer
 from fedmjp.audit.observe import SentModels, observe_update
+from fedmjp.audit.originals import Originals
 from fedmjp.client import ClientTask, float_buffers
 from fedmjp.config import RunConfig, from_flat
 from tests.conftest import observe, photographs
@@ -48,7 +50,7 @@ def view_of(config: RunConfig, grants: ThreatModel | None = None):
         client=0,
         sent=weights,
         received=result.tensors,
-        labels=task.batch(0, 1, 0).labels,
+        labels=Originals(task, simulated=True).labels(SeenUpdate(1, 0, (0,), weights, result.tensors)),
     )
 
 
@@ -106,6 +108,17 @@ def test_an_observation_holds_only_what_the_threat_model_grants() -> None:
     _, view = view_of(small(), ThreatModel.parse(["labels", "position_gradient"]))
     assert view.labels is not None
     assert "pos_embed" in view.gradients
+
+
+def test_granted_labels_are_those_of_the_batches_of_all_local_steps() -> None:
+    config = small(update="weights", local_steps=2, batch_size=2, train_limit=16)
+    task, view = view_of(config, ThreatModel.parse(["labels"]))
+    own = torch.cat([task.batch(0, 1, step).labels for step in range(2)])
+    assert len(own.unique()) > 1
+    assert torch.equal(view.all_labels(), own)
+    assert torch.equal(view.labels, own[:2])
+    both = Originals(task, simulated=True).labels(SeenUpdate(1, 0, (0, 1), {}, {}))  # of two clients' mean
+    assert torch.equal(both, torch.cat([task.batch(client, 1, step).labels for step in range(2) for client in (0, 1)]))
 
 
 def test_baselines_are_scored_before_attacks(mini) -> None:

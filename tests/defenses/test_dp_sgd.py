@@ -165,7 +165,7 @@ def test_uses_are_counted_as_the_client_draws_them() -> None:
         task = task_of("none", batch_size=batch_size, rounds=steps)
         uses = dict.fromkeys(range(len(task.data.train)), 0)
         for round in range(1, steps + 1):
-            own = task._indices(0, round, 0)
+            own = task.indices(0, round, 0)
             for index in set(own):
                 uses[index] += own.count(index) ** 2
         assert max(uses.values()) <= task.privacy_schedule.uses

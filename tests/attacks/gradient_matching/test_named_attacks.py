@@ -8,10 +8,11 @@ import json
 import pytest
 import torch
 from small_vit import CLASSES, attack, psnr, small_vit, view
-from torch import nn
+from torch import Tensor, nn
 
-from attacks import ATTACKS, Capability, Interrupted, ThreatModel, UsageError
-from attacks.gradient_matching.attack import GradientMatching
+from attacks import ATTACKS, Capability, Interrupted, Observation, Reconstruction, ThreatModel, UsageError
+from attacks.closed_form.patch_embedding import PatchEmbedding
+from attacks.gradient_matching.attack import GradientMatching, _initial_images
 from fedmjp.audit.assignment import match
 from fedmjp.objectives import client_loss
 from tests.conftest import photographs
@@ -133,7 +134,8 @@ def test_the_localisation_loss_is_subtracted_before_matching() -> None:
     assert start[0] == pytest.approx(start[1], rel=1e-3)
 
 
-def test_weights_after_local_steps_are_matched_by_simulating_the_steps() -> None:
+def two_steps() -> tuple[Observation, Tensor]:
+    """Weights after two steps on a photograph each, labelled 0 and 1, and the photographs (2, C, H, W)."""
     model, rate = small_vit(), 0.05
     images, labels = photographs(16, 2), torch.arange(2)
     sent = {n: p.detach().clone() for n, p in model.module.named_parameters()}
@@ -147,7 +149,11 @@ def test_weights_after_local_steps_are_matched_by_simulating_the_steps() -> None
     model.module.load_state_dict(sent)
     one, _ = view(model)
     how = {"kind": "weights", "local_steps": 2, "learning_rate": rate}
-    observation = dataclasses.replace(one, gradients=update, **how)
+    return dataclasses.replace(one, gradients=update, **how), images
+
+
+def test_weights_after_local_steps_are_matched_by_simulating_the_steps() -> None:
+    observation, images = two_steps()
     found = attack("idlg", observation, steps=150)
     assert found.labels.tolist() == [0, 1]
     assert found.images.shape == images.shape  # the batches of both steps
@@ -156,6 +162,22 @@ def test_weights_after_local_steps_are_matched_by_simulating_the_steps() -> None
     worse = blind.images[match(blind.images, images)]
     assert float((best - images).square().mean()) < float((worse - images).square().mean())
     assert found.details["loss"] < 0.1 * blind.details["loss"]
+
+
+@pytest.mark.parametrize(("given", "flags"), [({}, ()), ({"later_labels": torch.tensor([1])}, ("labels_given",))])
+def test_labels_of_the_first_step_are_not_those_of_the_second(given: dict, flags: tuple) -> None:
+    """Where those of the second step are not granted too, all are inferred."""
+    observation, _ = two_steps()
+    found = attack("idlg", dataclasses.replace(observation, labels=torch.tensor([0]), **given), steps=1)
+    assert found.labels.tolist() == [0, 1]
+    assert found.flags == flags
+
+
+def test_initial_images_of_a_batch_start_every_local_step(monkeypatch) -> None:
+    observation, images = view(small_vit(), count=2)
+    monkeypatch.setattr(PatchEmbedding, "__call__", lambda self, observations: Reconstruction(images))
+    starts = _initial_images("patch_embedding", [observation], 5) * 0.25 + 0.5
+    torch.testing.assert_close(starts, images[[0, 1, 0, 1, 0]])
 
 
 def test_the_initial_images_can_come_from_another_attack() -> None:
