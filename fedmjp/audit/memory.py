@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
@@ -15,6 +16,8 @@ from attacks import Observation
 from attacks.memory import remember
 from fedmjp.records.files import read_sealed, write_sealed
 
+# What differs between updates of a client besides tensors, because of what was undone (`attacks.fingerprints.repair`).
+OWN = ("kind", "learning_rate")
 START_AGAIN = "the run cannot go on; start it again in another --out"
 
 
@@ -41,15 +44,15 @@ class Memory:
         return [replace(known[number]) for number in sorted(known) if number < present.round]
 
     def add(self, observation: Observation) -> None:
-        """Keep the part of an update that later attacks need, in memory and on disk."""
-        kept = remember(observation, self.layers)
+        """Keep the part of an update that later attacks need, in memory and on disk; without labels and draws."""
+        kept = _without_grants(remember(observation, self.layers))
         self._updates[kept.client][kept.round] = kept
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"gradient.{n}": g for n, g in kept.gradients.items()}
         tensors |= {f"bounds.{n}": b for n, b in kept.bounds.items()}
         tensors |= {f"model.{n}": t for n, t in kept.model.state_dict().items()}
         path = self._file(kept.client, kept.round)
-        _write(tensors, path)
+        _write(tensors, path, {name: getattr(kept, name) for name in OWN})
 
     def first_sent(self, client: int, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights by name of the first call for this client, in this process or an interrupted one.
@@ -68,21 +71,26 @@ class Memory:
 
     def _read(self, present: Observation) -> None:
         """Load this client's updates that an interrupted run has written."""
-        template = remember(present, self.layers)
+        template = _without_grants(remember(present, self.layers))
         for path in sorted(self.folder.glob(f"client{present.client:04d}_round*.safetensors")):
             number = int(path.stem.rpartition("round")[2])
             device = next(iter(present.gradients.values())).device
-            tensors = {n: t.to(device) for n, t in load(read_sealed(path, START_AGAIN)[0]).items()}
+            content, own = read_sealed(path, START_AGAIN)
+            tensors = {n: t.to(device) for n, t in load(content).items()}
             gradients, bounds, state = (_part(tensors, prefix) for prefix in ("gradient.", "bounds.", "model."))
             model = copy.deepcopy(template.model)
             model.load_state_dict(state)
             self._updates[present.client][number] = replace(
-                template, gradients=gradients, bounds=bounds, model=model, round=number, labels=None
+                template, gradients=gradients, bounds=bounds, model=model, round=number, **own
             )
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    write_sealed(path, save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}))
+def _without_grants(observation: Observation) -> Observation:
+    return replace(observation, labels=None, later_labels=None, drawn=None)
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path, own: Mapping[str, Any] | None = None) -> None:
+    write_sealed(path, save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}), own)
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

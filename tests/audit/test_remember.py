@@ -9,6 +9,7 @@ import torch
 
 from attacks import Observation
 from attacks.memory import remember
+from attacks.observation import Drawn
 from attacks.tokenizer import find_tokenizer
 from fedmjp.audit.memory import Memory
 from fedmjp.models import build_model
@@ -75,6 +76,18 @@ def test_updates_are_the_same_after_a_restart(tmp_path) -> None:
             assert torch.equal(again.gradients[name], gradient)
         for name, tensor in kept.model.state_dict().items():
             assert torch.equal(again.model.state_dict()[name], tensor)
+
+
+def test_each_update_keeps_how_it_was_sent_and_nothing_that_was_granted(tmp_path) -> None:
+    """A later update may show another rate, or be the first step of Adam, of which the gradient was recovered."""
+    before, label = Memory(tmp_path), torch.tensor([1])
+    granted = {"labels": label, "later_labels": label, "drawn": Drawn(more=True)}
+    before.add(replace(view(1, 1), kind="weights", learning_rate=0.1, **granted))
+    before.add(replace(view(2, 2), kind="weights", learning_rate=0.3, **granted))
+    present = replace(view(3, 3), **granted)
+    for found in (before.before(present), Memory(tmp_path).before(present)):
+        assert [(one.kind, one.learning_rate) for one in found] == [("weights", 0.1), ("weights", 0.3)]
+        assert all(one.labels is one.later_labels is one.drawn is None for one in found)
 
 
 def test_errors_of_entries_are_those_of_their_own_update(tmp_path) -> None:
