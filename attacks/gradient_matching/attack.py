@@ -35,6 +35,11 @@ RANDOM, GREY = "randn", "zeros"
 # Of one step on one CPU core, by tokens and parameters (0.1 s on vit_mini_32: 65 tokens, 2.7 million parameters).
 SECONDS_OF_A_STEP, CONVOLUTIONAL_TOKENS = 0.1 / (65 * 2.7e6), 100
 EXACT_COST = 2  # of exact derivatives, which random masks need, in units of those by finite differences
+SCALE_UNKNOWN = (
+    "the images found explain the update no better than a gradient of zero does (distance {:.3g} against {:.3g}): the "
+    "search failed, or the scale of the update, which several images do not show, is not that of their mean loss "
+    "(clipped, a summed loss); inverting_gradients does not depend on it"
+)
 ADDED = ("leave_out", "sent_only", "mask_draws")  # settings that came after rows were written
 
 
@@ -77,6 +82,20 @@ class _MatchingLoss:
             found = self.target.matched(self.simulation.gradients(candidates.images.flatten(0, 1), given))
             losses = self.recipe.distance(found, self.target).unflatten(0, (victims, restarts))
             return losses + sum(prior(candidates.images) for prior in self.recipe.priors if share >= prior.active_from)
+
+    def scale_doubts(self, outcome: Outcome) -> list[str]:
+        """For every victim why the update's scale may be another than that of a mean loss, or "".
+
+        Of one image the classifier's gradient shows the scale (`attacks.fingerprints`), of several nothing does.
+        """
+        victims = len(outcome.loss)
+        if self.simulation.images == 1 or not self.recipe.distance.compares_sizes:
+            return [""] * victims
+        nothing = {name: sent.new_zeros(()).expand_as(sent) for name, sent in self.target.values.items()}
+        without = self.recipe.distance(nothing, self.target).unflatten(0, (victims, -1))[:, 0]  # (V,)
+        left = outcome.loss - sum(prior(outcome.best.images) for prior in self.recipe.priors)  # (V, R)
+        pairs = zip(left.min(dim=1).values.tolist(), without.tolist(), strict=True)
+        return [SCALE_UNKNOWN.format(own, zero) if own >= zero else "" for own, zero in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +253,9 @@ class GradientMatching(Attack):
             if outcomes[-1].interrupted:
                 break
         merged = _merge(outcomes)
-        pairs = enumerate(zip(observations, updates, strict=True))
-        return [self._reconstruction(index, merged, o, u, labels) for index, (o, u) in pairs], merged.interrupted
+        victims = enumerate(zip(observations, updates, loss.scale_doubts(merged), strict=True))
+        found = [self._reconstruction(index, merged, o, u, labels, doubt) for index, (o, u, doubt) in victims]
+        return found, merged.interrupted
 
     def _labels(self, observations: Sequence[Observation], simulation: Simulation) -> Tensor:
         """Labels (V, B) int64 of all local steps: those of the observations where all are given, else inferred."""
@@ -276,16 +296,22 @@ class GradientMatching(Attack):
         return Candidates(images, labels.expand(len(cases), *labels.shape))
 
     def _reconstruction(
-        self, index: int, outcome: Outcome, observation: Observation, update: MatchedUpdate, labels: Tensor | None
+        self,
+        index: int,
+        outcome: Outcome,
+        observation: Observation,
+        update: MatchedUpdate,
+        labels: Tensor | None,
+        doubt: str,
     ) -> Reconstruction:
-        """The best restart of victim `index`, with its diagnosis and flags."""
+        """The best restart of victim `index`, with its diagnosis, of which `doubt` is part, and flags."""
         winner = int(outcome.loss[index].nan_to_num(nan=torch.inf).argmin())
         numbers = (outcome.start, outcome.limit, outcome.last, outcome.loss)
         start, limit, last, loss = (float(t[index, winner]) for t in numbers)
         flags = list(update.flags)
         if observation.all_labels() is not None and labels is not None:
             flags.append("labels_given")
-        reasons = []
+        reasons = [doubt] if doubt else []
         if not last <= limit:
             flags.append("loss_above_start")
             reasons.append(f"the last loss {last:.3g} is above the initial loss {limit:.3g}: the search diverged")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,13 @@ TINY = 1e-24
 
 
 class Distance(Protocol):
-    """Distance of simulated gradients from the target."""
+    """Distance of simulated gradients from the target.
+
+    Attributes:
+        compares_sizes: the distance of a multiple of the target is not zero.
+    """
+
+    compares_sizes: bool
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """The distance per simulated client, (L,); zero where gradient and target are equal.
@@ -44,6 +50,8 @@ class SquaredL2:
     scale: float = 1.0
     relative: bool = False
 
+    compares_sizes: ClassVar[bool] = True
+
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
         gap = sum(squared_norm(r - target.values[name]) for name, r in found.items())
@@ -61,6 +69,8 @@ class Cosine:
     """
 
     scale: float = 1.0
+
+    compares_sizes: ClassVar[bool] = False
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
@@ -85,6 +95,8 @@ class LayerwiseL2:
     weights: Mapping[str, float] = field(default_factory=dict)
     relative: bool = False
 
+    compares_sizes: ClassVar[bool] = True
+
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""
         whole = target.total()
@@ -108,6 +120,8 @@ class PositionCosine:
     name: str
     scale: float = 1.0
 
+    compares_sizes: ClassVar[bool] = False
+
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`.
 
@@ -125,6 +139,11 @@ class Sum:
     """The sum of several distances."""
 
     terms: tuple[Distance, ...]
+
+    @property
+    def compares_sizes(self) -> bool:
+        """See `Distance`."""
+        return any(term.compares_sizes for term in self.terms)
 
     def __call__(self, found: Gradients, target: Target) -> Tensor:
         """See `Distance`."""

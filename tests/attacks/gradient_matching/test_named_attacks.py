@@ -262,6 +262,15 @@ def test_flags_and_diagnoses() -> None:
     assert attack("dlg", headless, steps=1).diagnosis == ""
 
 
+def test_a_batch_whose_update_was_clipped_is_noticed_by_attacks_that_compare_sizes() -> None:
+    whole, _ = view(small_vit(), count=2)
+    clipped = dataclasses.replace(whole, gradients={n: g / 5 for n, g in whole.gradients.items()})
+    for name in ("see_through_gradients", "gradvit", "april_optimisation"):
+        assert "the scale of the update" in attack(name, clipped, steps=1).diagnosis, name
+    assert attack("see_through_gradients", whole, steps=1).diagnosis == ""
+    assert attack("inverting_gradients", clipped, steps=1).diagnosis == ""
+
+
 def test_attacks_a_network_that_is_not_a_vit() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(
