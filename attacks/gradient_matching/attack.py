@@ -21,7 +21,7 @@ from attacks.gradient_matching.distances import Distance
 from attacks.gradient_matching.engine import LoopSettings, OnStep, Outcome, minimise
 from attacks.gradient_matching.evaluation import Candidates
 from attacks.gradient_matching.gradients import Target
-from attacks.gradient_matching.labels import head_bias, infer_labels, infer_sparse_label
+from attacks.gradient_matching.labels import head_bias, infer_labels, infer_one_label
 from attacks.gradient_matching.matched_update import MatchedUpdate, extract_matched_update
 from attacks.gradient_matching.optimisers import Optimiser
 from attacks.gradient_matching.priors import Prior
@@ -267,10 +267,10 @@ class GradientMatching(Attack):
             if given is not None:
                 rows.append(given.to(grey.device))
                 continue
-            bias, weight = head_bias(o.gradients, simulation.head), o.gradients.get(f"{simulation.head}.weight")
-            if self.sent_only and simulation.images == 1 and weight is not None:
-                rows.append(infer_sparse_label(weight, bias))
+            if simulation.images == 1 and (self.sent_only or f"{simulation.head}.bias" not in o.gradients):
+                rows.append(infer_one_label(o.gradients, simulation.head))
             else:
+                bias = head_bias(o.gradients, simulation.head)
                 rows.append(infer_labels(bias, expected.to(bias), simulation.images, o.local_steps))
         return torch.stack(rows)
 

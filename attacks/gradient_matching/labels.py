@@ -60,6 +60,21 @@ def infer_sparse_label(weight: Tensor, bias: Tensor) -> Tensor:
     return torch.where(bias > 0, -torch.inf, scores).argmax()[None]
 
 
+def infer_one_label(gradients: Mapping[str, Tensor], head: str) -> Tensor:
+    """Label of the one image of an update, (1,) int64; from the weight alone where the bias was frozen or not sent.
+
+    Args:
+        gradients, head: see `head_bias`.
+
+    Raises:
+        UsageError: the update holds neither.
+    """
+    bias, weight = (gradients.get(f"{head}.{part}") for part in ("bias", "weight"))
+    if weight is None:
+        return head_bias(gradients, head).argmin()[None]
+    return infer_sparse_label(weight, torch.zeros_like(weight[:, 0]) if bias is None else bias)
+
+
 def head_bias(gradients: Mapping[str, Tensor], head: str) -> Tensor:
     """The gradient of the classifier's bias, (K,).
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attacks.gradient_matching.labels import head_bias, infer_sparse_label
+from attacks.gradient_matching.labels import infer_one_label
 from attacks.gradient_matching.matched_update import extract_matched_update
 from attacks.gradient_matching.simulation import build_simulation
-from attacks.gradient_matching.unrolled import Simulation, math_attention
+from attacks.gradient_matching.unrolled import math_attention
 from attacks.linear.image_prior import TouchingQuadratic, VectorialVariation
 from attacks.linear.intervals import error_bounds, spacing
 from attacks.linear.position_rows import bounds_of_update, position_gradient
@@ -50,7 +50,7 @@ class Message:
         self.deviations = {n: _deviation(error_bounds(observation, n), own) for n, own in self.arithmetic.items()}
         self.spacings = {name: spacing(observation, name) for name in self.sent}
         given, device = observation.labels, next(iter(self.sent.values())).device
-        self.label = _label(update.gradients, self.simulation) if given is None else given.to(device)
+        self.label = infer_one_label(update.gradients, self.simulation.head) if given is None else given.to(device)
 
     @cached_property
     def precision(self) -> Tensor:
@@ -191,12 +191,6 @@ def _lifted(moments: Tensor) -> Tensor:
 def _deviation(bounds: Tensor, arithmetic: float) -> Tensor:
     """Of every entry, by the message's precision and the client's arithmetic."""
     return (bounds.square() / 3 + arithmetic**2).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _label(gradients: dict[str, Tensor], simulation: Simulation) -> Tensor:
-    weight = gradients.get(f"{simulation.head}.weight")
-    bias = head_bias(gradients, simulation.head)
-    return bias.argmin()[None] if weight is None else infer_sparse_label(weight, bias)
 
 
 def _precision(observation: Observation, tokenizer: Tokenizer) -> Tensor:

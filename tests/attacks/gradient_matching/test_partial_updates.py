@@ -11,13 +11,15 @@ from torch import Tensor
 
 from attacks import ATTACKS, Observation, UsageError
 from attacks.gradient_matching.gradients import Target
-from attacks.gradient_matching.labels import infer_sparse_label
+from attacks.gradient_matching.labels import infer_one_label, infer_sparse_label
 from attacks.gradient_matching.matched_update import extract_matched_update
 from attacks.gradient_matching.simulation import build_simulation
 from attacks.gradient_matching.unrolled import math_attention
 from fedmjp.defenses import DEFENSES
+from fedmjp.models import build_model
 from fedmjp.models.vit import drop_activations, skip_blocks
 from fedmjp.objectives import client_loss
+from tests.conftest import observe, photographs
 
 
 def sparse(observation: Observation, share: float) -> Observation:
@@ -103,3 +105,15 @@ def test_what_cannot_be_averaged() -> None:
     assert "no layer of the model drops anything in training" in attack("idlg", observation, mask_draws=2).diagnosis
     with pytest.raises(UsageError, match="mask_draws must not be negative, but is -1"):
         ATTACKS.get("idlg")(mask_draws=-1).validate()
+
+
+@pytest.mark.parametrize("label", [0, 3, 7])
+def test_the_label_shows_without_the_bias_of_the_classifier(label: int) -> None:
+    """Frozen, so that zeros or nothing is sent; also where its weight's rows are all that is left."""
+    built = build_model("vit_micro_32", num_classes=8, weights="random")
+    view = observe(built, photographs(32, 1), torch.tensor([label]))
+    sent = {n: g for n, g in view.gradients.items() if n != "head.bias"}
+    assert infer_one_label(sent, "head").tolist() == [label]
+    assert infer_one_label(view.gradients, "head").tolist() == [label]
+    with pytest.raises(UsageError, match="no gradient of the classifier's bias"):
+        infer_one_label({n: g for n, g in sent.items() if n != "head.weight"}, "head")
