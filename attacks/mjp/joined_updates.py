@@ -197,8 +197,14 @@ def nothing_masked(observation: Observation, *, spans: bool = False) -> str:
         return str(error)
     if rows.masked.any():
         return ""
-    named = "patch_embedding" if isinstance(rows, PositionRows) else "token_span"
-    return f"no position is masked: {named} gives the same answer"
+    if isinstance(rows, SpanUpdate):
+        return "no position is masked: token_span gives the same answer"
+    if len(rows.masked) < rows.tokenizer.width:
+        return "no position is masked: patch_embedding gives the same answer"
+    return (
+        "no position is masked: patch_embedding solves one such update, and noisy_rounds several of one image, which "
+        "with no more channels than patches give more together"
+    )
 
 
 def solve(update: PositionRows | SpanUpdate) -> MaskedUpdate:

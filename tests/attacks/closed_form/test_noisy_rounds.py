@@ -16,6 +16,7 @@ from attacks.linear.noisy_update import noise_of, noisy_system, read_noisy_updat
 from fedmjp.defenses import DEFENSES
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.vit import ViT
 from tests.conftest import observe, photographs
 
 attack = ATTACKS.get("noisy_rounds")
@@ -113,6 +114,22 @@ def test_a_server_that_knows_takes_every_update(trained) -> None:
     assert attack(one_image=True)(views).details["updates"] == 3
 
 
+def test_exact_updates_settle_more_patches_than_channels_together() -> None:
+    torch.manual_seed(0)
+    module = ViT(img_size=32, patch_size=4, embed_dim=48, depth=1, num_heads=4, num_classes=10).eval()
+    narrow = BuiltModel(module, "narrow", "standard", 32, 4, (0.5,) * 3, (0.25,) * 3, "random")
+    image, named = photographs(32, 1), ATTACKS.get("patch_embedding")
+    views = rounds(narrow, image, 3, 0.0)
+    assert "the only one" in attack().obstacle(views[:1])
+    assert attack().obstacle(views) == ""
+    assert "noisy_rounds several" in ATTACKS.get("mjp_rounds")().obstacle(views)
+    alone, found = named()(views[-1:]), attack()(views)
+    assert found.details["updates"] == 3
+    assert found.diagnosis == ""
+    assert found.known.all()
+    assert float(psnr(found.images, image)) > 60 > 40 > float(psnr(alone.images, image))
+
+
 @pytest.fixture(scope="module")
 def masked() -> list[Observation]:
     """Six jigsawed steps of one photograph, gamma 0.1, and two of another one, without noise."""
@@ -161,6 +178,9 @@ def test_what_stands_in_its_way() -> None:
     views = [observe(model, photographs(32, 1)), observe(model, photographs(32, 1), mask=mask)]
     assert "shows no noise" in attack().obstacle(views[:1])
     assert "shows no noise: mjp_subspace" in attack().obstacle(views[1:])
+    assert "shows no noise: mjp_rounds" in attack().obstacle(views[1:] * 2)
+    wide = observe(build_model("vit_mini_32", num_classes=5, weights="random"), photographs(32, 1))
+    assert "settles all 64 patches" in attack().obstacle([wide, wide])
     sent = views[1].gradients["pos_embed"].clone()
     sent[:, 1:] = 0
     every = dataclasses.replace(views[1], gradients={**views[1].gradients, "pos_embed": sent})
