@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from attacks.closed_form.base import ClosedForm, Equation, System
-from attacks.linear.completion import VOUCHED_DEVIATION
+from attacks.linear.completion import VOUCHED_DEVIATION, above_noise
 from attacks.linear.errors_in_variables import RoundedSystem, correct
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.least_squares import RowSolution
@@ -43,10 +43,6 @@ LEAST_KNOWN = 0.5
 # Below this share nothing is vouched for: the prior settles the others, and its guess is not always right (of random
 # ViTs of 64 patches up to 3 of 64 were wrong with 48 channels, none with 60).
 VOUCHED_KNOWN = 0.9
-# Factor on a patch's standard error by the noise of the message, which is then that of a patch at 25 dB at most. With
-# noise of 1e-5 to 3e-3 of an update's rms entry 4 of 4,347 patches vouched for are below 25 dB (six photographs each,
-# vit_mini_32 and vit_mini_64, trained, the latter random, too); without the factor 1 in 100 would be.
-NOISE_SLACK = 2**0.5
 # Share of dL/dE that the solution may leave unexplained: float32 leaves 1e-6, half precision 1e-3.
 LARGEST_RESIDUAL = 0.05
 # The same where an update sums local steps. On one image they leave 1e-6 to 7e-4 (two photographs, trained vit_mini_64,
@@ -119,10 +115,9 @@ def _sure(solution: RowSolution, std: tuple[float, ...], *, noisy: bool) -> Tens
         std: per-channel normalisation of the inputs.
         noisy: see `PositionRows`.
     """
-    deviation = solution.noise * solution.gains.sqrt() * (sum(std) / len(std))  # of a pixel in [0, 1]
     guessed = solution.rank < VOUCHED_KNOWN * len(solution.rows)
     unmeasured = noisy and not solution.spare
-    return (NOISE_SLACK * deviation < VOUCHED_DEVIATION) & (not guessed and not unmeasured)
+    return above_noise(solution.noise * solution.gains.sqrt(), std) & (not guessed and not unmeasured)
 
 
 def corrected(

@@ -58,6 +58,8 @@ class MaskedUpdate:
         tilt: (k,) expected squared sine of the angle by which noise turns each row of `basis`.
         masked: (N,) bool.
         noise: rms error of a visible row's pixel off the basis.
+        deviation: (N,) standard error of a pixel of each visible row off the basis, by the message's noise; 0 of masked
+            ones, and where `sums` weighs the equations.
         rank: numerical rank of the hidden rows.
         condition: of G_U.
         dal_weight: see `PositionRows`.
@@ -78,6 +80,7 @@ class MaskedUpdate:
     tilt: Tensor
     masked: Tensor
     noise: float
+    deviation: Tensor
     rank: int
     condition: float
     dal_weight: float
@@ -136,6 +139,8 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         scale[masked] = MASKED_SLACK * masked_scale
         scale[~masked] = solution.gains.sqrt()
     noise, spare = solution.noise, max(solution.spare, 1)
+    deviation = torch.zeros_like(scale)
+    deviation[~masked] = noise * solution.gains.sqrt()
     hides = update.tokenizer.hides_positions  # else the rows are zero for another reason
     usable = not update.dropped and not update.unmet_assumptions()
     anything = hides and bool(masked.all() or hidden >= p + (update.tokenizer.bias is not None))
@@ -147,6 +152,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
         tilt=(p * noise**2 / (spare * sizes.square())).clamp(max=1),
         masked=masked,
         noise=noise * float(solution.gains.mean()) ** 0.5 if len(solution.gains) else noise,
+        deviation=deviation,
         rank=len(solution.unknown),
         condition=solution.condition,
         dal_weight=update.dal_weight,
@@ -194,8 +200,14 @@ def _reasons(update: PositionRows, solution: RowSolution) -> list[str]:
             f"{mask}; with {width} channels only {_shown(update, solution)} directions of the {hidden} hidden ones can "
             f"be seen (needs more channels than patches, here {width} and {len(update.masked)})"
         )
-    elif _is_mixed(update, solution):
-        reasons.append(f"{mask} and the others have rank {solution.rank} of {visible}: some patches stay mixed")
+    elif solution.rank < visible:
+        told_apart = f"rank {solution.rank} of {visible}: some patches stay mixed"
+        reasons.append(
+            f"{mask} and the others have {told_apart}"
+            if hidden
+            else f"the position rows have {told_apart} "
+            "(patch_embedding settles them by its prior, and vouches for the others)"
+        )
     return reasons
 
 

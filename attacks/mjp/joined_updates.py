@@ -41,6 +41,7 @@ class JoinedUpdates:
         last: the last update, solved.
         equations: of all updates that show its image.
         shown: (N,) bool, patches that at least one of them shows.
+        deviation: (N,) standard error of a pixel of each patch by the noise of the updates that show it.
         reasons: why not to trust the equations, in words; empty where they hold.
         changed: of the updates, those in another view than the last one's.
         noisy: one of them holds more than round-off explains.
@@ -50,6 +51,7 @@ class JoinedUpdates:
     last: MaskedUpdate
     equations: NormalEquations
     shown: Tensor
+    deviation: Tensor
     reasons: tuple[str, ...]
     changed: int
     noisy: bool
@@ -73,14 +75,28 @@ def join_updates(observations: Sequence[Observation], *, spans: bool = False) ->
     if last.narrow:
         return _join_narrow(target, last, target_and_earlier[:0:-1])
     tokenizer, equations, shown, changed = target.tokenizer, last.equations(), ~last.masked, 0
-    noisy = target.noisy
+    noisy, shows = target.noisy, [(last, _unmoved(last, tokenizer))]
     if not last.reasons:
         for rows, update, view in _same_image(Target.of(target, last), target_and_earlier[:0:-1]):
             noisy |= rows.noisy
             equations.merge(view.moved(update.equations(), tokenizer))
             shown = shown | view.flags(~update.masked)
             changed += not view.plain
-    return JoinedUpdates(tokenizer, last, equations, shown, last.reasons, changed, noisy)
+            shows.append((update, view))
+    return JoinedUpdates(tokenizer, last, equations, shown, _deviation(shows), last.reasons, changed, noisy)
+
+
+def _unmoved(update: MaskedUpdate, tokenizer: Tokenizer) -> View:
+    """The view that shows every patch in its own place."""
+    return View.of(tokenizer, torch.arange(len(update.masked), device=update.masked.device))
+
+
+def _deviation(shows: Sequence[tuple[MaskedUpdate, View]]) -> Tensor:
+    """See `JoinedUpdates.deviation`: each update's equations have the weight of its mean noise."""
+    weights = torch.stack([update.noise**-2 * view.flags(~update.masked) for update, view in shows])  # (T, N)
+    weights = weights / weights.sum(dim=0).clamp(min=torch.finfo(weights.dtype).tiny)
+    own = torch.stack([update.deviation[view.source] for update, view in shows])
+    return (weights * own).square().sum(dim=0).sqrt()
 
 
 def _join_narrow(
@@ -94,13 +110,15 @@ def _join_narrow(
         found = "1 was" if len(updates) == 1 else f"{len(updates)} were"
         missing = f"{LEAST_UPDATES} updates of the image would show all of them, and {found} found"
         reasons = (*last.reasons, missing)
-        return JoinedUpdates(target.tokenizer, last, last.equations(), ~last.masked, reasons, 0, noisy)
+        own = last.equations(), ~last.masked, last.deviation
+        return JoinedUpdates(target.tokenizer, last, *own, reasons, 0, noisy)
     *completed, last = complete_spans(updates)
     equations = last.equations()
     for update in completed:
         equations.merge(update.equations())
     shown = torch.stack([~update.masked for update in updates]).any(dim=0)
-    return JoinedUpdates(target.tokenizer, last, equations, shown, (), changed, noisy)
+    deviation = _deviation([(update, _unmoved(update, target.tokenizer)) for update in updates])
+    return JoinedUpdates(target.tokenizer, last, equations, shown, deviation, (), changed, noisy)
 
 
 def _narrow_of_same_image(

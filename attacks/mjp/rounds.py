@@ -82,8 +82,8 @@ class MJPRounds(Attack):
         # (shipped vit_mini_64_mjp, gamma 0.3, seven photographs; of two to four updates 13, 11 and 3 %).
         alone = updates == 1 and not isinstance(read_update(target, spans=True), PositionRows)
         settled = joined.last.dropped or alone
-        noisy = joined.noisy
-        sure = sure_patches(observations, joined.tokenizer, estimate, completed, settled=settled, noisy=noisy)
+        settling = observations, joined.tokenizer, estimate, completed, joined.deviation
+        sure = sure_patches(*settling, settled=settled, noisy=joined.noisy)
         details = details_of(joined.last, sure) | {
             "updates": updates,
             "changed": joined.changed,

@@ -120,6 +120,7 @@ def read_span_update(observation: Observation) -> SpanUpdate:
         tilt=torch.zeros_like(values[open_]),
         masked=masked,
         noise=float(solid[~open_].reciprocal().mean().sqrt()),
+        deviation=torch.zeros_like(sums.squares),
         rank=int(open_.sum()),
         condition=float((values[-1] / values[~open_][0]).sqrt()),
         dal_weight=0.0,

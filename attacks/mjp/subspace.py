@@ -8,7 +8,7 @@ as what prior and neighbours choose within the span of what was hidden: roughly,
 What it reaches at which gamma: benchmarks/mjp_adaptive.py; how well its confidence agrees with the truth:
 benchmarks/calibration.py.
 
-Without a mask it is `patch_embedding` on a model with at most as many patches as channels.
+Without a mask it is `patch_embedding` where the position rows tell all patches apart, and else vouches for nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class MJPSubspace(Attack):
         update = solve_masked(rows)
         estimate = update.estimate()
         found = complete(self.prior, estimate, rows.tokenizer, observation.std, ~update.masked, updates=1)
-        sure = sure_patches([observation], rows.tokenizer, estimate, found, settled=update.dropped, noisy=rows.noisy)
+        settling = observations[-1:], rows.tokenizer, estimate, found, update.deviation
+        sure = sure_patches(*settling, settled=update.dropped, noisy=rows.noisy)
         diagnosis, details = "; ".join(update.reasons), details_of(update, sure)
         patches = correct_rounded(observations[-1:], found.patches, self.prior)[0] if self.intervals else found.patches
         return render(observation, rows.tokenizer, patches, sure, diagnosis, details)

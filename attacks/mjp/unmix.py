@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.linear.completion import VOUCHED_DEVIATION, render
+from attacks.linear.completion import VOUCHED_DEVIATION, above_noise, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.normal_equations import Estimate
@@ -147,7 +147,7 @@ class Unmix(PlacingAttack):
             raise UsageError(nothing_masked(observation, spans=True))
         known, guess, details = self.known_patches(joined, observation)
         if not len(known.basis):
-            sure = torch.full_like(known.unseen, exact(known, observation))
+            sure = above_noise(joined.deviation, observation.std) & exact(known, observation)
             return render(observation, tokenizer, guess, sure, "", details)
         try:
             block = read_first_block(observation, tokenizer)

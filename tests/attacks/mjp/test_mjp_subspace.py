@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from attacks import ATTACKS, Observation, find_tokenizer
 from attacks.closed_form.patch_embedding import PatchEmbedding
+from attacks.linear.confidence import RIGHT_DB
 from attacks.linear.image_prior import VectorialVariation, _Scene
 from attacks.linear.least_squares import solve_rows
 from attacks.linear.masked_update import solve_masked
@@ -19,6 +20,7 @@ from attacks.memory import remember
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
+from fedmjp.models.vit import ViT
 from fedmjp.objectives import client_loss
 from tests.conftest import observe, photographs
 
@@ -260,6 +262,35 @@ def test_the_mask_shows_through_noise(relative: float) -> None:
 def test_no_mask_is_invented(exact: BuiltModel) -> None:
     for i, image in enumerate(photographs(64, 6).double()):
         assert not masked_rows(sent_rows(jigsawed(exact, image[None], 0.0, seed=i))).any()
+
+
+def narrow(width: int) -> BuiltModel:
+    """A ViT of 64 patches and few channels."""
+    torch.manual_seed(0)
+    module = ViT(img_size=64, patch_size=8, embed_dim=width, depth=1, num_heads=1, num_classes=10).eval()
+    return BuiltModel(module, "narrow", "standard", 64, 8, (0.5,) * 3, (0.25,) * 3, "random")
+
+
+@pytest.mark.parametrize("name", ["mjp_subspace", "mjp_rounds", "unmix"])
+@pytest.mark.parametrize(("width", "noise"), [(48, 0.0), (60, 0.0), (66, 2e-7)])
+def test_no_wrong_patch_of_an_unmasked_update_is_vouched_for(name: str, width: int, noise: float) -> None:
+    """With fewer channels than patches, or equations so few that noise of the size of round-off counts."""
+    model, image = narrow(width), photographs(64, 3)[2:]
+    view, generator = observe(model, image), torch.Generator().manual_seed(0)
+    size = noise * torch.cat([g.flatten() for g in view.gradients.values()]).square().mean().sqrt()
+    sent = {n: g + size * torch.randn(g.shape, generator=generator) for n, g in view.gradients.items()}
+    found = ATTACKS.get(name)()([dataclasses.replace(view, gradients=sent)])
+    if width < 64:
+        assert "some patches stay mixed" in found.diagnosis
+        assert found.images is None or not found.known.any()
+        return
+    cut = find_tokenizer(model.module, (3, 64, 64)).patchify
+    wrong = cut((found.images - image).square())[0].mean(dim=1) > 10 ** (-RIGHT_DB / 10)
+    vouched = cut(found.known.expand(-1, 3, -1, -1).float())[0].amin(dim=1) > 0
+    assert found.diagnosis == ""
+    assert wrong.any()
+    assert not (wrong & vouched).any()
+    assert int(vouched.sum()) > 50
 
 
 @pytest.mark.long  # the table of MJP attacks holds the same on 50 photographs
