@@ -33,6 +33,7 @@ from attacks.linear.position_rows import (
     projection_products,
     read_position_rows,
     unbalanced,
+    unseen_noise,
 )
 from attacks.observation import Observation
 from attacks.tokenizer import Tokenizer
@@ -102,7 +103,10 @@ class PatchEmbedding(ClosedForm):
                 f"the solution leaves {solution.residual:.0%} of the projection's gradient unexplained: the update is "
                 "not the exact gradient of one image (noise, quantisation, or a defence)"
             )
-        sure = _sure(solution, observation.std, noisy=read_position_rows(observation).noisy)
+        noisy = read_position_rows(observation).noisy
+        if not solution.spare:
+            reasons += unseen_noise(noisy)
+        sure = _sure(solution, observation.std, noisy=noisy is not False)
         return settle_rows(solution, tokenizer, observation.std, self.prior), sure
 
 
@@ -113,7 +117,7 @@ def _sure(solution: RowSolution, std: tuple[float, ...], *, noisy: bool) -> Tens
 
     Args:
         std: per-channel normalisation of the inputs.
-        noisy: see `PositionRows`.
+        noisy: the update holds more than round-off, or may.
     """
     guessed = solution.rank < VOUCHED_KNOWN * len(solution.rows)
     unmeasured = noisy and not solution.spare

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from attacks.attention import FirstAttention, find_first_attention
-from attacks.linear.input_spans import InputEquations, InputSpan, count_inputs, layer_gradient, span_of_inputs
+from attacks.linear.input_spans import (
+    InputEquations,
+    InputSpan,
+    attention_gradient,
+    count_inputs,
+    layer_gradient,
+    span_of_inputs,
+)
 from attacks.observation import Observation
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -77,13 +84,6 @@ def was_sent(observation: Observation, name: str | None) -> bool:
 def prefix_tokens(tokenizer: Tokenizer) -> int:
     """Tokens of the first block that are no patches."""
     return max(tokenizer.prefix_rows, tokenizer.prefix)
-
-
-def attention_gradient(observation: Observation, attention: FirstAttention) -> Tensor:
-    """[dL/dW_qkv, dL/db_qkv] of the first attention, (3 D, D + 1); (3 D, D) where not all biases were sent."""
-    parts = [layer_gradient(observation.gradients, name) for name in attention.weights]
-    width = min(part.shape[1] for part in parts)
-    return torch.cat([part[:, :width] for part in parts])
 
 
 def count_tokens(observation: Observation, images: int = 1) -> int:

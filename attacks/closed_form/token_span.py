@@ -34,7 +34,6 @@ from attacks.closed_form.token_equations import (
     LEAST_PRECISION,
     Block,
     attention_equations,
-    attention_gradient,
     check_block,
     patch_equations,
     prefix_tokens,
@@ -43,7 +42,7 @@ from attacks.closed_form.token_equations import (
 )
 from attacks.linear.completion import VOUCHED_DEVIATION, render
 from attacks.linear.image_prior import Settled, VectorialVariation
-from attacks.linear.input_spans import InputEquations, count_inputs, layer_gradient, span_of_inputs
+from attacks.linear.input_spans import InputEquations, attention_gradient, count_inputs, layer_gradient, span_of_inputs
 from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.normal_equations import SETTLED, Estimate
 from attacks.linear.position_rows import position_gradient, read_position_rows, unmet_assumptions

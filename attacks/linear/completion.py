@@ -81,7 +81,7 @@ def sure_patches(
     deviation: Tensor,
     *,
     settled: bool,
-    noisy: bool,
+    noisy: bool | None,
 ) -> Tensor:
     """(N,) bool, the patches to vouch for of an image that masked updates show.
 
@@ -96,9 +96,10 @@ def sure_patches(
         deviation: (N,), see `above_noise`: where no direction is open nothing else shows a badly conditioned row.
         settled: count only patches that the equations alone settle: others may be missing from them, or the
             probabilities were not calibrated for equations such as these.
-        noisy: an update holds more than round-off explains.
+        noisy: an update holds more than round-off explains; None where nothing shows whether one does.
     """
-    if noisy or any(coarseness(one, (tokenizer.positions, tokenizer.weight)) > COARSE for one in observations):
+    read = tokenizer.positions, tokenizer.weight
+    if noisy is not False or any(coarseness(one, read) > COARSE for one in observations):
         return torch.zeros_like(completed.vouched)
     sure = estimate.settled() if settled else completed.vouched
     return sure & above_noise(deviation, observations[-1].std)

@@ -32,6 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.attention import FirstAttention
+from attacks.observation import Observation
+
 # Noise of an entry of S: round-off units of the type, times the rms entry of its row.
 ROUND_OFF_UNITS = 1.0
 # Noise beyond the span above this multiple of round-off is measured row by row; where it is above the second number,
@@ -134,6 +137,13 @@ def layer_gradient(gradients: Mapping[str, Tensor], weight: str) -> Tensor:
     """
     columns, bias = gradients[weight].flatten(1), gradients.get(bias_of(weight))
     return columns if bias is None else torch.cat([columns, bias[:, None].to(columns)], dim=1)
+
+
+def attention_gradient(observation: Observation, attention: FirstAttention) -> Tensor:
+    """[dL/dW_qkv, dL/db_qkv] of the first attention, (3 D, D + 1); (3 D, D) where not all biases were sent."""
+    parts = [layer_gradient(observation.gradients, name) for name in attention.weights]
+    width = min(part.shape[1] for part in parts)
+    return torch.cat([part[:, :width] for part in parts])
 
 
 def bias_of(weight: str) -> str:

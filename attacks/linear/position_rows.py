@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.linear.added_noise import NOISY, noise_without_bias
 from attacks.linear.input_spans import count_inputs
 from attacks.linear.intervals import COARSE, coarseness, error_bounds, format_of
 from attacks.linear.localisation import localisation_gradient, weight_by_head
@@ -45,9 +46,8 @@ LEAST_SHARE = 1e-3
 # Share of dL/db by which the rows may differ from it before they are taken for something else than token gradients, and
 # the same in units of what the message's precision explains.
 IMBALANCE, ROUNDED = 1e-4, 4.0
-# The same above which an update counts as noisy. Float32 leaves 5e-8 to 2.4e-7 (six photographs, five models, also MJP
-# at gamma 0.1 to 0.9), noise of 1e-6 of an update's rms entry 6e-6 to 2e-5, of 3e-6 2e-5 to 6e-5.
-NOISY = 1e-5
+# Above `NOISY` of dL/db an update counts as noisy. Float32 leaves 5e-8 to 2.4e-7 (six photographs, five models, also
+# MJP at gamma 0.1 to 0.9), noise of 1e-6 of an update's rms entry 6e-6 to 2e-5, of 3e-6 2e-5 to 6e-5.
 # Share of dL/db by which added noise may make them differ: up to there rounds are joined as without noise (it is 0.01
 # to 0.03 for noise of 1e-4 of an update's rms entry on three photographs with trained models). At 0.1 and more many of
 # the patches are wrong that joined updates give. Rows of noise have cosines of D^-1/2; theirs are at most so many
@@ -71,6 +71,8 @@ class PositionRows:
         dal_weight: lambda as found; 0.0 where no term was found.
         imbalance: |sum of rows + shared row - dL/db| / |dL/db|, near 0 where the rows are token gradients; NaN where
             the update lacks the gradients for it.
+        noisy: whether the rows miss dL/db by more than the round-off of float32; where the update lacks the gradients
+            for it, whether anything else shows noise (`attacks.linear.added_noise`), None where nothing could.
         rounding: share of dL/db by which they disagree because of the message's precision, or of noise that the client
             added and masked rows show, by expectation.
         bounds: see `bounds_of_update`.
@@ -87,6 +89,7 @@ class PositionRows:
     dtype: torch.dtype
     dal_weight: float
     imbalance: float
+    noisy: bool | None
     rounding: float
     bounds: tuple[Tensor, Tensor] | None
     dropped: bool
@@ -94,11 +97,6 @@ class PositionRows:
     num_examples: int
     local_steps: int
     doubts: tuple[str, ...]
-
-    @property
-    def noisy(self) -> bool:
-        """Whether the rows miss dL/db by more than the round-off of float32; False where dL/db was not sent."""
-        return self.imbalance > NOISY
 
     @property
     def seen(self) -> int:
@@ -148,6 +146,9 @@ def _read_position_rows(observation: Observation) -> PositionRows:
     if observation.drops_patches:
         seen = count_inputs(products, observation.gradients[tokenizer.weight].dtype)
         hidden = min(hidden, max(seen - int((~masked).sum()), 0))
+    noisy = imbalance > NOISY
+    if math.isnan(imbalance) and products.isfinite().all() and rows.isfinite().all():
+        noisy = noise_without_bias(observation, rows[~masked], products, hidden)
     return PositionRows(
         tokenizer,
         rows,
@@ -156,6 +157,7 @@ def _read_position_rows(observation: Observation) -> PositionRows:
         format_of(observation, tokenizer.weight),
         weight,
         imbalance,
+        noisy,
         math.hypot(
             rounding_of_balance(observation, tokenizer), _noise_of_balance(sent[tokenizer.prefix :], masked, products)
         ),
@@ -237,6 +239,20 @@ def places_unknown(tokenizer: Tokenizer) -> list[str]:
     if tokenizer.hides_positions:
         reasons.append("positions of this model may be masked, and a masked token's place is not looked for here")
     return reasons
+
+
+def unseen_noise(noisy: bool | None) -> list[str]:
+    """That nothing shows whether an update holds noise, in words; empty where something does.
+
+    Args:
+        noisy: see `PositionRows`.
+    """
+    if noisy is not None:
+        return []
+    return [
+        "whether the update holds noise does not show, and with no more channels than patches noise would leave wrong "
+        "ones: it lacks the gradient of the projection's bias, and that of the first attention's with its bias"
+    ]
 
 
 def unbalanced(imbalance: float, rounding: float) -> list[str]:

@@ -44,7 +44,7 @@ class JoinedUpdates:
         deviation: (N,) standard error of a pixel of each patch by the noise of the updates that show it.
         reasons: why not to trust the equations, in words; empty where they hold.
         changed: of the updates, those in another view than the last one's.
-        noisy: one of them holds more than round-off explains.
+        noisy: one of them holds more than round-off explains; None where nothing shows whether one does.
     """
 
     tokenizer: Tokenizer
@@ -54,7 +54,7 @@ class JoinedUpdates:
     deviation: Tensor
     reasons: tuple[str, ...]
     changed: int
-    noisy: bool
+    noisy: bool | None
 
     def estimate(self) -> Estimate:
         """The solution of all equations."""
@@ -75,15 +75,22 @@ def join_updates(observations: Sequence[Observation], *, spans: bool = False) ->
     if last.narrow:
         return _join_narrow(target, last, target_and_earlier[:0:-1])
     tokenizer, equations, shown, changed = target.tokenizer, last.equations(), ~last.masked, 0
-    noisy, shows = target.noisy, [(last, _unmoved(last, tokenizer))]
+    read, shows = [target], [(last, _unmoved(last, tokenizer))]
     if not last.reasons:
         for rows, update, view in _same_image(Target.of(target, last), target_and_earlier[:0:-1]):
-            noisy |= rows.noisy
+            read.append(rows)
             equations.merge(view.moved(update.equations(), tokenizer))
             shown = shown | view.flags(~update.masked)
             changed += not view.plain
             shows.append((update, view))
-    return JoinedUpdates(tokenizer, last, equations, shown, _deviation(shows), last.reasons, changed, noisy)
+    deviation, noisy = _deviation(shows), _noisy(read)
+    return JoinedUpdates(tokenizer, last, equations, shown, deviation, last.reasons, changed, noisy)
+
+
+def _noisy(updates: Sequence[PositionRows | SpanUpdate]) -> bool | None:
+    """See `JoinedUpdates.noisy`."""
+    found = [update.noisy for update in updates]
+    return True if True in found else None if None in found else False
 
 
 def _unmoved(update: MaskedUpdate, tokenizer: Tokenizer) -> View:
@@ -105,7 +112,7 @@ def _join_narrow(
     """The same where each update shows a part of its hidden span only, and their differences the rest."""
     others = _narrow_of_same_image(target, last, earlier)
     updates, changed = [*(update for _, update, _ in others), last], sum(mirrored for *_, mirrored in others)
-    noisy = any(rows.noisy for rows in (target, *(rows for rows, *_ in others)))
+    noisy = _noisy([target, *(rows for rows, *_ in others)])
     if len(updates) < LEAST_UPDATES:
         found = "1 was" if len(updates) == 1 else f"{len(updates)} were"
         missing = f"{LEAST_UPDATES} updates of the image would show all of them, and {found} found"

@@ -30,7 +30,7 @@ from typing import ClassVar
 from attacks.base import Attack
 from attacks.linear.completion import complete, render, sure_patches
 from attacks.linear.image_prior import VectorialVariation
-from attacks.linear.position_rows import PositionRows
+from attacks.linear.position_rows import PositionRows, unseen_noise
 from attacks.mjp.joined_updates import join_updates, nothing_masked, obstacle_to_joining, read_update
 from attacks.mjp.rounded import correct_rounded, inexact, seconds_of_correction
 from attacks.mjp.subspace import details_of
@@ -91,7 +91,7 @@ class MJPRounds(Attack):
             "open": len(estimate.open),
             "residual": estimate.residual,
         }
-        diagnosis, patches = "; ".join(joined.reasons), completed.patches
+        diagnosis, patches = "; ".join([*joined.reasons, *unseen_noise(joined.noisy)]), completed.patches
         if self.intervals:
             patches, details["updates"] = correct_rounded(observations, patches, self.prior, updates)
         return render(target, joined.tokenizer, patches, sure, diagnosis, details)

@@ -23,7 +23,7 @@ from attacks.base import Attack
 from attacks.linear.completion import complete, render, sure_patches
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.masked_update import MaskedUpdate, solve_masked
-from attacks.linear.position_rows import read_position_rows
+from attacks.linear.position_rows import read_position_rows, unseen_noise
 from attacks.mjp.joined_updates import nothing_masked
 from attacks.mjp.rounded import correct_rounded, seconds_of_correction
 from attacks.observation import Capability, Observation, Reconstruction
@@ -62,7 +62,8 @@ class MJPSubspace(Attack):
         found = complete(self.prior, estimate, rows.tokenizer, observation.std, ~update.masked, updates=1)
         settling = observations[-1:], rows.tokenizer, estimate, found, update.deviation
         sure = sure_patches(*settling, settled=update.dropped, noisy=rows.noisy)
-        diagnosis, details = "; ".join(update.reasons), details_of(update, sure)
+        diagnosis = "; ".join([*update.reasons, *unseen_noise(rows.noisy)])
+        details = details_of(update, sure)
         patches = correct_rounded(observations[-1:], found.patches, self.prior)[0] if self.intervals else found.patches
         return render(observation, rows.tokenizer, patches, sure, diagnosis, details)
 

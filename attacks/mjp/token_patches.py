@@ -55,7 +55,7 @@ class KnownPatches:
         basis: B, (k, P) orthonormal, the directions left unknown.
         masked: (N,) bool, places whose tokens bear the shared embedding in the update whose gradients are read.
         unseen: (N,) bool, places that no update shows: any of the unseen patches may be there.
-        noisy: an update that gave the equations holds more than round-off explains.
+        noisy: an update that gave the equations holds more than round-off explains, or may.
     """
 
     rows: Tensor

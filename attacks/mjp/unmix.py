@@ -27,7 +27,7 @@ from attacks.linear.completion import VOUCHED_DEVIATION, above_noise, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.normal_equations import Estimate
-from attacks.linear.position_rows import PositionRows, position_gradient, unmet_assumptions
+from attacks.linear.position_rows import PositionRows, position_gradient, unmet_assumptions, unseen_noise
 from attacks.mjp.attended_tokens import AttendedSearch
 from attacks.mjp.joined_updates import (
     JoinedUpdates,
@@ -148,7 +148,7 @@ class Unmix(PlacingAttack):
         known, guess, details = self.known_patches(joined, observation)
         if not len(known.basis):
             sure = above_noise(joined.deviation, observation.std) & exact(known, observation)
-            return render(observation, tokenizer, guess, sure, "", details)
+            return render(observation, tokenizer, guess, sure, "; ".join(unseen_noise(joined.noisy)), details)
         try:
             block = read_first_block(observation, tokenizer)
         except UsageError as error:
@@ -239,7 +239,7 @@ class Unmix(PlacingAttack):
             return known, guess, {"masked": int(last.masked.sum()), "rank": len(known.basis)}
         guess = self._guess(estimate, observation, tokenizer)
         if joined.equations.updates == 1:
-            known = KnownPatches(last.rows, last.basis, last.masked, last.masked, joined.noisy)
+            known = KnownPatches(last.rows, last.basis, last.masked, last.masked, joined.noisy is not False)
             return known, guess, {"masked": int(last.masked.sum()), "rank": last.rank}
         details = {
             "masked": int(last.masked.sum()),
@@ -248,7 +248,8 @@ class Unmix(PlacingAttack):
             "open": len(estimate.open),
         }
         rows = estimate.patches(torch.zeros_like(estimate.centre))
-        return KnownPatches(rows, estimate.open, last.masked, ~joined.shown, joined.noisy), guess, details
+        noisy = joined.noisy is not False
+        return KnownPatches(rows, estimate.open, last.masked, ~joined.shown, noisy), guess, details
 
 
 def layers_of(model: nn.Module) -> tuple[str, ...]:
