@@ -26,7 +26,7 @@ def sent(view: Observation, noise: float = 0.0, without: tuple[str, ...] = (BIAS
 
 @pytest.fixture(scope="module")
 def hiding() -> BuiltModel:
-    return build_model("vit_mini_64_mjp", num_classes=8, weights="random")
+    return build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="none")
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.2])
