@@ -75,7 +75,8 @@ def read_step(observation: Observation) -> Step:
         UsageError: the update does not hold such equations; the message names the condition that fails.
     """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
-    if tokenizer.positions is not None and position_gradient(observation, tokenizer) is None:
+    added = tokenizer.positions is not None or tokenizer.fixed_positions is not None
+    if added and position_gradient(observation, tokenizer) is None:
         if not observation.weights_granted:
             raise UsageError(f"{missing_positions(observation, tokenizer)}; {WITHOUT_WEIGHTS}")
         if observation.local_steps > 1:

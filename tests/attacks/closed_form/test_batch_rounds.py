@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from statistics import median
 
@@ -165,6 +166,15 @@ def test_without_position_gradient_every_image_fulfils_the_equations(exact, imag
         span = np.linalg.qr((x[b] - x[a]).numpy().T)[0].T
         free = step.basis.numpy()
         np.testing.assert_allclose(span - span @ free.T @ free, 0, atol=1e-3)
+
+
+def test_frozen_positions_are_read_as_withheld_ones(exact, views) -> None:
+    frozen = copy.deepcopy(exact.module)
+    frozen.pos_embed.requires_grad_(False)
+    trained = withheld(views[PAIRS[0]])
+    step, same = read_step(dataclasses.replace(trained, model=frozen)), read_step(trained)
+    assert step.equations == same.equations
+    torch.testing.assert_close(step.rows, same.rows)
 
 
 def test_without_position_gradient_batches_are_separated(exact, images, views) -> None:
