@@ -13,6 +13,7 @@ k N' tokens, and every image's patch at a place fulfils the same conditions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.attention import FirstAttention, find_first_attention
+from attacks.layer_inputs import differs, layer_inputs, made_up_image, once_a_model
 from attacks.linear.input_spans import (
     InputEquations,
     InputSpan,
@@ -100,11 +102,12 @@ def count_tokens(observation: Observation, images: int = 1) -> int:
 
 
 def check_block(observation: Observation, images: int = 1) -> tuple[Tokenizer, Tensor, FirstAttention]:
-    """Tokenizer, position embedding (prefix + N, D) and first attention of a model, after checks that take no time.
+    """Tokenizer, position embedding (prefix + N, D) and first attention of a model, after checks that take little time.
 
     Raises:
         UsageError: the model adds no position embedding, its attention or norm is not known, the update lacks the
-            attention's gradient, or there are too many tokens for the channels.
+            attention's gradient, there are too many tokens for the channels, or something stands between embedding and
+            attention (a norm, say), so that its inputs are others.
     """
     model = observation.model
     tokenizer = find_tokenizer(model, observation.image_shape)
@@ -127,7 +130,52 @@ def check_block(observation: Observation, images: int = 1) -> tuple[Tokenizer, T
             f"leaves {max(tokenizer.width - tokens, 0)} equations a patch for "
             f"{min(tokenizer.num_patches, tokenizer.patch_dim + 1)} unknowns (needs tokens < channels)"
         )
+    if not observation.drops_patches:
+        shape = observation.image_shape
+        reason = once_a_model(
+            model, ("attention", shape), lambda: _other_tokens(model, tokenizer, attention, positions, shape)
+        )
+        if reason:
+            raise UsageError(reason)
     return tokenizer, positions, attention
+
+
+def _other_tokens(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    attention: FirstAttention,
+    positions: Tensor,
+    image_shape: tuple[int, int, int],
+) -> str:
+    """Why the first attention does not receive the normalised projection + position of every patch, or "".
+
+    Shown by one made-up image. A model that cannot be run, such as what is kept of earlier rounds, is taken at its
+    names.
+    """
+    weights = dict(model.named_parameters())
+    owner = attention.weights[0].rpartition(".")[0]
+    image = made_up_image(image_shape, weights[tokenizer.weight])
+    given = layer_inputs(model, (owner,), image)
+    if not given and owner.rpartition(".")[0]:  # the layer's weights may be used without calling it
+        owner = owner.rpartition(".")[0]
+        given = layer_inputs(model, (owner,), image)
+    if not given:
+        return ""
+    patches, n = tokenizer.patchify(image)[0].double(), tokenizer.num_patches
+    bias = weights[tokenizer.bias].detach().double() if tokenizer.bias else 0.0
+    projection = weights[tokenizer.weight].detach().double().flatten(1)
+    tokens = patches @ projection.T + bias + positions.detach().double()[tokenizer.prefix :]  # (N, D)
+    if attention.norm:
+        norm = copy.deepcopy(model.get_submodule(attention.norm)).double()
+        tokens = norm(tokens).detach()
+    received = given[owner].reshape(-1, tokenizer.width)[-n:]
+    if received.shape == tokens.shape and not differs(received, tokens):
+        return ""
+    return (
+        f"{type(model).__name__} is not built as this attack assumes: its first attention does not receive layer norm "
+        "(projection + position) of every patch (a norm before the first block, as in CLIP, or behind its branches, as "
+        "in post-norm models, is not supported)"
+    )
 
 
 def read_block(observation: Observation, images: int = 1) -> Block:

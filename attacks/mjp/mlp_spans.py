@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from attacks.layer_inputs import differs, layer_inputs, made_up_image, once_a_model
 from attacks.linear.input_spans import layer_gradient, span_of_inputs
 from attacks.observation import Observation
 from attacks.registry import UsageError
@@ -207,7 +208,7 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer, images: int
         tokenizer.shared_embedding(parameters),
         tokenizer.prefix if len(position) > tokenizer.num_patches else 0,
     )
-    return FirstBlock(
+    block = FirstBlock(
         module=module,
         spans=mlp_spans(observation, 0, count),
         attention=layer_span(observation, f"blocks.0.{LAYERS[0]}", count),
@@ -216,6 +217,48 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer, images: int
         unknown=None if shared is None else shared + bias,
         projection=parameters[tokenizer.weight].flatten(1),
     )
+    if not observation.drops_patches:
+        shape, model = observation.image_shape, observation.model
+        reason = once_a_model(model, ("first block", shape), lambda: _otherwise_built(block, model, tokenizer, shape))
+        if reason:
+            raise UsageError(reason)
+    return block
+
+
+def _otherwise_built(
+    block: FirstBlock, model: nn.Module, tokenizer: Tokenizer, image_shape: tuple[int, int, int]
+) -> str:
+    """Why the model's first block does not compute what `block` does, or "", by one made-up image.
+
+    Where nothing tells patches their places, the weights of the attention are not compared: they serve to refine the
+    patches only (with relative biases of deviation 0.5 all 16 of 16 patches are found without them).
+    """
+    image = made_up_image(image_shape, next(p for n, p in model.named_parameters() if n == tokenizer.weight))
+    proj, norm, last = names = [f"blocks.0.{name}" for name in ("attn.proj", "norm2", "mlp.fc2")]
+    given = layer_inputs(model, names, image)
+    if len(given) < len(names):
+        return ""
+    name, n = type(model).__name__, tokenizer.num_patches
+    extra = block.prefix[: given[norm].shape[1] - n]
+    tokens = torch.cat([extra, tokenizer.patchify(image)[0].double() @ block.projection.T + block.constant[:n]])
+    mixed, behind = given[proj][0].double(), given[norm][0].double()
+    if len(tokens) != len(behind) or differs(
+        given[norm][0], tokens + block.attention_branch(mixed) + block.attention_bias
+    ):
+        return (
+            f"the first block of {name} is not timm's pre-norm block: its second norm does not receive projection + "
+            "position + attention (a norm before the block, as in CLIP, norms behind its branches, and a layer scale "
+            "under another name, as in BEiT, are not supported)"
+        )
+    if differs(given[last][0], block.module.mlp.act(block.module.mlp.fc1(block.module.norm2(behind)))):
+        return f"the first block of {name} is not timm's pre-norm block: its MLP is not linear, activation, linear"
+    placed = tokenizer.positions is not None or tokenizer.fixed_positions is not None
+    if placed and differs(given[proj][0], block.mix(tokens)):
+        return (
+            f"the attention of the first block of {name} is not the softmax of its queries and keys alone (relative "
+            "position biases, as in BEiT, are not supported)"
+        )
+    return ""
 
 
 def pre_norm_block(model: nn.Module, number: int) -> nn.Module:
