@@ -37,11 +37,13 @@ from attacks.features.noise_images import TOKENS, place_likelihood
 from attacks.features.placed_tokens import NONE, PlacedTokens
 from attacks.linear.completion import VOUCHED_DEVIATION, filled, render
 from attacks.linear.image_prior import VectorialVariation
+from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.position_rows import places_unknown, position_gradient, unmet_assumptions
 from attacks.mjp.mlp_spans import LAYERS, MLPBlock, check_spans, mlp_spans, pre_norm_block
+from attacks.mjp.mlp_tokens import TokenFamily, cone
 from attacks.mjp.token_patches import known_span
 from attacks.mjp.token_search import TokenSearch
-from attacks.mjp.unmix import pixel_scales, seconds_of_search
+from attacks.mjp.unmix import TOKEN_ERROR, pixel_scales, seconds_of_search
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -100,6 +102,8 @@ class LaterBlock(Attack):
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
         """See `Attack.reconstruct`; vouches for patches whose token is met, where tokens determine patches.
 
+        For none of them in noised or rounded messages, whose tokens have errors that nothing here measures well.
+
         `details` holds the block's number from 1, the tokens found, the dimensions known of the patches' span (span),
         evaluations of the model, exchanges of two tokens, and the root of the median residual of a place (residual).
         """
@@ -133,7 +137,10 @@ class LaterBlock(Attack):
             "exchanged": placed.exchanged,
             "residual": float(placed.residuals[placed.places != NONE].median()) ** 0.5,
         }
-        sure = _sure(placed, pixel_scales(tokenizer, observation.std, found.y.device))
+        coarse = coarseness(observation, [f"blocks.{number}.{name}" for name in MLP]) > COARSE
+        errors = TokenFamily(block, cone(block)).errors(found)
+        sure = _sure(placed, errors, pixel_scales(tokenizer, observation.std, found.y.device))
+        sure = sure & torch.tensor(not (coarse or block.noisy), device=sure.device)
         return render(observation, tokenizer, placed.patches(), sure, _doubt(placed), details)
 
 
@@ -173,15 +180,16 @@ def known_patches(observation: Observation, tokenizer: Tokenizer) -> tuple[Tenso
     return known.rows[0], known.basis
 
 
-def _sure(placed: PlacedTokens, scales: Tensor) -> Tensor:
+def _sure(placed: PlacedTokens, errors: Tensor, scales: Tensor) -> Tensor:
     """(N,) bool, patches to vouch for.
 
     Args:
+        errors: (S,) mean squared error of an entry of each token that was found.
         scales: (P,) what a normalised pixel is in units of [0, 1].
     """
     met = (placed.places != NONE) & ~placed.suspects
     spread = (placed.likelihood.directions * scales).square().sum(dim=0).mean()  # of a pixel, for unit coefficients
-    deviation = (placed.residuals * spread).sqrt()
+    deviation = ((placed.residuals + TOKEN_ERROR**2 * errors[placed.places]) * spread).sqrt()
     return met & (deviation < VOUCHED_DEVIATION) if placed.likelihood.complete else torch.zeros_like(met)
 
 

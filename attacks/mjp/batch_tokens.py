@@ -28,6 +28,7 @@ from attacks.base import Attack
 from attacks.closed_form.batch_step import Step, read_step
 from attacks.linear.completion import VOUCHED_DEVIATION, filled
 from attacks.linear.image_prior import VectorialVariation
+from attacks.linear.intervals import COARSE, coarseness
 from attacks.mjp.jigsaw_solver import border_costs
 from attacks.mjp.mlp_spans import FirstBlock, read_first_block
 from attacks.mjp.mlp_tokens import TokenFamily, cone
@@ -85,7 +86,7 @@ class BatchTokens(Attack):
         return IMAGES**2 * seconds_of_search(observations[-1], tokenizer, 0)
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
-        """See `Attack.reconstruct`.
+        """See `Attack.reconstruct`; vouches for nothing in noised or rounded messages.
 
         `details` holds the tokens that were found, the median of their squared residuals over what the noise of the
         message explains, patches found (found) and places exchanged by the attention (exchanged).
@@ -115,7 +116,8 @@ class BatchTokens(Attack):
             )
         else:
             order, details["exchanged"], right = by_attention(pairs, order, block)
-            sure = right & pairs.sure_in(order)
+            exact = not block.noisy and coarseness(observation, layers_of(observation.model)) <= COARSE
+            sure = right & pairs.sure_in(order) & torch.tensor(exact, device=right.device)
         images = observation.to_pixels(tokenizer.unpatchify(pairs.ordered(order))).float()
         known_pixels = sure.reshape(IMAGES, 1, *tokenizer.grid)
         for axis in (2, 3):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -46,6 +46,7 @@ class GradientSpan:
         columns: Q, (R, N') orthonormal: the span of the gradients of the layer's outputs.
         factor: F, (N', N') with S = Q F V.
         noise: of an entry of S in the unit of `sizes`.
+        added: see `InputSpan`.
     """
 
     directions: Tensor
@@ -53,6 +54,7 @@ class GradientSpan:
     columns: Tensor
     factor: Tensor
     noise: float
+    added: bool
 
     def of_inputs(self, kept: Tensor) -> GradientSpan:
         """The span of some of the layer's inputs, by their indices (n',), and of the constant one."""
@@ -61,12 +63,12 @@ class GradientSpan:
         basis, rows = torch.linalg.qr(self.directions[:, columns].T)  # apart from the sizes, which differ by much
         left, values, directions = torch.linalg.svd(singular * rows.T)
         factor = self.factor / singular.T @ (left * values)
-        return GradientSpan(directions @ basis.T, values.square(), self.columns, factor, self.noise)
+        return replace(self, directions=directions @ basis.T, sizes=values.square(), factor=factor)
 
     def of_outputs(self, kept: Tensor) -> GradientSpan:
         """The span of the layer with some of its outputs, by their indices (R',)."""
         columns, factor = torch.linalg.qr(self.columns[kept])
-        return GradientSpan(self.directions, self.sizes, columns, factor @ self.factor, self.noise)
+        return replace(self, columns=columns, factor=factor @ self.factor)
 
     def outside(self, inputs: Tensor, constant: float = 0.0) -> Tensor:
         """[inputs, constant] (I - V^T V), (S, n + 1), for inputs (S, n)."""
@@ -100,6 +102,11 @@ class MLPBlock:
     def count(self) -> int:
         """N', number of tokens."""
         return len(self.spans[0].directions)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the gradients hold more than tokens and round-off."""
+        return any(span.added for span in self.spans)
 
     @cached_property
     def thinned(self) -> MLPBlock:
@@ -300,4 +307,4 @@ def layer_span(observation: Observation, layer: str, tokens: int) -> GradientSpa
     span = span_of_inputs(gradient, tokens, sent)
     directions = span.directions[:tokens]
     columns, factor = torch.linalg.qr(gradient.to(torch.float64) @ directions.T)
-    return GradientSpan(directions, span.sizes[:tokens], columns, factor, span.noise)
+    return GradientSpan(directions, span.sizes[:tokens], columns, factor, span.noise, span.added)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from attacks import ATTACKS, Observation, find_tokenizer
 from attacks.features.block_encoder import BlockEncoder
-from attacks.features.later_block import first_sent_block, known_patches, read_mlp_block
+from attacks.features.later_block import _sure, first_sent_block, known_patches, read_mlp_block
 from attacks.features.noise_images import PlaceLikelihood, noise_images, place_likelihood
 from attacks.features.placed_tokens import NONE, PlacedTokens
+from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.mjp.mlp_spans import MLPBlock
 from attacks.mjp.optima import Optima
 from attacks.mjp.token_duals import normalised
 from attacks.mjp.token_search import TokenSearch
+from attacks.mjp.unmix import TOKEN_ERROR
 from fedmjp.defenses.parameter_groups import belongs
 from fedmjp.metrics import psnr
 from fedmjp.models import BuiltModel, build_model
@@ -80,6 +83,29 @@ def test_recovers_a_photograph(image: Tensor, groups: tuple[str, ...], block: in
     assert found.details["block"] == block
     assert found.known.float().mean() >= 15 / 16  # a right patch may be a suspect, by the processor's roundings
     assert psnr(found.images, image)[0] > 60
+
+
+def test_noised_messages_are_not_vouched_for(view: Observation) -> None:
+    generator, sent = torch.Generator().manual_seed(0), {}
+    for name, gradient in view.gradients.items():
+        size = 3e-6 * gradient.square().mean().sqrt()
+        sent[name] = gradient + size * torch.randn(gradient.shape, generator=generator)
+    found = ATTACKS.get("later_block")()([dataclasses.replace(view, gradients=sent)])
+    assert found.diagnosis == ""
+    assert not found.known.any()
+
+
+def test_patches_are_vouched_for_by_the_errors_of_their_tokens() -> None:
+    """Three places, the last of which has no token, and a pixel's deviation of 0.1 for a token's of 1."""
+    placed = SimpleNamespace(
+        places=torch.tensor([1, 0, NONE]),
+        suspects=torch.zeros(3, dtype=torch.bool),
+        residuals=torch.zeros(3),
+        likelihood=SimpleNamespace(directions=0.1 * torch.eye(4), complete=True),
+    )
+    least = VOUCHED_DEVIATION / (0.1 * TOKEN_ERROR)
+    errors = torch.tensor([1.1 * least, 0.9 * least]).square()
+    assert _sure(placed, errors, torch.ones(4)).tolist() == [True, False, False]
 
 
 def test_without_the_projection_the_values_that_no_token_tells_are_guessed(image: Tensor) -> None:
