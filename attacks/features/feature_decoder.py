@@ -15,6 +15,7 @@ It cannot work on updates without the classifier's gradient, on sums of local st
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -130,8 +131,8 @@ def decoded(observation: Observation, decoder: LinearDecoder) -> Reconstruction:
 
 
 def encoder(observation: Observation) -> Callable[[Tensor], Tensor]:
-    """Images (B, C, H, W) in [0, 1] -> inputs of the model's classifier (B, D), float64."""
-    model = observation.model
+    """Images (B, C, H, W) in [0, 1] -> inputs of the model's classifier (B, D), float64, in evaluation mode."""
+    model = copy.deepcopy(observation.model).eval()  # so that no statistics of a batch norm change
     classifier = model.get_submodule(find_classifier(observation))
     like = next(model.parameters())
     mean, std = (torch.tensor(v).to(like).view(1, -1, 1, 1) for v in (observation.mean, observation.std))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jacrev
 
 from attacks import ATTACKS, Capability, Observation, ThreatModel, UsageError
@@ -166,6 +166,19 @@ def test_the_decoder_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     attack([view])
     FeatureDecoder(images=160, seed=1)([view])
     assert len(learned) == 3
+
+
+def test_leaves_the_observed_model_as_it_was() -> None:
+    """Its batch norm's statistics move with every image that passes in training mode."""
+    layers = nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    cnn = nn.Sequential(*layers, nn.Linear(4, CLASSES)).train()
+    before = {name: tensor.clone() for name, tensor in cnn.state_dict().items()}
+    view = Observation({}, cnn, 1, (3, 32, 32), (0.5,) * 3, (0.25,) * 3)
+    encode = encoder(dataclasses.replace(view, gradients={n: torch.ones_like(p) for n, p in cnn.named_parameters()}))
+    one, both = (encode(photographs(32, count)) for count in (1, 2))
+    torch.testing.assert_close(both[:1], one)
+    assert all(torch.equal(before[name], tensor) for name, tensor in cnn.state_dict().items())
+    assert cnn.training
 
 
 def test_learns_from_a_folder_of_photographs(model: BuiltModel, tmp_path: Path) -> None:
