@@ -107,12 +107,15 @@ def _factors(observation: Observation) -> list[str]:
 
 
 def _as_whole_layer(observation: Observation, rows: Tensor) -> Observation:
-    """The update as if the rows were the gradient of the first attention's weights, without biases."""
+    """The update as if the rows were the gradient of the first attention's weights, without biases.
+
+    Where there are several weights each has a part of them: rows that occur twice would count as twice the equations.
+    """
     tokenizer = find_tokenizer(observation.model, observation.image_shape)
     weights = find_first_attention(observation.model, tokenizer.width).weights
     biases = {bias_of(weight) for weight in weights}
     others = {n: g for n, g in observation.gradients.items() if n not in biases}
-    return replace(observation, gradients=others | dict.fromkeys(weights, rows))
+    return replace(observation, gradients=others | dict(zip(weights, rows.tensor_split(len(weights)), strict=True)))
 
 
 def _tokens(observation: Observation) -> int:
