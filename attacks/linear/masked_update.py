@@ -143,7 +143,7 @@ def solve_masked(update: PositionRows) -> MaskedUpdate:
     deviation[~masked] = noise * solution.gains.sqrt()
     hides = update.tokenizer.hides_positions  # else the rows are zero for another reason
     usable = not update.dropped and not update.unmet_assumptions()
-    anything = hides and bool(masked.all() or hidden >= p + (update.tokenizer.bias is not None))
+    anything = hides and bool(masked.all() or hidden >= update.products.shape[1])
     return MaskedUpdate(
         rows=guess,
         basis=basis,
@@ -193,7 +193,7 @@ def _reasons(update: PositionRows, solution: RowSolution) -> list[str]:
     width, p, mask = tokenizer.width, tokenizer.patch_dim, update.mask_in_words()
     if not visible:
         reasons.append(f"{mask}: no patch is visible, so there is nothing to solve with")
-    elif hidden >= p + (tokenizer.bias is not None):
+    elif hidden >= update.products.shape[1]:
         reasons.append(f"{mask}, and patches have only {p} values: what is hidden may be anything (needs masked < {p})")
     elif _shown(update, solution) < hidden:
         reasons.append(

@@ -145,16 +145,19 @@ def _narrow_of_same_image(
     return found
 
 
-def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
+def obstacle_to_joining(observations: Sequence[Observation], alone: str, *, spans: bool = False) -> str:
     """Why the earlier updates add nothing to the last one, or "".
 
     Clients with more than one image seldom send the same one twice; then an attack over rounds repeats the answer of
     `alone`, the attack on the last update, at several times its cost.
+
+    Args:
+        spans: see `join_updates`.
     """
     if len(observations) == 1:
         return f"only one update of this client was seen: {alone} gives the same answer"
     try:
-        rows = updates_of_last_image(observations)
+        rows = updates_of_last_image(observations, spans=spans)
     except UsageError as error:
         return str(error)
     if len(rows) == 1:
@@ -163,24 +166,25 @@ def obstacle_to_joining(observations: Sequence[Observation], alone: str) -> str:
 
 
 def updates_of_last_image(
-    observations: Sequence[Observation], *, plain: bool = False
+    observations: Sequence[Observation], *, plain: bool = False, spans: bool = False
 ) -> list[PositionRows | SpanUpdate]:
     """The updates that show the image of the last one, which comes last.
 
     Args:
         plain: leave out those in another view than the last one's.
+        spans: see `join_updates`.
 
     Raises:
         UsageError: the last update cannot be read at all.
     """
     *earlier, target = observations
-    return list(target.once(_updates_of_last_image, tuple(earlier), plain))
+    return list(target.once(_updates_of_last_image, tuple(earlier), plain, spans))
 
 
 def _updates_of_last_image(
-    observation: Observation, before: tuple[Observation, ...], plain: bool
+    observation: Observation, before: tuple[Observation, ...], plain: bool, spans: bool
 ) -> list[PositionRows | SpanUpdate]:
-    *earlier, target = _read_all([*before, observation], spans=False)
+    *earlier, target = _read_all([*before, observation], spans)
     last = solve(target) if target.products.isfinite().all() else None
     if last is not None and last.narrow:
         found = _narrow_of_same_image(target, last, earlier)

@@ -62,7 +62,7 @@ class MJPRounds(Attack):
             return reason
         if self.intervals and len(observations) > 1 and inexact(last):
             return ""  # what belongs together shows when the last update is solved
-        return obstacle_to_joining(observations, "mjp_subspace")
+        return obstacle_to_joining(observations, "mjp_subspace", spans=True)
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: every update is solved."""

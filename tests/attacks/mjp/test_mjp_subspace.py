@@ -219,6 +219,15 @@ def test_small_patches_that_may_hide_anything() -> None:
     assert ATTACKS.get("mjp_subspace")()([jigsawed_32(model, gamma=0.3)]).diagnosis == ""
 
 
+def test_without_the_biases_gradient_a_patch_has_no_constant_pixel() -> None:
+    """As many patches are hidden as one has values: with dL/db that is one less than too many, without it is not."""
+    model = build_model("vit_mini_32_mjp", num_classes=8, weights="random", dal="none")
+    view = observe(model, photographs(32, 1), mask=torch.arange(64)[None] < 48)
+    sent = {n: g for n, g in view.gradients.items() if n != "patch_embed.proj.bias"}
+    assert not read(view)[0].boundless
+    assert read(dataclasses.replace(view, gradients=sent))[0].boundless
+
+
 def jigsawed_32(model: BuiltModel, gamma: float) -> Observation:
     mask = block_masks(1, (8, 8), gamma, torch.Generator().manual_seed(0))
     return observe(model, photographs(32, 1), mask=mask)

@@ -49,6 +49,13 @@ def test_mask_and_equations_are_the_true_ones(models, image, gamma: float) -> No
     assert float(outside.norm()) <= 1e-3 * float(hidden.norm())
 
 
+def test_earlier_updates_that_spans_alone_read_are_no_obstacle(models, image) -> None:
+    last = jigsawed(models[3], image, 0.2, seed=3)
+    updates = [withheld(jigsawed(models[0], image, 0.2, seed=0)), last]
+    assert join_updates(updates, spans=True).equations.updates == 2
+    assert ATTACKS.get("mjp_rounds")().obstacle(updates) == ""
+
+
 def test_rows_agree_with_dense_algebra(models, image) -> None:
     """The oracle takes null spaces of the gradients and solves for a patch and its scale in one dense system."""
     view = withheld(jigsawed(models[1], image, 0.1, seed=3))
