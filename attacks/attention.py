@@ -76,6 +76,19 @@ def _siblings(query: str) -> tuple[str, ...]:
     return tuple(query.replace(kinds[0], kind) for kind in kinds)
 
 
+def name_of_block(model: nn.Module, number: int) -> str:
+    """Name of a block under timm's names, of a ViT or of a model that holds one as a part.
+
+    Args:
+        number: from 0.
+
+    Returns:
+        "blocks.0", say, or "vit.blocks.0"; the first where the model holds no blocks, so that nothing has such a name.
+    """
+    named = (name for name, _ in model.named_modules() if name.rpartition(".")[2] == "blocks")
+    return f"{next(named, 'blocks')}.{number}"
+
+
 def input_factor(model: nn.Module, weight: str) -> str | None:
     """Name of the factor A (r, D) of a low-rank term (LoRA) beside a layer's weight; None where there is none."""
     name = f"{weight.removesuffix('weight')}lora_A"

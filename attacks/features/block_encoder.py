@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from attacks.attention import name_of_block
 from attacks.mjp.token_duals import normalised
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ class BlockEncoder:
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, number: int, dtype: torch.dtype = torch.float64) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.norm = model.get_submodule(f"blocks.{number}.norm2")
+        self.norm = model.get_submodule(f"{name_of_block(model, number)}.norm2")
         tensors = (*model.named_parameters(), *model.named_buffers())
         self.tensors = {n: t.detach().to(dtype) if t.is_floating_point() else t for n, t in tensors}
 

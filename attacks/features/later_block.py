@@ -28,8 +28,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from attacks.attention import name_of_block
 from attacks.base import Attack
 from attacks.closed_form.token_equations import prefix_tokens
 from attacks.features.block_encoder import BlockEncoder
@@ -94,8 +95,8 @@ class LaterBlock(Attack):
         """See `Attack.estimated_seconds`: the search of the tokens, that of the image, and noise images."""
         target = observations[-1]
         tokenizer = find_tokenizer(target.model, target.image_shape)
-        before = target.model.blocks[: first_sent_block(target) + 1]
-        weights = sum(p.numel() for block in before for p in block.parameters())
+        before = [name_of_block(target.model, number) for number in range(first_sent_block(target) + 1)]
+        weights = sum(p.numel() for name in before for p in target.model.get_submodule(name).parameters())
         passes = weights * (SECONDS_FORWARD * TOKENS + SECONDS_EVALUATION * USUAL_EVALUATIONS * tokenizer.num_patches)
         return passes + seconds_of_search(target, tokenizer, 0)
 
@@ -137,7 +138,7 @@ class LaterBlock(Attack):
             "exchanged": placed.exchanged,
             "residual": float(placed.residuals[placed.places != NONE].median()) ** 0.5,
         }
-        coarse = coarseness(observation, [f"blocks.{number}.{name}" for name in MLP]) > COARSE
+        coarse = coarseness(observation, _layers(observation.model, number)) > COARSE
         errors = TokenFamily(block, cone(block)).errors(found)
         sure = _sure(placed, errors, pixel_scales(tokenizer, observation.std, found.y.device))
         sure = sure & torch.tensor(not (coarse or block.noisy), device=sure.device)
@@ -150,14 +151,20 @@ def first_sent_block(observation: Observation) -> int:
     Raises:
         UsageError: there is none.
     """
-    numbers = sorted({int(m[1]) for n in observation.gradients if (m := re.match(r"blocks\.(\d+)\.mlp\.", n))})
+    start = re.escape(name_of_block(observation.model, 0).removesuffix("0"))
+    numbers = sorted({int(m[1]) for n in observation.gradients if (m := re.match(rf"{start}(\d+)\.mlp\.", n))})
     for number in numbers:
-        if all(f"blocks.{number}.{name}" in observation.gradients for name in MLP):
+        if all(name in observation.gradients for name in _layers(observation.model, number)):
             return number
     raise UsageError(
         "the update holds the gradients of no block's whole MLP under timm's names (weights and biases of both layers "
         "of blocks.N.mlp)"
     )
+
+
+def _layers(model: nn.Module, number: int) -> list[str]:
+    """Names of the parameters of a block's MLP."""
+    return [f"{name_of_block(model, number)}.{name}" for name in MLP]
 
 
 def read_mlp_block(observation: Observation, tokenizer: Tokenizer, number: int) -> MLPBlock:

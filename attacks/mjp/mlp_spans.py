@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from attacks.attention import name_of_block
 from attacks.layer_inputs import differs, layer_inputs, made_up_image, once_a_model
 from attacks.linear.input_spans import layer_gradient, span_of_inputs
 from attacks.observation import Observation
@@ -218,7 +219,7 @@ def read_first_block(observation: Observation, tokenizer: Tokenizer, images: int
     block = FirstBlock(
         module=module,
         spans=mlp_spans(observation, 0, count),
-        attention=layer_span(observation, f"blocks.0.{LAYERS[0]}", count),
+        attention=layer_span(observation, f"{name_of_block(observation.model, 0)}.{LAYERS[0]}", count),
         prefix=(prefix + position[:before] if before else prefix).repeat(images, 1),  # as many rows, or none
         constant=(position[before:] + bias).repeat(images, 1),
         unknown=None if shared is None else shared + bias,
@@ -241,7 +242,8 @@ def _otherwise_built(
     patches only (with relative biases of deviation 0.5 all 16 of 16 patches are found without them).
     """
     image = made_up_image(image_shape, next(p for n, p in model.named_parameters() if n == tokenizer.weight))
-    proj, norm, last = names = [f"blocks.0.{name}" for name in ("attn.proj", "norm2", "mlp.fc2")]
+    first = name_of_block(model, 0)
+    proj, norm, last = names = [f"{first}.{name}" for name in ("attn.proj", "norm2", "mlp.fc2")]
     given = layer_inputs(model, names, image)
     if len(given) < len(names):
         return ""
@@ -274,13 +276,12 @@ def pre_norm_block(model: nn.Module, number: int) -> nn.Module:
     Raises:
         UsageError: it is not built as timm's.
     """
-    blocks = getattr(model, "blocks", None)
-    names = dict(blocks[number].named_modules()) if blocks is not None else {}
-    lacking = [name for name in NEEDED if name not in names]
+    modules, name = dict(model.named_modules()), name_of_block(model, number)
+    lacking = [layer for layer in NEEDED if f"{name}.{layer}" not in modules]
     if lacking:
         place = "first block" if number == 0 else f"block {number + 1}"
         raise UsageError(f"the {place} of {type(model).__name__} is not timm's pre-norm block (no {lacking[0]})")
-    return copy.deepcopy(blocks[number]).to(torch.float64).eval().requires_grad_(False)
+    return copy.deepcopy(modules[name]).to(torch.float64).eval().requires_grad_(False)
 
 
 def check_spans(tokens: int, width: int) -> None:
@@ -294,7 +295,8 @@ def check_spans(tokens: int, width: int) -> None:
 
 def mlp_spans(observation: Observation, number: int, tokens: int) -> tuple[GradientSpan, GradientSpan]:
     """Row and column spaces of the gradients of fc1 and fc2 of a block."""
-    first, second = (layer_span(observation, f"blocks.{number}.{layer}", tokens) for layer in LAYERS[1:])
+    name = name_of_block(observation.model, number)
+    first, second = (layer_span(observation, f"{name}.{layer}", tokens) for layer in LAYERS[1:])
     return first, second
 
 

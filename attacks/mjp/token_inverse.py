@@ -30,11 +30,12 @@ import scipy.optimize
 import torch
 from torch import Tensor, nn
 
+from attacks.attention import name_of_block
 from attacks.base import Attack
 from attacks.closed_form.token_equations import prefix_tokens
 from attacks.linear.completion import render
 from attacks.linear.position_rows import places_unknown, unmet_assumptions
-from attacks.mjp.mlp_spans import FirstBlock, layer_span, read_first_block
+from attacks.mjp.mlp_spans import LAYERS, FirstBlock, layer_span, read_first_block
 from attacks.mjp.patch_search import NO_TOKEN
 from attacks.mjp.token_search import TokenSearch
 from attacks.mjp.unmix import QUERIES, layers_of, pixel_scales, seconds_of_search
@@ -60,7 +61,7 @@ class TokenInverse(Attack):
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """The layers of the first block whose spans are read."""
-        return (*layers_of(model), *(name for name, _ in model.named_parameters() if name == QUERIES))
+        return layers_of(model, (QUERIES, *LAYERS))
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
@@ -111,7 +112,8 @@ def first_tokens(observation: Observation, block: FirstBlock, y: Tensor) -> tupl
     Raises:
         UsageError: the update lacks the gradient of queries, keys and values.
     """
-    queries, outputs = layer_span(observation, QUERIES.removesuffix(".weight"), block.count), block.attention
+    layer = f"{name_of_block(observation.model, 0)}.{QUERIES}"
+    queries, outputs = layer_span(observation, layer, block.count), block.attention
     norm = block.module.norm1
     first = (queries.directions[:, :-1] - queries.directions[:, -1:] * norm.bias) / norm.weight
     second = block.attention_branch(outputs.directions[:, :-1]) + outputs.directions[:, -1:] * block.attention_bias

@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from attacks.attention import name_of_block
 from attacks.linear.completion import VOUCHED_DEVIATION, above_noise, render
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.intervals import COARSE, coarseness
@@ -66,7 +67,7 @@ SECONDS_OF_A_PAIR, SECONDS_OF_AN_UNSEEN_PAIR, SECONDS_OF_A_PLACE = 7e-7, 1e-6, 8
 # Of the random starts of patches that no update shows, beside seen ones, on the small models.
 SECONDS_OF_STARTS = 0.9
 # Weights of the first attention's layer whose gradient stands in for the position rows.
-QUERIES = "blocks.0.attn.qkv.weight"
+QUERIES = "attn.qkv"
 # Pixels of a photograph lie in [0, 1]; this far outside they are none, even where other means and deviations than the
 # model's were given.
 MARGIN = 2.0
@@ -101,7 +102,7 @@ class Unmix(PlacingAttack):
 
     def linear_layers(self, model: nn.Module, width: int) -> tuple[str, ...]:
         """The layers of the first block whose spans are read."""
-        return layers_of(model) + tuple(n for n, _ in model.named_parameters() if self.reads_spans and n == QUERIES)
+        return layers_of(model, (QUERIES, *LAYERS) if self.reads_spans else LAYERS)
 
     def obstacle(self, observations: Sequence[Observation]) -> str:
         """See `Attack.obstacle`."""
@@ -252,9 +253,10 @@ class Unmix(PlacingAttack):
         return KnownPatches(rows, estimate.open, last.masked, ~joined.shown, noisy), guess, details
 
 
-def layers_of(model: nn.Module) -> tuple[str, ...]:
-    """Weights of the first block's layers whose spans are read."""
-    wanted = [f"blocks.0.{layer}.weight" for layer in LAYERS]
+def layers_of(model: nn.Module, layers: Sequence[str] = LAYERS) -> tuple[str, ...]:
+    """Weights of the first block's layers whose spans are read, as far as the model has them."""
+    block = name_of_block(model, 0)
+    wanted = [f"{block}.{layer}.weight" for layer in layers]
     return tuple(name for name, _ in model.named_parameters() if name in wanted)
 
 

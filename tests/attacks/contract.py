@@ -176,14 +176,37 @@ def check_recovers(attack: Attack, traits: Traits, block: str, precision: torch.
     assert psnr(found, image) > threshold
 
 
-def check_repeats(attack: Attack, traits: Traits) -> None:
-    """The same update gives the same image, and is let go: nothing that was made of it holds it in a circle."""
+class Holder(nn.Module):
+    """A model of one's own with a ViT as a part."""
+
+    def __init__(self, vit: nn.Module) -> None:
+        super().__init__()
+        self.vit = vit
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.vit(images)
+
+
+def held(view: Observation) -> Observation:
+    """The same update of a model that holds the ViT as a part."""
+    gradients = {f"vit.{name}": gradient for name, gradient in view.gradients.items()}
+    return dataclasses.replace(view, model=Holder(view.model).eval(), gradients=gradients)
+
+
+def check_repeats(
+    attack: Attack, traits: Traits, again: Callable[[Observation], Observation] = lambda view: view
+) -> None:
+    """The same update gives the same image, and is let go: nothing that was made of it holds it in a circle.
+
+    Args:
+        again: the update as it is given the second time.
+    """
     view = traits.own() if traits.own else None
     if view is None:
         view = observe(small("_nope" if traits.without_table else ""), photographs(64, traits.images))
     gc.disable()
     try:
-        first, second = (attack([view]) for _ in range(2))
+        first, second = attack([view]), attack([again(view)])
         assert torch.equal(first.images, second.images)
         left = weakref.ref(view)
         del view
