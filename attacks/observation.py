@@ -154,7 +154,8 @@ class Observation:
         """
         if name not in self.gradients:
             raise UsageError(
-                f"the update holds no gradient of {name} (frozen or withheld), so there is nothing to solve with"
+                f"the update holds no gradient of {name} (frozen or withheld, or zero everywhere), so there is nothing "
+                "to solve with"
             )
         return self.gradients[name]
 
