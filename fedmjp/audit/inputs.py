@@ -20,6 +20,7 @@ from attacks import Observation, UsageError
 from attacks.certificate import reproduce
 from attacks.findings import Finding
 from attacks.fingerprints import scaled_loss
+from attacks.frozen import without_frozen
 from attacks.gradient_matching.random_masks import drop_rate
 from fedmjp.models.weights import bare_name
 
@@ -203,7 +204,6 @@ def _said_of_names(
     model: nn.Module, found: Mapping, unknown: Sequence[str], prefixed: Sequence[str], converted: Sequence[str]
 ) -> list[Finding]:
     missing = [name for name, _ in model.named_parameters() if name not in found]
-    zero = [name for name, gradient in found.items() if not gradient.any()]
     said = []
     if prefixed:
         said.append(
@@ -215,14 +215,22 @@ def _said_of_names(
         said.append(Finding("unknown_names", f"these names are no parameters of the model: {_some(unknown)}"))
     if missing:
         said.append(Finding("missing_gradients", f"the update holds no gradient of {_some(missing)}"))
-    if zero and len(zero) < len(found):
-        said.append(Finding("zero_gradients", f"the update holds nothing but zeros for {_some(zero)} (frozen)"))
     return said
 
 
 def _some(names: Sequence[str]) -> str:
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def frozen_parameters(observation: Observation) -> list[Finding]:
+    """Whether an update holds zeros that count as not sent (`attacks.frozen`)."""
+    sent = without_frozen(observation).gradients
+    zero = [name for name in observation.gradients if name not in sent]
+    if not zero:
+        return []
+    words = f"the update holds nothing but zeros for {_some(zero)}: they count as not sent (frozen)"
+    return [Finding("zero_gradients", words)]
 
 
 def repeated_images(images: Tensor) -> list[Finding]:

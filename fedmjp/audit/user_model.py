@@ -26,6 +26,7 @@ from fedmjp.audit.inputs import (
     check_labels,
     check_normalisation,
     check_reproduced,
+    frozen_parameters,
     repeated_images,
     unwrap,
 )
@@ -145,7 +146,7 @@ def _observe(
     images = images.to(like.device, torch.promote_types(images.dtype, like.dtype))  # half precision rounds no original
     given = Observation(gradients, model, len(images), shape, mean, std, round=1, labels=labels)
     observation, recognised = repair(given)
-    findings += [*renamed, *recognised, *repeated_images(images)]
+    findings += [*renamed, *frozen_parameters(given), *recognised, *repeated_images(images)]
     try:
         findings += check_reproduced(observation, images, recognised)
     except IndexError as error:

@@ -63,6 +63,7 @@ def test_shuffled_epochs_hold_every_image_once_and_their_last_batches_are_attack
     assert protocol.Schedule.shuffled(9, 2, 3, 2, seed=1).steps != schedule.steps
 
 
+@pytest.mark.long
 def test_shuffled_epochs_separate_what_met_other_partners(tmp_path) -> None:
     out = tmp_path / "out"
     assert run(out, "--images", "photos", "--num-images", "12", "--epochs", "3", "--targets", "2") == 0

@@ -68,6 +68,7 @@ def test_known_errors_come_near_the_bound_in_float16_and_no_plain_solve_does(tmp
     assert run(tmp_path / "large", *options, "--model", "vit_mini_64") == 2
 
 
+@pytest.mark.long
 def test_of_a_tenth_of_the_entries_no_estimate_says_much_unless_it_knows_photographs(tmp_path) -> None:
     options = ["--attacks", "patch_embedding", "--bounds", "--precisions", "largest 10 %", "--num-images", "1"]
     assert run(tmp_path / "out", *options) == 0

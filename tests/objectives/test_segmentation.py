@@ -150,6 +150,7 @@ def test_crops_and_flips_take_the_labels_along(monkeypatch) -> None:
         assert moved.dtype == torch.int64
 
 
+@pytest.mark.long
 def test_segmentation_is_learned(tmp_path) -> None:
     """Two epochs of mosaics beat the classes' shares by far."""
     config = default_config("segmentation:width=32")

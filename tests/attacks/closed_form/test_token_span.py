@@ -73,6 +73,7 @@ def test_the_mlps_spans_settle_what_the_attentions_leaves_open() -> None:
     assert sorted(gains)[1] > 5, gains
 
 
+@pytest.mark.long
 def test_fewer_equations_than_unknowns_are_solved_all_the_same() -> None:
     """As on DeiT-S at 224 pixels, in a quarter of the time: 91 equations a patch for 100 unknowns."""
     model = build_model("vit_ti", num_classes=8, weights="random", image_size=160)
