@@ -85,6 +85,7 @@ def test_images_of_four_bands_are_scored_and_saved(tmp_path) -> None:
     assert audit.save(tmp_path / "audit").is_file()
 
 
+@pytest.mark.long
 def test_without_the_position_gradient_granted_an_attack_that_needs_none_is_run() -> None:
     images = photographs(32, 1)
     observation = observe(build_model("vit_mini_32", num_classes=10, weights="auto"), images)

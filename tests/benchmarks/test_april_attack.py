@@ -189,6 +189,7 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options: list[str], 
     assert words in error[0]
 
 
+@pytest.mark.long
 def test_commas_part_words_as_blanks_do(tmp_path) -> None:
     out = tmp_path / "out"
     assert (

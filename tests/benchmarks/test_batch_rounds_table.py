@@ -84,6 +84,7 @@ def test_attacks_are_chosen_for_batches_that_no_plane_has(tmp_path) -> None:
     assert rows.groupby("attack").size().to_dict() == {"batch_rounds": 4, "patch_embedding": 4}
 
 
+@pytest.mark.long
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     with interrupted_at(protocol, "score_found", 3):

@@ -131,6 +131,7 @@ def test_knowing_the_defence_helps_and_more_updates_help_more(finished) -> None:
     assert updates["paper", 6] > updates["paper", 1] + 20
 
 
+@pytest.mark.long
 def test_an_interrupted_run_is_finished_with_the_same_rows(finished, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     with interrupted_at(updates, "score_found", 5):

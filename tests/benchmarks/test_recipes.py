@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import recipes
 from experiments.client_recipes import RECIPES
 from experiments.recipes.options import Options
@@ -18,6 +19,7 @@ def run(out: Path, *options: str) -> int:
     return recipes.main([*SMALL, "--threads", "1", "--defenses", "none", "--out", str(out), *options])
 
 
+@pytest.mark.long
 def test_recipes_add_up_to_one_table(tmp_path) -> None:
     assert run(tmp_path, "--recipes", "weight decay 0.05") == 0
     assert run(tmp_path, "--recipes", "flip", "2 local steps", "--resume") == 0

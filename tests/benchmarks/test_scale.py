@@ -65,6 +65,7 @@ def test_a_row_that_is_read_takes_less_than_half_a_kilobyte(log) -> None:
     assert growth < 500, f"{growth:.0f} bytes a row"
 
 
+@pytest.mark.long
 def test_a_report_takes_less_than_a_kilobyte_a_row(log, monkeypatch) -> None:
     """Of 4,000 and 20,000 rows; every mean is taken to have many values, so that nothing is resampled."""
     monkeypatch.setattr(intervals, "MANY", 10)

@@ -79,6 +79,7 @@ def test_the_peer_is_given_the_same_gradients_and_finds_the_same_image(monkeypat
     assert scored[:2] == pytest.approx(scored[2:], abs=1.0)
 
 
+@pytest.mark.long
 def test_searches_that_are_timed_walk_the_same_way() -> None:
     pytest.importorskip("breaching")
     searches = matching_speed.Searches("vit_mini_32", 1, "cpu")

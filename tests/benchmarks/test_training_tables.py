@@ -120,6 +120,7 @@ def test_precisions_are_compared_on_the_same_seed_and_timed(tmp_path) -> None:
     assert "step / float32's" in (tmp_path / "out" / "table.md").read_text()
 
 
+@pytest.mark.long
 def test_every_variant_trains_and_is_timed(tmp_path) -> None:
     assert run(ablation_command, tmp_path, "--seeds", "0", "--timing-rounds", "2") == 0
     timed = pd.read_csv(tmp_path / "out" / "latency.csv").set_index("line")

@@ -96,7 +96,7 @@ def test_bitfit_sends_the_gradients_of_biases_and_head_and_no_others(federation:
         ("withheld:withhold=positions,first_attention", "unmix"),
         ("withheld:withhold=first_block", "patch_embedding"),
         ("withheld:withhold=blocks.*", "patch_embedding"),
-        ("withheld:withhold=positions,first_block", "later_block"),
+        pytest.param("withheld:withhold=positions,first_block", "later_block", marks=pytest.mark.long),
         pytest.param(
             "withheld:withhold=cls_token,positions,patch_projection,blocks.[01].*",
             "later_block",

@@ -133,6 +133,7 @@ def test_a_server_that_selects_its_clients_searches_while_others_come_and_go(tmp
     assert len({row["image_id"] for row in rows if (row["psnr"] or 0) > 60}) == 4
 
 
+@pytest.mark.long
 def test_an_interrupted_search_goes_on(searched, tmp_path, monkeypatch) -> None:
     finish = FederationAudit.on_round
 

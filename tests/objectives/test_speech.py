@@ -110,6 +110,7 @@ def test_words_are_shifted_whole_frames_in_training(tones) -> None:
     assert len(shifts) > 5
 
 
+@pytest.mark.long
 def test_words_are_learned(tones) -> None:
     config = TrainConfig(
         model=ModelConfig("speech_mini", "random"),

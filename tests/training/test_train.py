@@ -209,7 +209,8 @@ def test_dropout_acts_in_training_alone(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dropout"), [({"optimizer": "muon"}, 0.0), ({"optimizer": "sgd", "momentum": 0.9}, 0.1)]
+    ("recipe", "dropout"),
+    [({"optimizer": "muon"}, 0.0), pytest.param({"optimizer": "sgd", "momentum": 0.9}, 0.1, marks=pytest.mark.long)],
 )
 def test_a_training_by_another_optimiser_resumes(recipe, dropout: float, tmp_path) -> None:
     whole, broken = (

@@ -39,6 +39,7 @@ def test_finds_what_no_update_shows(views, image) -> None:
     assert int((~found.known).sum()) == found.details["never_seen"] * 8 * 8
 
 
+@pytest.mark.long
 def test_one_update_is_unmix(views) -> None:
     quick = {"search": TokenSearch(rounds=1, steps=20), "shown": ShownAttention(steps=2)}
     ours, single = (ATTACKS.get(name)(**quick)(views[-1:]) for name in ("unmix_rounds", "unmix"))
