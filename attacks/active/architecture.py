@@ -23,7 +23,10 @@ ADDED = f"{IMPRINT}.measure.weight"  # a parameter by which a state shows it
 
 
 class BinLayer(nn.Module):
-    """A layer in front of the model: x + (1/K) sum_k relu(w_k [x, q] + b_k), the same number added to every pixel.
+    """A layer in front of the model: x + (a/K) sum_k relu(w_k [x, q] + b_k), the same number added to every pixel.
+
+    a is one at the start (`written`). A larger one with smaller w_k and b_k adds the same, and their gradients are
+    larger by as much.
 
     q is the mean square of the input. Of a linear layer's gradient the columns of w_k are sums over the images of the
     input, so that q's column gives the sum of their mean squares (`attacks.active.imprint` says what for).
@@ -31,7 +34,7 @@ class BinLayer(nn.Module):
     Args:
         size: P, numbers of an input.
         bins: K.
-        like: of whose type and device the parameters are; they are zero at the start.
+        like: of whose type and device the parameters are; weights and biases are zero at the start.
     """
 
     def __init__(self, size: int, bins: int, like: Tensor) -> None:
@@ -40,12 +43,13 @@ class BinLayer(nn.Module):
         self.measure.to_empty(device=like.device).to(like.dtype)
         for parameter in self.measure.parameters():
             nn.init.zeros_(parameter)
+        self.written = nn.Parameter(like.detach().new_ones(1))
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
         flat = images.flatten(1)
         active = functional.relu(self.measure(torch.cat([flat, flat.square().mean(dim=1, keepdim=True)], dim=1)))
-        return images + active.mean(dim=1)[:, None, None, None]
+        return images + (self.written * active.mean(dim=1))[:, None, None, None]
 
     def in_front(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A layer's input after this one: a hook that runs before the layer does."""

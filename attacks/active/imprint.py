@@ -16,10 +16,12 @@ That is how the attack tells one image from several, without knowing any.
 
 Noise in the message fills every bin. Its size shows in the classifier's gradient (`attacks.active.bins.message_noise`)
 and in bins without an image: smaller shares are left out, and the two mean squares may differ by what it explains.
+A client that clips its update before it adds noise leaves to the server what the norm is made of (`amplify`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -50,24 +52,32 @@ class Imprint(BrightnessBins):
 
     Args:
         bins: K; the layer has K (P + 2) parameters, P the numbers of an image.
+        amplify: factor by which the layer writes more and measures less. The model computes the same, and the layer's
+            gradient is as many times larger: of an update that is clipped to a norm and noised, it takes the greater
+            part of the norm.
     """
 
     bins: int = 256
+    amplify: float = 1.0
 
     needs: ClassVar[frozenset[Capability]] = BrightnessBins.needs | {Capability.ACTIVE_ARCHITECTURE}
 
     def __post_init__(self) -> None:
-        """Raise `UsageError` for no bins."""
+        """Raise `UsageError` for no bins, or a factor that is not positive."""
         if self.bins < 1:
             raise UsageError(f"imprint.bins must be at least 1, not {self.bins}")
+        if not 0 < self.amplify < math.inf:
+            raise UsageError(f"imprint.amplify must be positive, not {self.amplify:g}")
 
     def send(self, context: SendContext) -> Sending:
         """See `ActiveAttack.send`: the model as it is behind the layer."""
         like = next(context.model.parameters())
         weight, offset = brightness(context.image_shape, context.mean, context.std)
         rows = torch.cat([weight, weight.new_zeros(1)]).repeat(self.bins, 1)  # (K, P + 1)
-        parameters = {"weight": GAIN * rows, "bias": GAIN * (offset - self.thresholds())}
-        named = {f"{IMPRINT}.measure.{name}": value.to(like) for name, value in parameters.items()}
+        gain = GAIN / self.amplify
+        parameters = {"measure.weight": gain * rows, "measure.bias": gain * (offset - self.thresholds())}
+        parameters["written"] = torch.tensor([self.amplify])
+        named = {f"{IMPRINT}.{name}": value.to(like) for name, value in parameters.items()}
         return Sending(named, layers_with_bins(self.bins))
 
     def thresholds(self) -> Tensor:

