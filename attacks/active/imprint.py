@@ -110,14 +110,18 @@ class Imprint(BrightnessBins):
                 "the batch sends a gradient to its pixels",
                 {"held": 0, "single": 0},
             )
-        images, single = found.inputs[:, :-1], of_one_image(found)
+        images, allowed = found.inputs[:, :-1], mixed_within(found)
+        single = (images.square().mean(dim=1) - found.inputs[:, -1]).abs() <= allowed
         weights = single + found.shares.abs() / (2 * found.shares.abs().max())
         order = weights.topk(min(observation.num_examples, len(weights))).indices.sort().values
         order = order[torch.argsort(single[order].long(), descending=True, stable=True)]
         pictures = observation.to_pixels(images[order].reshape(-1, *observation.image_shape)).float()
         moved, several = hides_positions(observation), int((~single).sum())
         lost = found.is_noisy and len(order) < observation.num_examples
-        sure = single & (max(observation.std) * errors_of(found) < VOUCHED_DEVIATION)
+        # A mixture of halves misses either image by the root of what its mean square misses q by.
+        mixed = allowed * (observation.num_examples > 1)
+        errors = max(observation.std) * (errors_of(found).square() + mixed).sqrt()
+        sure = single & (errors < VOUCHED_DEVIATION)
         known = (sure[order] & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
         return Reconstruction(
             pictures,
@@ -163,16 +167,14 @@ def errors_of(found: Bins) -> Tensor:
     return 2**0.5 * found.deviation / found.shares.abs()
 
 
-def of_one_image(found: Bins) -> Tensor:
-    """(n,) bool: the recovered images have the mean square that was recovered beside them, to what noise explains.
+def mixed_within(found: Bins) -> Tensor:
+    """Difference of a recovered image's mean square from the q recovered beside it that one image may show, (n,).
 
     Noise of standard deviation s in shares c makes the recovered image (x - x n / c + e), with n, and the entries of
     c e, of that deviation, and q likewise: they differ by (s / c)^2 on average, to s / c sqrt(1 + q^2).
     """
-    images, square = found.inputs[:, :-1], found.inputs[:, -1]
-    errors = errors_of(found)
-    allowed = MIXED * square.abs().clamp(min=1) + NOISE_UNITS * errors * (1 + square.square()).sqrt() + errors.square()
-    return (images.square().mean(dim=1) - square).abs() <= allowed
+    square, errors = found.inputs[:, -1], errors_of(found)
+    return MIXED * square.abs().clamp(min=1) + NOISE_UNITS * errors * (1 + square.square()).sqrt() + errors.square()
 
 
 def _noisy(found: Bins) -> str:
