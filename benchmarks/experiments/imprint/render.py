@@ -10,7 +10,7 @@ import pandas as pd
 
 from attacks import ATTACKS
 from experiments.fishing.render import PASSIVE, size_cell, summary
-from experiments.rendering import Rendering, csv, markdown_table, read_rows
+from experiments.rendering import Rendering, answered, csv, markdown_table, read_rows
 from fedmjp.records.rows import BASELINES
 from fedmjp.report.words import defence_words
 
@@ -46,7 +46,7 @@ def imprint_block(folder: Path) -> str:
                 size_cell(row["batch_size"], row["seed"], table),
                 str(row["rounds"]),
                 f"{row['above_30']} of {row['count']}",
-                f"{row['psnr_median']:.1f}",
+                f"{row['psnr_median']:.1f}{answered(row)}",
                 str(row["whole"]),
                 f"{row['psnr_whole']:.1f}" if row["whole"] else "",
             ]
@@ -82,9 +82,8 @@ def _named(attack: str, parameters: Mapping[str, Any]) -> str:
         return attack
     usual = ATTACKS.get(attack)().parameters()
     changed = {name: value for name, value in parameters.items() if usual[name] != value}
-    return (
-        f"{attack} {', '.join(name if value is True else f'{value} {name}' for name, value in changed.items())}".strip()
-    )
+    words = (name if value is True else f"{value:g} {name}" for name, value in changed.items())
+    return f"{attack} {', '.join(words)}".strip()
 
 
 IMPRINT = Rendering("imprint", imprint_files, {"imprint": imprint_block, "imprint_passive": passive_block})
