@@ -41,7 +41,10 @@ def layer_inputs(model: nn.Module, names: Sequence[str], images: Tensor) -> dict
     found: dict[str, Tensor] = {}
 
     def keep_as(name: str) -> Callable[[nn.Module, Any], None]:
+        """A hook that keeps a layer's first input under its name."""
+
         def keep(module: nn.Module, inputs: Any) -> None:
+            """Keep it, and end the pass where it is the last one."""
             if inputs and isinstance(inputs[0], Tensor):
                 found.setdefault(name, inputs[0].detach())
             if len(found) == len(names):
@@ -55,7 +58,7 @@ def layer_inputs(model: nn.Module, names: Sequence[str], images: Tensor) -> dict
         model.eval()
         with torch.no_grad():
             model(images)
-    except Exception:
+    except Exception:  # all were found, or the model cannot be run: whatever it raises, its names are all there is
         pass
     finally:
         for hook in hooks:

@@ -85,8 +85,8 @@ def _misnamed(document: Mapping[str, Any], rows: pd.DataFrame) -> Iterator[str]:
 def _unexplained(document: Mapping[str, Any]) -> Iterator[str]:
     """The attacks that know the defence, and of which a tier has neither rows nor a reason why there are none."""
     for result in document["results"]:
-        told = {line["attack"] for line in result["attacks"]} | result["not_run"].keys()
-        if lacking := [name for name in document["known_by"] if name in ATTACKS and name not in told]:
+        explained = {line["attack"] for line in result["attacks"]} | result["not_run"].keys()
+        if lacking := [name for name in document["known_by"] if name in ATTACKS and name not in explained]:
             yield (
                 f"{result['tier']} on {result['model']}: neither rows of {', '.join(lacking)}, nor a reason why there "
                 "are none"

@@ -1,4 +1,4 @@
-"""What a Watcher makes of replies that are not quite what it was told: exempt parameters, half precision; its page."""
+"""What a Watcher makes of replies that differ from what was stated: exempt parameters, half precision; its page."""
 
 from __future__ import annotations
 
