@@ -23,37 +23,53 @@ ADDED = f"{IMPRINT}.measure.weight"  # a parameter by which a state shows it
 
 
 class BinLayer(nn.Module):
-    """A layer in front of the model: x + (a/K) sum_k relu(w_k [x, q] + b_k), the same number added to every pixel.
+    """A layer in front of the model: x + a sum_k u_k, the same number added to every pixel, of K units with
 
-    a is one at the start (`written`). A larger one with smaller w_k and b_k adds the same, and their gradients are
-    larger by as much.
+        h_k = w_k x + v_k [q, 1] s,    u_k = h_k where h_k > 0 and h_{k + 1} <= 0, and zero elsewhere:
 
-    q is the mean square of the input. Of a linear layer's gradient the columns of w_k are sums over the images of the
-    input, so that q's column gives the sum of their mean squares (`attacks.active.imprint` says what for).
+    of units that measure the same with falling offsets, only the last one that is on writes. q is the mean square of
+    the input and s = sqrt(P) / 8 (`anchor_scale`). w_k are the rows of `measure.weight`, v_k those of `anchor.weight`
+    and a is `written`.
 
     Args:
         size: P, numbers of an input.
         bins: K.
-        like: of whose type and device the parameters are; weights and biases are zero at the start.
+        like: of whose type and device the parameters are; all are zero at the start but a, which is one.
     """
 
     def __init__(self, size: int, bins: int, like: Tensor) -> None:
         super().__init__()
-        self.measure = nn.Linear(size + 1, bins, device="meta")
-        self.measure.to_empty(device=like.device).to(like.dtype)
-        for parameter in self.measure.parameters():
-            nn.init.zeros_(parameter)
+        self.scale = anchor_scale(size)
+        self.measure = nn.Linear(size, bins, bias=False, device="meta")
+        self.anchor = nn.Linear(2, bins, bias=False, device="meta")
+        for linear in (self.measure, self.anchor):
+            linear.to_empty(device=like.device).to(like.dtype)
+            nn.init.zeros_(linear.weight)
         self.written = nn.Parameter(like.detach().new_ones(1))
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
         flat = images.flatten(1)
-        active = functional.relu(self.measure(torch.cat([flat, flat.square().mean(dim=1, keepdim=True)], dim=1)))
-        return images + (self.written * active.mean(dim=1))[:, None, None, None]
+        square = flat.square().mean(dim=1, keepdim=True)
+        anchors = self.scale * torch.cat([square, torch.ones_like(square)], dim=1)
+        height = self.measure(flat) + self.anchor(anchors)  # (B, K)
+        next_is_on = functional.pad(height[:, 1:] > 0, (0, 1))
+        last = functional.relu(height).masked_fill(next_is_on, 0).sum(dim=1)
+        return images + (self.written * last)[:, None, None, None]
 
     def in_front(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A layer's input after this one: a hook that runs before the layer does."""
         return self(inputs[0]), *inputs[1:]
+
+
+def anchor_scale(size: int) -> float:
+    """s, by which a `BinLayer` scales its inputs [q, 1]: their gradients are that much further above noise, and add a
+    sixty-fourth each to the square of the gradient's norm for images of unit variance.
+
+    Args:
+        size: P, numbers of an input.
+    """
+    return math.sqrt(size) / 8
 
 
 def layers_with_bins(bins: int) -> str:
@@ -91,8 +107,8 @@ def add_sent_layers(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         state: parameters by name.
     """
     if holds_added_layers(state) and not hasattr(model, IMPRINT):
-        bins, inputs = state[ADDED].shape
-        _put_in_front(model, inputs - 1, bins)
+        bins, size = state[ADDED].shape
+        _put_in_front(model, size, bins)
 
 
 def holds_added_layers(state: Mapping[str, Tensor]) -> bool:

@@ -1,10 +1,10 @@
 """Imprint: a layer of bins in front of the model, which keeps the images of a batch apart (Robbing the Fed).
 
 Fowl et al. 2022, "Robbing the Fed: Directly Obtaining Private Data in Federated Learning with Modified Models",
-section 3. The server puts a linear layer in front of the model that it sends, whose units measure the brightness of the
-whole image and switch on at K rising thresholds (`attacks.active.architecture.BinLayer`). Its gradient holds every
-image that is alone between two thresholds (`attacks.active.bins`), whatever the model behind it, the labels, the size
-of the batch and the order of its images are. A sum over several clients is a larger batch.
+section 3. The server puts a layer in front of the model that it sends, whose units measure the brightness of the whole
+image and are on between two of K rising thresholds (`attacks.active.architecture.BinLayer`). Its gradient holds every
+image that is alone between two thresholds (`attacks.active.imprint_rows`), whatever the model behind it, the labels,
+the size of the batch and the order of its images are. A sum over several clients is a larger batch.
 
 The thresholds need to be spread as the images' brightness is (`attacks.active.brightness`).
 
@@ -14,9 +14,9 @@ within `GAIN` of a pixel's normalised value; and it has one more input, the imag
 bin the mean square of the recovered image is the recovered q; for a mixture of several it differs by their variance.
 That is how the attack tells one image from several, without knowing any.
 
-Noise in the message fills every bin. Its size shows in the classifier's gradient (`attacks.active.bins.message_noise`)
-and in bins without an image: smaller shares are left out, and the two mean squares may differ by what it explains.
-A client that clips its update before it adds noise leaves to the server what the norm is made of (`amplify`).
+A client that clips its update before it adds noise, or sends its largest entries alone, leaves to the server what the
+norm and the largest entries are. The layer measures less and writes more (`amplify`): the model computes the same, and
+nearly all of the update's norm is the images'.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.architecture import IMPRINT, BinLayer, layers_with_bins
+from attacks.active.architecture import IMPRINT, BinLayer, anchor_scale, layers_with_bins
 from attacks.active.base import MOVED, SendContext, Sending, hides_positions, nobody
-from attacks.active.bins import NOISE_UNITS, Bins, message_noise, read_bins, round_off
 from attacks.active.brightness import BrightnessBins
+from attacks.active.imprint_rows import ImprintRows, read_rows
 from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
@@ -41,9 +41,10 @@ from attacks.tokenizer import find_tokenizer
 
 # Largest number that the layer adds to a pixel's normalised value, for a white image.
 GAIN = 1e-3
-# Largest difference of a recovered image's mean square from the recovered q, of images of unit variance. Two images at
-# 30 dB from each other differ by less in a mixture of halves.
-MIXED = 1e-3
+EMPTY = (
+    "no bin holds an image: the gradient of the layer in front of the model is zero, so that no image of the batch "
+    "sends a gradient to its pixels"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +54,12 @@ class Imprint(BrightnessBins):
     Args:
         bins: K; the layer has K (P + 2) parameters, P the numbers of an image.
         amplify: factor by which the layer writes more and measures less. The model computes the same, and the layer's
-            gradient is as many times larger: of an update that is clipped to a norm and noised, it takes the greater
-            part of the norm.
+            gradient is as many times larger than the others. Less where the model's type of numbers would round the
+            measure to zero (float16).
     """
 
     bins: int = 256
-    amplify: float = 1.0
+    amplify: float = 1e3
 
     needs: ClassVar[frozenset[Capability]] = BrightnessBins.needs | {Capability.ACTIVE_ARCHITECTURE}
 
@@ -73,10 +74,11 @@ class Imprint(BrightnessBins):
         """See `ActiveAttack.send`: the model as it is behind the layer."""
         like = next(context.model.parameters())
         weight, offset = brightness(context.image_shape, context.mean, context.std)
-        rows = torch.cat([weight, weight.new_zeros(1)]).repeat(self.bins, 1)  # (K, P + 1)
-        gain = GAIN / self.amplify
-        parameters = {"measure.weight": gain * rows, "measure.bias": gain * (offset - self.thresholds())}
-        parameters["written"] = torch.tensor([self.amplify])
+        amplify = min(self.amplify, GAIN * float(weight.min()) / torch.finfo(like.dtype).tiny)
+        gain = GAIN / amplify
+        offsets = gain * (offset - self.thresholds()) / anchor_scale(len(weight))
+        parameters = {"measure.weight": gain * weight.expand(self.bins, -1), "written": torch.tensor([amplify])}
+        parameters["anchor.weight"] = torch.stack([torch.zeros_like(offsets), offsets], dim=1)  # (K, 2)
         named = {f"{IMPRINT}.{name}": value.to(like) for name, value in parameters.items()}
         return Sending(named, layers_with_bins(self.bins))
 
@@ -98,35 +100,30 @@ class Imprint(BrightnessBins):
         `details`: held (bins that hold images), single (of them with one).
         """
         observation = observations[-1]
-        layer = layer_of(observation)
+        layer_of(observation)
         if observation.local_steps > 1:
             raise UsageError(unmet_assumptions(1, observation.local_steps)[0])
-        found = occupied(observation, layer)
-        if not len(found.places) and found.is_noisy:
-            return nobody(_noisy(found), {"held": 0, "single": 0})
+        found = read_rows(observation)
         if not len(found.places):
-            return nobody(
-                "no bin holds an image: the gradient of the layer in front of the model is zero, so that no image of "
-                "the batch sends a gradient to its pixels",
-                {"held": 0, "single": 0},
-            )
-        images, allowed = found.inputs[:, :-1], mixed_within(found)
-        single = (images.square().mean(dim=1) - found.inputs[:, -1]).abs() <= allowed
+            empty = _hidden_by_noise(found) if found.noise else EMPTY
+            return nobody(empty, {"held": 0, "single": 0})
+        single = found.excess.abs() <= found.mixed_within
         weights = single + found.shares.abs() / (2 * found.shares.abs().max())
         order = weights.topk(min(observation.num_examples, len(weights))).indices.sort().values
         order = order[torch.argsort(single[order].long(), descending=True, stable=True)]
-        pictures = observation.to_pixels(images[order].reshape(-1, *observation.image_shape)).float()
+        images = found.images[order].reshape(-1, *observation.image_shape)
         moved, several = hides_positions(observation), int((~single).sum())
-        lost = found.is_noisy and len(order) < observation.num_examples
+        lost = found.noise > 0 and len(order) < observation.num_examples
         # A mixture of halves misses either image by the root of what its mean square misses q by.
-        mixed = allowed * (observation.num_examples > 1)
-        errors = max(observation.std) * (errors_of(found).square() + mixed).sqrt()
-        sure = single & (errors < VOUCHED_DEVIATION)
+        mixed = found.mixed_within * (observation.num_examples > 1)
+        sure = single & (max(observation.std) * (found.errors.square() + mixed).sqrt() < VOUCHED_DEVIATION)
         known = (sure[order] & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
         return Reconstruction(
-            pictures,
+            observation.to_pixels(images).float(),
             known,
-            diagnosis="; ".join([MOVED] * moved + [_several(several)] * bool(several) + [_noisy(found)] * lost),
+            diagnosis="; ".join(
+                [MOVED] * moved + [_several(several)] * bool(several) + [_hidden_by_noise(found)] * lost
+            ),
             details={"held": len(single), "single": int(single.sum())},
         )
 
@@ -154,34 +151,8 @@ def layer_of(observation: Observation) -> BinLayer:
     return layer
 
 
-def occupied(observation: Observation, layer: BinLayer) -> Bins:
-    """The bins of an update that hold images, by rising threshold."""
-    rising = torch.argsort(layer.measure.bias.detach(), descending=True)
-    weight, bias = (observation.gradient_of(f"{IMPRINT}.measure.{part}") for part in ("weight", "bias"))
-    least = round_off(observation, f"{IMPRINT}.measure.bias")
-    return read_bins(weight[rising][None], bias[rising][None], least, message_noise(observation))
-
-
-def errors_of(found: Bins) -> Tensor:
-    """Standard deviation of a recovered input's entries by noise, (n,), for entries of unit variance."""
-    return 2**0.5 * found.deviation / found.shares.abs()
-
-
-def mixed_within(found: Bins) -> Tensor:
-    """Difference of a recovered image's mean square from the q recovered beside it that one image may show, (n,).
-
-    Noise of standard deviation s in shares c makes the recovered image (x - x n / c + e), with n, and the entries of
-    c e, of that deviation, and q likewise: they differ by (s / c)^2 on average, to s / c sqrt(1 + q^2).
-    """
-    square, errors = found.inputs[:, -1], errors_of(found)
-    return MIXED * square.abs().clamp(min=1) + NOISE_UNITS * errors * (1 + square.square()).sqrt() + errors.square()
-
-
-def _noisy(found: Bins) -> str:
-    return (
-        f"noise in the message hides what sends less than {NOISE_UNITS * found.deviation:.1e} to the layer in front of "
-        "the model"
-    )
+def _hidden_by_noise(found: ImprintRows) -> str:
+    return f"noise in the message hides what sends less than {found.least:.1e} to the layer in front of the model"
 
 
 def _several(count: int) -> str:
