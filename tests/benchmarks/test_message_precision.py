@@ -59,6 +59,7 @@ def test_a_memory_is_carried_from_one_message_to_the_next() -> None:
     assert int((with_memory[1] != 0).logical_and(with_memory[0] == 0).sum()) > 500
 
 
+@pytest.mark.long
 def test_known_errors_come_near_the_bound_in_float16_and_no_plain_solve_does(tmp_path) -> None:
     options = ["--attacks", "patch_embedding", "--bounds", "--precisions", "float16", "--num-images", "1"]
     assert run(tmp_path / "out", *options) == 0

@@ -160,6 +160,7 @@ def test_masks_below_the_noise_leave_equations_that_hold_and_vouch_for_nothing(m
     assert not found.known.any()
 
 
+@pytest.mark.long
 def test_masked_and_plain_updates_of_one_image_add_up(masked) -> None:
     """A client that jigsaws every other step."""
     built, image = build_model("vit_mini_32_mjp", num_classes=10, weights="auto"), photographs(32, 1)

@@ -113,11 +113,13 @@ def test_it_gains_6_db_on_the_plain_solve_and_ends_at_the_rounding(searched, def
     assert found.details["misfit"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.long
 def test_it_ends_at_the_bound_of_the_whole_message(searched) -> None:
     observation, images, found = searched[INT8]
     assert psnr(found, images) == pytest.approx(psnr_of(least_error_of_message(observation, images)), abs=1.5)
 
 
+@pytest.mark.long
 def test_nothing_is_vouched_for_before_it_settles(rounded) -> None:
     """Two steps explain the misfit already."""
     observation, _ = rounded

@@ -38,6 +38,7 @@ def test_only_sent_entries_are_matched() -> None:
     assert Target.of({"a": received}).matched({"a": found})["a"] is found
 
 
+@pytest.mark.long
 def test_a_tenth_of_the_entries_gives_the_photograph_where_only_they_are_matched() -> None:
     """On the scaled ViT: taken for a whole gradient the same message leads the same search away from the image."""
     observation, images = view(small_vit())

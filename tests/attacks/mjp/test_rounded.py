@@ -28,6 +28,7 @@ def views() -> list[Observation]:
     ]
 
 
+@pytest.mark.long
 def test_rounding_hides_no_longer_which_updates_show_the_image(views) -> None:
     image = photographs(32, 1)
     attack = ATTACKS.get("mjp_rounds")

@@ -56,6 +56,7 @@ def test_starts_outside_the_span_take_a_few_steps(many) -> None:
     assert int((error < 1e-3).sum()) >= 38
 
 
+@pytest.mark.long
 def test_starts_crowd_at_a_token_whose_gradient_dominates(many) -> None:
     """The class token's residual does not certify it, so that what leads there would lead there again in each round."""
     block, truth = many

@@ -227,7 +227,7 @@ def test_does_not_vouch_for_a_fit_that_failed() -> None:
     assert found.images is None or not found.known.any()
 
 
-@pytest.mark.parametrize("gamma", [0.9, 1.0])
+@pytest.mark.parametrize("gamma", [pytest.param(0.9, marks=pytest.mark.long), 1.0])
 def test_more_patches_are_masked_than_one_has_values(gamma: float) -> None:
     """58 and 64 of 64 patches of 48 values span everything; the first MLP singles them out all the same."""
     model = build_model("vit_mini_32_mjp", num_classes=10, weights="auto")
@@ -260,7 +260,9 @@ def found_in(view: Observation, image: torch.Tensor, mask: torch.Tensor):
     return found
 
 
-@pytest.mark.parametrize(("name", "gamma"), [("vit_mini_64_mjp", 0.5), ("vit_mini_32_mjp", 0.9)])
+@pytest.mark.parametrize(
+    ("name", "gamma"), [pytest.param("vit_mini_64_mjp", 0.5, marks=pytest.mark.long), ("vit_mini_32_mjp", 0.9)]
+)
 def test_the_position_gradient_is_withheld(name: str, gamma: float) -> None:
     """The spans of the first attention say which positions are masked."""
     model = build_model(name, num_classes=10, weights="auto" if "32" in name else "random")
@@ -276,7 +278,9 @@ def test_the_position_gradient_is_withheld(name: str, gamma: float) -> None:
     assert "no position is masked: token_span gives the same answer" in ATTACKS.get("unmix")().obstacle([plain])
 
 
-@pytest.mark.parametrize(("name", "gamma"), [("vit_mini_64", 0.0), ("vit_mini_32_mjp", 0.9)])
+@pytest.mark.parametrize(
+    ("name", "gamma"), [("vit_mini_64", 0.0), pytest.param("vit_mini_32_mjp", 0.9, marks=pytest.mark.long)]
+)
 def test_the_first_attention_is_withheld_as_well(name: str, gamma: float) -> None:
     """Every token tells by itself which place's embedding it bears, or that it bears the shared one."""
     model = build_model(name, num_classes=10 if "32" in name else 200, weights="auto")
@@ -354,6 +358,7 @@ def test_what_is_vouched_for_in_coarse_messages_is_right(kind: str, least: int) 
     assert float(right.float().mean()) > 0.9 if kind == "float16" else not right.all()
 
 
+@pytest.mark.long
 def test_half_precision_hides_rows_and_not_tokens() -> None:
     """The position rows have too few digits to tell the patches apart: tokens do, whatever their order."""
     image = photographs(64, 1)

@@ -56,6 +56,7 @@ def test_all_patches_seen_leaves_nothing_to_search(image) -> None:
     assert float(psnr(found.images, image)) > 60
 
 
+@pytest.mark.long
 def test_noise_widens_the_expected_errors() -> None:
     """Noise of 1e-5 of the update's rms entry, gamma 0.5: two of 32 patches would be vouched for below 25 dB."""
     model, image = build_model("vit_mini_64_mjp", num_classes=8, weights="auto"), photographs(64, 3)[2:]
