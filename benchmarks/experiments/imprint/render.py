@@ -46,7 +46,7 @@ def imprint_block(folder: Path) -> str:
                 size_cell(row["batch_size"], row["seed"], table),
                 str(row["rounds"]),
                 f"{row['above_30']} of {row['count']}",
-                f"{row['psnr_median']:.1f}{answered(row)}",
+                f"{row['psnr_median']:.1f}{answered(row)}" if row["failed"] < row["count"] else "no image",
                 str(row["whole"]),
                 f"{row['psnr_whole']:.1f}" if row["whole"] else "",
             ]
