@@ -19,32 +19,34 @@ from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
 IMPRINT = "imprint"  # name of the added layer in the model
-ADDED = f"{IMPRINT}.measure.weight"  # a parameter by which a state shows it
+ADDED, LEVELS = f"{IMPRINT}.measure.weight", f"{IMPRINT}.levels"  # parameters by which a state shows it
 
 
 class BinLayer(nn.Module):
     """A layer in front of the model: x + a sum_k u_k, the same number added to every pixel, of K units with
 
-        h_k = w_k x + v_k [q, 1] s,    u_k = h_k where h_k > 0 and h_{k + 1} <= 0, and zero elsewhere:
+        h_k = sum_j w_kj (x - l_j) + v_k [q, 1] s,    u_k = h_k where h_k > 0 and h_{k + 1} <= 0, and zero elsewhere:
 
     of units that measure the same with falling offsets, only the last one that is on writes. q is the mean square of
-    the input and s = sqrt(P) / 8 (`anchor_scale`). w_k are the rows of `measure.weight`, v_k those of `anchor.weight`
-    and a is `written`.
+    the input and s = sqrt(P) / 8 (`anchor_scale`). w_kj are the rows of `measure.weight`, J P numbers of each unit, v_k
+    those of `anchor.weight`, l_j the `levels` and a is `written`.
 
     Args:
         size: P, numbers of an input.
         bins: K.
+        levels: J.
         like: of whose type and device the parameters are; all are zero at the start but a, which is one.
     """
 
-    def __init__(self, size: int, bins: int, like: Tensor) -> None:
+    def __init__(self, size: int, bins: int, levels: int, like: Tensor) -> None:
         super().__init__()
         self.scale = anchor_scale(size)
-        self.measure = nn.Linear(size, bins, bias=False, device="meta")
+        self.measure = nn.Linear(levels * size, bins, bias=False, device="meta")
         self.anchor = nn.Linear(2, bins, bias=False, device="meta")
         for linear in (self.measure, self.anchor):
             linear.to_empty(device=like.device).to(like.dtype)
             nn.init.zeros_(linear.weight)
+        self.levels = nn.Parameter(like.detach().new_zeros(levels))
         self.written = nn.Parameter(like.detach().new_ones(1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -52,7 +54,8 @@ class BinLayer(nn.Module):
         flat = images.flatten(1)
         square = flat.square().mean(dim=1, keepdim=True)
         anchors = self.scale * torch.cat([square, torch.ones_like(square)], dim=1)
-        height = self.measure(flat) + self.anchor(anchors)  # (B, K)
+        against = (flat[:, None] - self.levels[:, None]).flatten(1)  # (B, J P)
+        height = self.measure(against) + self.anchor(anchors)  # (B, K)
         next_is_on = functional.pad(height[:, 1:] > 0, (0, 1))
         last = functional.relu(height).masked_fill(next_is_on, 0).sum(dim=1)
         return images + (self.written * last)[:, None, None, None]
@@ -72,9 +75,9 @@ def anchor_scale(size: int) -> float:
     return math.sqrt(size) / 8
 
 
-def layers_with_bins(bins: int) -> str:
+def layers_with_bins(bins: int, levels: int = 1) -> str:
     """What a message says of a model with a `BinLayer` in front."""
-    return f"{IMPRINT}={bins}"
+    return f"{IMPRINT}={bins}" + (f"x{levels}" if levels > 1 else "")
 
 
 def change_layers(model: nn.Module, image_shape: tuple[int, int, int], layers: str) -> None:
@@ -83,20 +86,25 @@ def change_layers(model: nn.Module, image_shape: tuple[int, int, int], layers: s
     Args:
         model: a ViT.
         image_shape: (C, H, W) of an input.
-        layers: "imprint=K" for a `BinLayer` of K bins in front of the patch projection; "" for nothing.
+        layers: "imprint=K" for a `BinLayer` of K bins in front of the patch projection, "imprint=KxJ" for one with J
+            levels; "" for nothing.
 
     Raises:
         UsageError: no such change, a model without a patch projection, or one that has the layer already.
     """
     if not layers:
         return
-    name, _, bins = layers.partition("=")
-    if name != IMPRINT or not bins.isdigit() or not int(bins):
-        raise UsageError(f"unknown change of the architecture {layers!r}; this client builds {IMPRINT}=NUMBER OF BINS")
+    name, _, numbers = layers.partition("=")
+    counts = numbers.split("x")
+    if name != IMPRINT or len(counts) > 2 or not all(count.isdigit() and int(count) for count in counts):
+        raise UsageError(
+            f"unknown change of the architecture {layers!r}; this client builds {IMPRINT}=NUMBER OF BINS, or "
+            f"{IMPRINT}=BINSxLEVELS"
+        )
     if hasattr(model, IMPRINT):
         raise UsageError(f"the model has a layer called {IMPRINT} already")
     find_tokenizer(model, image_shape)
-    _put_in_front(model, math.prod(image_shape), int(bins))
+    _put_in_front(model, math.prod(image_shape), *map(int, counts))
 
 
 def add_sent_layers(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -107,18 +115,18 @@ def add_sent_layers(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         state: parameters by name.
     """
     if holds_added_layers(state) and not hasattr(model, IMPRINT):
-        bins, size = state[ADDED].shape
-        _put_in_front(model, size, bins)
+        (bins, width), levels = state[ADDED].shape, len(state[LEVELS])
+        _put_in_front(model, width // levels, bins, levels)
 
 
 def holds_added_layers(state: Mapping[str, Tensor]) -> bool:
     """Whether a state sent by name holds a layer that `add_sent_layers` adds."""
-    return ADDED in state
+    return ADDED in state and LEVELS in state
 
 
-def _put_in_front(model: nn.Module, size: int, bins: int) -> None:
+def _put_in_front(model: nn.Module, size: int, bins: int, levels: int = 1) -> None:
     """Put a `BinLayer` in front of the first convolution, which is a ViT's patch projection."""
     projection = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-    layer = BinLayer(size, bins, projection.weight)
+    layer = BinLayer(size, bins, levels, projection.weight)
     setattr(model, IMPRINT, layer)
     projection.register_forward_pre_hook(layer.in_front)

@@ -17,6 +17,9 @@ That is how the attack tells one image from several, without knowing any.
 A client that clips its update before it adds noise, or sends its largest entries alone, leaves to the server what the
 norm and the largest entries are. The layer measures less and writes more (`amplify`): the model computes the same, and
 nearly all of the update's norm is the images'.
+
+Of a client that sends signs, each entry says on which side of a level a pixel lies. A layer that measures every pixel
+against several levels gives as many bits of it (`levels`).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from torch import Tensor, nn
 from attacks.active.architecture import IMPRINT, BinLayer, anchor_scale, layers_with_bins
 from attacks.active.base import MOVED, SendContext, Sending, hides_positions, nobody
 from attacks.active.brightness import BrightnessBins
-from attacks.active.imprint_rows import ImprintRows, read_rows
+from attacks.active.imprint_rows import ImprintRows, holds_signs, read_rows
 from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
@@ -41,6 +44,11 @@ from attacks.tokenizer import find_tokenizer
 
 # Largest number that the layer adds to a pixel's normalised value, for a white image.
 GAIN = 1e-3
+LEVELS = 8  # of a pixel, where a client sends signs
+ONE_LEVEL = (
+    "the message holds signs, and the layer measures a pixel against one level: a client whose earlier message shows "
+    "this, or imprint.levels, gets a layer with more"
+)
 EMPTY = (
     "no bin holds an image: the gradient of the layer in front of the model is zero, so that no image of the batch "
     "sends a gradient to its pixels"
@@ -52,21 +60,25 @@ class Imprint(BrightnessBins):
     """The images that are alone in their bin.
 
     Args:
-        bins: K; the layer has K (P + 2) parameters, P the numbers of an image.
+        bins: K; the layer has K (P + 2) parameters, P the numbers of an image. With J levels there are K / J bins.
         amplify: factor by which the layer writes more and measures less. The model computes the same, and the layer's
             gradient is as many times larger than the others. Less where the model's type of numbers would round the
             measure to zero (float16).
+        levels: J, of a normalised pixel. 0: one, or `LEVELS` where the client's last message held signs.
     """
 
     bins: int = 256
     amplify: float = 1e3
+    levels: int = 0
 
     needs: ClassVar[frozenset[Capability]] = BrightnessBins.needs | {Capability.ACTIVE_ARCHITECTURE}
 
     def __post_init__(self) -> None:
-        """Raise `UsageError` for no bins, or a factor that is not positive."""
+        """Raise `UsageError` for no bins, a factor that is not positive, or a number of levels out of range."""
         if self.bins < 1:
             raise UsageError(f"imprint.bins must be at least 1, not {self.bins}")
+        if not 0 <= self.levels <= self.bins:
+            raise UsageError(f"imprint.levels must lie between 0 and imprint.bins = {self.bins}, not {self.levels}")
         if not 0 < self.amplify < math.inf:
             raise UsageError(f"imprint.amplify must be positive, not {self.amplify:g}")
 
@@ -74,17 +86,33 @@ class Imprint(BrightnessBins):
         """See `ActiveAttack.send`: the model as it is behind the layer."""
         like = next(context.model.parameters())
         weight, offset = brightness(context.image_shape, context.mean, context.std)
-        amplify = min(self.amplify, GAIN * float(weight.min()) / torch.finfo(like.dtype).tiny)
+        levels = self._levels(context)
+        count, bins = len(levels), self.bins // len(levels)
+        offset += float(weight.sum() * levels.mean())  # sum_j w / J (x - l_j) = w x - w 1 mean(l)
+        amplify = min(self.amplify, GAIN * float(weight.min()) / count / torch.finfo(like.dtype).tiny)
         gain = GAIN / amplify
-        offsets = gain * (offset - self.thresholds()) / anchor_scale(len(weight))
-        parameters = {"measure.weight": gain * weight.expand(self.bins, -1), "written": torch.tensor([amplify])}
-        parameters["anchor.weight"] = torch.stack([torch.zeros_like(offsets), offsets], dim=1)  # (K, 2)
+        offsets = gain * (offset - self.thresholds(bins)) / anchor_scale(len(weight))
+        parameters = {
+            "measure.weight": gain / count * weight.repeat(count).expand(bins, -1),
+            "anchor.weight": torch.stack([torch.zeros_like(offsets), offsets], dim=1),  # (K, 2)
+            "levels": levels,
+            "written": torch.tensor([amplify]),
+        }
         named = {f"{IMPRINT}.{name}": value.to(like) for name, value in parameters.items()}
-        return Sending(named, layers_with_bins(self.bins))
+        return Sending(named, layers_with_bins(bins, count))
 
-    def thresholds(self) -> Tensor:
-        """Rising brightnesses in [0, 1], (K,) float64, the first one below all images."""
-        return self.quantiles(torch.arange(self.bins) / self.bins)
+    def thresholds(self, bins: int) -> Tensor:
+        """Rising brightnesses in [0, 1], (bins,) float64, the first one below all images."""
+        return self.quantiles(torch.arange(bins) / bins)
+
+    def _levels(self, context: SendContext) -> Tensor:
+        """Levels of a normalised pixel, (J,) float64 rising: the middles of J equal parts of its range, or zero."""
+        count = self.levels or (LEVELS if context.history and holds_signs(context.history[-1]) else 1)
+        if count == 1:
+            return torch.zeros(1, dtype=torch.float64)
+        mean, std = (torch.tensor(values, dtype=torch.float64) for values in (context.mean, context.std))
+        low, high = float((-mean / std).min()), float(((1 - mean) / std).max())
+        return low + (high - low) * (torch.arange(count).double() + 0.5) / count
 
     def check_prepared(self, observation: Observation) -> None:
         """See `ActiveAttack.check_prepared`."""
@@ -105,7 +133,7 @@ class Imprint(BrightnessBins):
             raise UsageError(unmet_assumptions(1, observation.local_steps)[0])
         found = read_rows(observation)
         if not len(found.places):
-            empty = _hidden_by_noise(found) if found.noise else EMPTY
+            empty = ONE_LEVEL if found.one_level else _hidden_by_noise(found) if found.noise else EMPTY
             return nobody(empty, {"held": 0, "single": 0})
         single = found.excess.abs() <= found.mixed_within
         weights = single + found.shares.abs() / (2 * found.shares.abs().max())
@@ -116,7 +144,8 @@ class Imprint(BrightnessBins):
         lost = found.noise > 0 and len(order) < observation.num_examples
         # A mixture of halves misses either image by the root of what its mean square misses q by.
         mixed = found.mixed_within * (observation.num_examples > 1)
-        sure = single & (max(observation.std) * (found.errors.square() + mixed).sqrt() < VOUCHED_DEVIATION)
+        told = single & (observation.num_examples == 1 or not found.signs)
+        sure = told & (max(observation.std) * (found.errors.square() + mixed).sqrt() < VOUCHED_DEVIATION)
         known = (sure[order] & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
         return Reconstruction(
             observation.to_pixels(images).float(),

@@ -129,7 +129,8 @@ TIERS = (
         "a malicious server that adds a layer to the model it sends, to clients with several images in a batch, whose "
         "program trains what it is sent",
         "F, active manipulator",
-        prepared=(Prepared("imprint", grants=(Capability.ACTIVE_ARCHITECTURE,)),),
+        # In the second round the server knows in what format the client sends.
+        prepared=(Prepared("imprint", rounds=2, grants=(Capability.ACTIVE_ARCHITECTURE,)),),
     ),
     Tier(
         "aggregate_only",

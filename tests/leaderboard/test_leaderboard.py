@@ -227,8 +227,8 @@ def test_verify_notices_a_tampered_copy(
     document = schema.read(path)
     tamper(document, path.parent / document["rows"]["file"])
     path.write_text(json.dumps(document))
-    seed = "4" if tamper is without_an_attack else "3"  # of a federation in which the attack was chosen
-    assert main(["verify", str(path), "--seed", seed]) == 1
+    # The seed chooses a federation in which the suite chose an attack that ends below 60 dB.
+    assert main(["verify", str(path), "--seed", "2"]) == 1
     assert noticed in capsys.readouterr().err
     expected = {shift_every_row: [1, *ROUNDINGS], without_an_attack: [1]}
     assert list(dict.fromkeys(asked)) == expected.get(tamper, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -48,9 +49,9 @@ def test_bins_hold_what_a_slow_oracle_says() -> None:
     plain = built.module.double().eval()
     built = sent_by(attack, built)
     layer, labels = built.module.imprint, torch.arange(12) % 10
-    place = torch.bucketize(images.mean(dim=(1, 2, 3)), attack.thresholds()) - 1
+    place = torch.bucketize(images.mean(dim=(1, 2, 3)), attack.thresholds(8)) - 1
     inputs, squares, shares = torch.zeros(8, 3 * 32 * 32).double(), torch.zeros(8).double(), torch.zeros(8).double()
-    written = GAIN * (images.mean(dim=(1, 2, 3)) - attack.thresholds()[place])
+    written = GAIN * (images.mean(dim=(1, 2, 3)) - attack.thresholds(8)[place])
     for image, label, bin, added in zip(built.normalise(images), labels, place, written, strict=True):
         at_image = (image[None] + added).requires_grad_()
         (functional.cross_entropy(plain(at_image), label[None]) / 12).backward()
@@ -80,10 +81,11 @@ def test_most_of_a_batch_of_64_comes_back_and_mixtures_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("amplify", [1.0, 1e3, 1e6])
-def test_the_model_computes_what_it_did(amplify: float) -> None:
+@pytest.mark.parametrize("levels", [1, 8])
+def test_the_model_computes_what_it_did(amplify: float, levels: int) -> None:
     built, images = micro(), photographs(32, 4)
     inputs = built.normalise(images)
-    change = sent_by(Imprint(amplify=amplify), built).module(inputs) - built.module.eval()(inputs)
+    change = sent_by(Imprint(amplify=amplify, levels=levels), built).module(inputs) - built.module.eval()(inputs)
     assert 0 < change.abs().max() < 5e-3
 
 
@@ -124,7 +126,11 @@ def test_the_calibration_is_that_of_public_photographs() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "message"),
-    [("imprint=0", "unknown change of the architecture 'imprint=0'"), ("front=8", "this client builds imprint=NUMBER")],
+    [
+        ("imprint=0", "unknown change of the architecture 'imprint=0'"),
+        ("front=8", "this client builds imprint=NUMBER"),
+        ("imprint=8x0", "imprint=BINSxLEVELS"),
+    ],
 )
 def test_layers_that_a_client_does_not_know_are_refused(layers: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -244,6 +250,38 @@ def test_the_largest_entries_are_the_images() -> None:
     assert found.known.all()
 
 
+SIGNS = DEFENSES.get("quantise")(quantise_format="sign")
+
+
+def test_signs_say_where_pixels_lie_between_levels() -> None:
+    """A pixel's error is that of the middle of an eighth of its range, of uniform distribution."""
+    image = photographs(32, 1)
+    found = answer_to(Imprint(levels=8), SIGNS)
+    assert psnr(found.images, image) == pytest.approx(20 * math.log10(8 * math.sqrt(12)), abs=1.0)
+    assert found.known.all()
+    one = answer_to(Imprint(), SIGNS)
+    assert one.images is None
+    assert "the layer measures a pixel against one level" in one.diagnosis
+
+
+def test_an_earlier_message_of_signs_brings_levels() -> None:
+    view = observe(micro(), photographs(32, 1))
+    signs = replace(view, gradients=SIGNS.on_update(dict(view.gradients), torch.Generator()))
+    sent = [Imprint().send(replace(before(micro(), SHAPE), history=history)) for history in ([], [view], [view, signs])]
+    assert [one.layers for one in sent] == ["imprint=256", "imprint=256", "imprint=32x8"]
+
+
+def test_levels_keep_images_of_a_batch_apart_and_change_nothing_in_exact_updates() -> None:
+    built, images, labels = micro(), photographs(32, 8), torch.arange(8)
+    exact = observe(sent_by(Imprint(levels=8, calibrated=True), built), images, labels)
+    found = Imprint()([exact])
+    assert (closest(found.images[found.known[:, 0, 0, 0]], images) > 60).all()
+    assert int((closest(images, found.images) > 60).sum()) >= 4
+    signs = Imprint()([replace(exact, gradients=SIGNS.on_update(dict(exact.gradients), torch.Generator()))])
+    assert int((closest(images, signs.images) > 25).sum()) >= 4
+    assert not signs.known.any()  # signs do not tell one image from several
+
+
 def test_a_model_of_half_precision_keeps_its_bins() -> None:
     built, image = micro(), photographs(32, 1)
     built.module.half()
@@ -251,7 +289,14 @@ def test_a_model_of_half_precision_keeps_its_bins() -> None:
     assert psnr(found.images, image) > 50
 
 
-@pytest.mark.parametrize(("settings", "words"), [({"bins": 0}, "at least 1"), ({"amplify": 0.0}, "must be positive")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"bins": 0}, "at least 1"),
+        ({"levels": 300}, "between 0 and imprint.bins = 256"),
+        ({"amplify": 0.0}, "must be positive"),
+    ],
+)
 def test_settings_that_mean_nothing_are_refused(settings: dict, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Imprint(**settings)
