@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -33,11 +35,17 @@ def rounded() -> tuple[Observation, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def searched(rounded) -> dict[str, tuple[Observation, torch.Tensor, Reconstruction]]:
+def searched() -> Callable[[str], tuple[Observation, torch.Tensor, Reconstruction]]:
     """By format: a message of one photograph, the photograph, and what the attack makes of it in eight steps."""
     exact, images = view(small_vit())
-    messages = {FLOAT16: rounded[0], INT8: sent(exact, INT8)}
-    return {name: (m, images, ATTACKS.get("gauss_newton")(steps=8, draws=2)([m])) for name, m in messages.items()}
+
+    @cache
+    def of(defense: str) -> tuple[Observation, torch.Tensor, Reconstruction]:
+        """Of a message in this format."""
+        message = sent(exact, defense)
+        return message, images, ATTACKS.get("gauss_newton")(steps=8, draws=2)([message])
+
+    return of
 
 
 def message_of(observation: Observation) -> Message:
@@ -68,7 +76,7 @@ def test_the_products_are_those_of_finite_differences(rounded) -> None:
 @pytest.mark.parametrize("away", [0.0, 0.3])
 def test_the_right_side_of_a_step_is_the_slope_of_the_objective(searched, away: float) -> None:
     """At the photograph, where the rounding explains the misfit, and where the errors have a size of their own."""
-    observation, images, _ = searched[INT8]
+    observation, images, _ = searched(INT8)
     message, generator = message_of(observation), torch.Generator().manual_seed(2)
     along, noise = torch.randn((2, *images.shape), generator=generator, dtype=torch.float64)
     image, shift = message.normalised(images) + away * noise, 1e-5
@@ -81,7 +89,7 @@ def test_the_right_side_of_a_step_is_the_slope_of_the_objective(searched, away: 
 @pytest.mark.long
 def test_deviations_are_those_of_the_inverse_precision(searched) -> None:
     """Against a dense inverse; four draws of a patch of 48 values have an error of a few percent."""
-    observation, images, _ = searched[INT8]
+    observation, images, _ = searched(INT8)
     message = message_of(observation)
     at, attack = message.linearise(message.normalised(images)), ATTACKS.get("gauss_newton")(iterations=20)
     units = torch.eye(images.numel(), dtype=torch.float64).view(-1, *images.shape)
@@ -103,9 +111,9 @@ def test_only_the_photograph_reproduces_the_rounding(rounded, defense: str) -> N
     assert message.linearise(image + 0.04 * noise).excess() > BESIDE
 
 
-@pytest.mark.parametrize("defense", [FLOAT16, INT8])
+@pytest.mark.parametrize("defense", [pytest.param(FLOAT16, marks=pytest.mark.long), INT8])
 def test_it_gains_6_db_on_the_plain_solve_and_ends_at_the_rounding(searched, defense: str) -> None:
-    observation, images, found = searched[defense]
+    observation, images, found = searched(defense)
     plain = ATTACKS.get("patch_embedding")(intervals=False)([observation])
     assert psnr(found, images) > psnr(plain, images) + 6
     assert found.diagnosis == ""
@@ -115,7 +123,7 @@ def test_it_gains_6_db_on_the_plain_solve_and_ends_at_the_rounding(searched, def
 
 @pytest.mark.long
 def test_it_ends_at_the_bound_of_the_whole_message(searched) -> None:
-    observation, images, found = searched[INT8]
+    observation, images, found = searched(INT8)
     assert psnr(found, images) == pytest.approx(psnr_of(least_error_of_message(observation, images)), abs=1.5)
 
 

@@ -23,9 +23,9 @@ CASES = [
     ("dlg", {"steps": 250, "seed": 1}, 40.0),
     ("idlg", {"steps": 200}, 30.0),
     ("inverting_gradients", {"steps": 150, "tv": 0.01}, 23.0),
-    ("see_through_gradients", {"steps": 300}, 19.0),
-    ("april_optimisation", {"steps": 300}, 17.0),
-    ("gradvit", {"steps": 300}, 28.0),
+    ("see_through_gradients", {"steps": 200}, 17.5),
+    ("april_optimisation", {"steps": 200}, 15.0),
+    ("gradvit", {"steps": 200}, 25.0),
 ]
 NAMES = [name for name, *_ in CASES]
 
@@ -82,10 +82,10 @@ def test_restarts_with_group_consistency() -> None:
 
 def test_a_batch_is_returned_in_the_order_of_its_labels() -> None:
     observation, images = view(small_vit(), first=1, count=2)
-    found = attack("inverting_gradients", observation, steps=300, tv=0.01)
+    found = attack("inverting_gradients", observation, steps=150, tv=0.01)
     assert found.labels.tolist() == [1, 2]
     assert match(found.images, images).tolist() == [0, 1]
-    assert psnr(found, images) > 15.5
+    assert psnr(found, images) > 19.5
 
 
 def test_positions_masked_in_the_update_are_masked_in_the_simulated_client() -> None:
@@ -93,9 +93,9 @@ def test_positions_masked_in_the_update_are_masked_in_the_simulated_client() -> 
     mask = torch.zeros(1, 16, dtype=torch.bool)
     mask[0, 3:8] = True
     observation, images = view(model, mask=mask)
-    masked = attack("inverting_gradients", observation, steps=300, tv=0.01)
+    masked = attack("inverting_gradients", observation, steps=150, tv=0.01)
     assert masked.flags == ()
-    assert psnr(masked, images) > 20
+    assert psnr(masked, images) > 20.5
     unmasked = attack(
         "inverting_gradients", dataclasses.replace(observation, model=_WithoutMask(model.module)), steps=20
     )
