@@ -9,6 +9,7 @@ and the norm before it (`attacks.closed_form.token_equations`).
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -81,9 +82,10 @@ def _first_attention(model: nn.Module, width: int) -> tuple[str, ...]:
 def _pruned(module: nn.Module, kept: Collection[str]) -> nn.Module:
     """The module with its own parameters and those of its submodules alone that `kept` names, or a parameter of them.
 
-    A submodule that is named itself is whole.
+    A submodule that is named itself is whole; the others lose hooks, which would keep what they call.
     """
     twin, children = copy.copy(module), dict[str, nn.Module]()
+    twin._forward_pre_hooks = OrderedDict()
     for name, child in module._modules.items():
         below = {path.partition(".")[2] for path in kept if path.partition(".")[0] == name}
         if below:

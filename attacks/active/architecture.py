@@ -19,7 +19,8 @@ from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
 IMPRINT = "imprint"  # name of the added layer in the model
-ADDED, LEVELS = f"{IMPRINT}.measure.weight", f"{IMPRINT}.levels"  # parameters by which a state shows it
+# Its parameters; the first and the last one show in a state how many bins and levels there are.
+ADDED, ANCHOR, LEVELS = f"{IMPRINT}.measure.weight", f"{IMPRINT}.anchor.weight", f"{IMPRINT}.levels"
 
 
 class BinLayer(nn.Module):
@@ -51,14 +52,17 @@ class BinLayer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
-        flat = images.flatten(1)
-        square = flat.square().mean(dim=1, keepdim=True)
-        anchors = self.scale * torch.cat([square, torch.ones_like(square)], dim=1)
-        against = (flat[:, None] - self.levels[:, None]).flatten(1)  # (B, J P)
-        height = self.measure(against) + self.anchor(anchors)  # (B, K)
+        height = self.heights(images.flatten(1))
         next_is_on = functional.pad(height[:, 1:] > 0, (0, 1))
         last = functional.relu(height).masked_fill(next_is_on, 0).sum(dim=1)
         return images + (self.written * last)[:, None, None, None]
+
+    def heights(self, flat: Tensor) -> Tensor:
+        """h_k of inputs (B, P), (B, K)."""
+        square = flat.square().mean(dim=1, keepdim=True)
+        anchors = self.scale * torch.cat([square, torch.ones_like(square)], dim=1)
+        against = (flat[:, None] - self.levels[:, None]).flatten(1)  # (B, J P)
+        return self.measure(against) + self.anchor(anchors)
 
     def in_front(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A layer's input after this one: a hook that runs before the layer does."""

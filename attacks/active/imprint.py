@@ -10,7 +10,7 @@ The thresholds need to be spread as the images' brightness is (`attacks.active.b
 
 Departs from the paper: the layer adds a small number to every pixel and leaves the image as it is, where the paper's
 second linear layer replaces it (the package `breaching` has both), so that the model computes what it did before to
-within `GAIN` of a pixel's normalised value; and it has one more input, the image's mean square q. For one image in a
+within 0.001 of a pixel's normalised value; and it has one more input, the image's mean square q. For one image in a
 bin the mean square of the recovered image is the recovered q; for a mixture of several it differs by their variance.
 That is how the attack tells one image from several, without knowing any.
 
@@ -32,19 +32,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.active.architecture import IMPRINT, BinLayer, anchor_scale, layers_with_bins
+from attacks.active.architecture import ADDED, ANCHOR, IMPRINT, BinLayer, anchor_scale, layers_with_bins
 from attacks.active.base import MOVED, SendContext, Sending, hides_positions, nobody
 from attacks.active.brightness import BrightnessBins
-from attacks.active.imprint_rows import ImprintRows, holds_signs, read_rows
-from attacks.linear.completion import VOUCHED_DEVIATION
+from attacks.active.imprint_rows import ImprintRows, read_rows
+from attacks.active.imprint_signs import holds_signs, read_signs
+from attacks.linear.completion import NOISE_SLACK, VOUCHED_DEVIATION
 from attacks.linear.position_rows import unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
-# Largest number that the layer adds to a pixel's normalised value, for a white image.
+# What the layer adds to a normalised pixel at most: this times the part of all brightnesses that a bin spans.
 GAIN = 1e-3
-LEVELS = 8  # of a pixel, where a client sends signs
+LEVELS = 10  # of a pixel, where a client sends signs
 ONE_LEVEL = (
     "the message holds signs, and the layer measures a pixel against one level: a client whose earlier message shows "
     "this, or imprint.levels, gets a layer with more"
@@ -53,6 +54,17 @@ EMPTY = (
     "no bin holds an image: the gradient of the layer in front of the model is zero, so that no image of the batch "
     "sends a gradient to its pixels"
 )
+NONE = {"held": 0, "single": 0}
+IN_PART = (
+    "no image can be read: of the layer in front of the model, no row has a gradient together with its anchor (one of "
+    "them was frozen, left out, or is below the message's precision)"
+)
+SIGNS = "the message holds signs, which do not tell one image from several"
+CONTRADICTED = (
+    "the signs of some rows contradict each other, or their image: noise was added, or entries were left out, before "
+    "the signs were taken"
+)
+UNTOLD = "the message is too coarse to tell one image of a batch from several"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +72,7 @@ class Imprint(BrightnessBins):
     """The images that are alone in their bin.
 
     Args:
-        bins: K; the layer has K (P + 2) parameters, P the numbers of an image. With J levels there are K / J bins.
+        bins: K; the layer has about K P parameters, P the numbers of an image. With J levels there are K / J bins.
         amplify: factor by which the layer writes more and measures less. The model computes the same, and the layer's
             gradient is as many times larger than the others. Less where the model's type of numbers would round the
             measure to zero (float16).
@@ -119,7 +131,7 @@ class Imprint(BrightnessBins):
         layer_of(observation)
 
     def remembered_layers(self, model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[str, ...]:
-        """See `Attack.remembered_layers`: nothing; every round is read by itself."""
+        """See `Attack.remembered_layers`: nothing; of earlier rounds `send` reads the format of the tokenizer's."""
         return ()
 
     def reconstruct(self, observations: Sequence[Observation]) -> Reconstruction:
@@ -128,33 +140,60 @@ class Imprint(BrightnessBins):
         `details`: held (bins that hold images), single (of them with one).
         """
         observation = observations[-1]
-        layer_of(observation)
+        layer = layer_of(observation)
         if observation.local_steps > 1:
             raise UsageError(unmet_assumptions(1, observation.local_steps)[0])
-        found = read_rows(observation)
-        if not len(found.places):
-            empty = ONE_LEVEL if found.one_level else _hidden_by_noise(found) if found.noise else EMPTY
-            return nobody(empty, {"held": 0, "single": 0})
-        single = found.excess.abs() <= found.mixed_within
-        weights = single + found.shares.abs() / (2 * found.shares.abs().max())
-        order = weights.topk(min(observation.num_examples, len(weights))).indices.sort().values
-        order = order[torch.argsort(single[order].long(), descending=True, stable=True)]
-        images = found.images[order].reshape(-1, *observation.image_shape)
-        moved, several = hides_positions(observation), int((~single).sum())
-        lost = found.noise > 0 and len(order) < observation.num_examples
-        # A mixture of halves misses either image by the root of what its mean square misses q by.
-        mixed = found.mixed_within * (observation.num_examples > 1)
-        told = single & (observation.num_examples == 1 or not found.signs)
-        sure = told & (max(observation.std) * (found.errors.square() + mixed).sqrt() < VOUCHED_DEVIATION)
-        known = (sure[order] & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
-        return Reconstruction(
-            observation.to_pixels(images).float(),
-            known,
-            diagnosis="; ".join(
-                [MOVED] * moved + [_several(several)] * bool(several) + [_hidden_by_noise(found)] * lost
-            ),
-            details={"held": len(single), "single": int(single.sum())},
-        )
+        if not any(observation.gradient_of(name).any() for name in (ADDED, ANCHOR)):
+            return nobody(EMPTY, NONE)
+        return _of_signs(observation, layer) if holds_signs(observation) else _of_numbers(observation)
+
+
+def _of_numbers(observation: Observation) -> Reconstruction:
+    """What the rows say of a message that holds numbers, exact, rounded or noised."""
+    found, count = read_rows(observation), observation.num_examples
+    if not len(found.images):
+        return nobody(_hidden_by_noise(found) if found.noise else IN_PART, NONE)
+    alone = count == 1 and len(found.images) == 1
+    single = (found.excess.abs() <= found.explained) | alone
+    weights = single + found.shares.abs() / (2 * found.shares.abs().max())
+    order = weights.topk(min(count, len(weights))).indices.sort().values
+    order = order[torch.argsort(single[order].long(), descending=True, stable=True)]
+    # A mixture of halves misses either image by the root of what its mean square misses q by.
+    errors = (found.errors.square() + found.explained * (not alone)).sqrt()
+    told = found.clear | alone
+    sure = single & told & (NOISE_SLACK * sum(observation.std) / len(observation.std) * errors < VOUCHED_DEVIATION)
+    several = int((~single & told).sum())
+    words = [_several(several)] * bool(several) + [UNTOLD] * bool((~told).any())
+    words += [_hidden_by_noise(found)] * (found.noise > 0 and len(order) < count)
+    return _answer(observation, found.images[order], sure[order], words, len(single), int(single.sum()))
+
+
+def _of_signs(observation: Observation, layer: BinLayer) -> Reconstruction:
+    """What the rows say of a message of signs."""
+    if len(layer.levels) == 1:
+        return nobody(ONE_LEVEL, NONE)
+    found, count = read_signs(observation, layer), observation.num_examples
+    doubted = found.contradicted or not found.consistent.all()
+    if not len(found.images):
+        return nobody(CONTRADICTED if doubted else IN_PART, NONE)
+    alone = count == 1 and len(found.images) == 1 and not doubted
+    sure = torch.full_like(found.consistent, alone and max(observation.std) * found.error < VOUCHED_DEVIATION)
+    words = [SIGNS] * (count > 1) + [CONTRADICTED] * doubted
+    return _answer(observation, found.images[:count], sure[:count], words, len(sure), int(sure.sum()))
+
+
+def _answer(
+    observation: Observation, images: Tensor, sure: Tensor, words: Sequence[str], held: int, single: int
+) -> Reconstruction:
+    """Images (n, P), vouched for where `sure` (n,), unless the client moves patches."""
+    moved = hides_positions(observation)
+    known = (sure & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
+    return Reconstruction(
+        observation.to_pixels(images.reshape(-1, *observation.image_shape)).float(),
+        known,
+        diagnosis="; ".join([*[MOVED] * moved, *words]),
+        details={"held": held, "single": single},
+    )
 
 
 def brightness(image_shape: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> tuple[Tensor, float]:

@@ -9,11 +9,13 @@ and those of an empty bin are zero. x and q of a single image are quotients by i
 weighted by c. The sparse variant of Fowl et al. 2022 in the package `breaching`, whose units saturate at the next
 threshold, gives this too.
 
-Noise in the message fills the empty bins, which therefore show its size. There are at least as many of them as the
-layer has bins more than the batch has images; where it has none, the classifier's gradient shows the noise.
+For one image the mean square of what comes back is the q that comes back beside it. For several it differs by their
+variance, unless three or more shares of both signs cancel it, which happens the more often the less exactly the message
+says both.
 
-Of signs, the row of level j says which pixels exceed it, up to the sign of c, which an anchor says; rows of empty bins
-have one sign. Nothing there tells one image from several.
+Noise in the message fills the empty bins, which therefore show its size. There are at least as many of them as the
+layer has bins more than the batch has images; where it has none, the classifier's gradient shows the noise. What
+rounding and entries that were left out cost: `attacks.linear.intervals`. Signs: `attacks.active.imprint_signs`.
 """
 
 from __future__ import annotations
@@ -21,13 +23,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from attacks.active.architecture import ADDED, IMPRINT, LEVELS, anchor_scale
-from attacks.active.bins import round_off
+from attacks.active.architecture import ADDED, ANCHOR, LEVELS, anchor_scale
 from attacks.identities import classifier_sums
-from attacks.linear.grids import signs_of
+from attacks.linear.intervals import bounds_of, error_bounds, read_message, rounding_of_weights
 from attacks.observation import Observation
 
 # Largest difference of a recovered image's mean square from the recovered q, of images of unit variance. Two images at
@@ -35,6 +35,9 @@ from attacks.observation import Observation
 MIXED = 1e-3
 # Standard deviations of what noise leaves that count as noise.
 NOISE_UNITS = 4.0
+# One image is told from several of a batch where rounding changes a normalised pixel by less than this, and noise the
+# difference of the mean squares by less than so many `MIXED`.
+EXACT, CLEAR = 1e-5, 10.0
 
 
 @dataclass(frozen=True)
@@ -42,49 +45,28 @@ class ImprintRows:
     """The bins that hold images, by rising threshold.
 
     Attributes:
-        places: (n,) int64, of the unit.
         images: (n, P) float64, normalised: the image of each, or its images' weighted mean.
-        squares: (n,) float64, the image's mean square by the anchor, or the same mean of several.
-        shares: (n,) float64, the sum of c; of signs, its sign.
+        shares: (n,) float64, the sum of c.
         errors: (n,) float64, standard deviation of a recovered pixel, normalised, of images of unit variance.
+        excess: (n,) float64, by how much the mean square of what came back exceeds the q beside it, but for what errors
+            add: zero for one image.
+        explained: (n,) float64, the excess that one image may show.
+        clear: (n,) bool, whether the message is exact enough to tell one image from several.
         noise: standard deviation of the noise in an entry of the message.
-        signs: whether the message holds signs.
-        one_level: whether it does, and the layer has one level, so that nothing can be read.
     """
 
-    places: Tensor
     images: Tensor
-    squares: Tensor
     shares: Tensor
     errors: Tensor
+    excess: Tensor
+    explained: Tensor
+    clear: Tensor
     noise: float = 0.0
-    signs: bool = False
-    one_level: bool = False
 
     @property
     def least(self) -> float:
         """Shares of this size or below are lost in noise."""
         return NOISE_UNITS * self.noise / anchor_scale(self.images.shape[1])
-
-    @property
-    def mixed_within(self) -> Tensor:
-        """Difference of a recovered image's mean square from the q recovered beside it that one image may show, (n,).
-
-        With noise of deviation e in a pixel, that of q has e sqrt(1 + q^2) / s, and the recovered image's mean square
-        is larger by e^2 on average (`excess`), to e^2 sqrt(2 / P) and 2 e sqrt(q / P).
-        """
-        size, errors, squares = self.images.shape[1], self.errors, self.squares.abs()
-        anchor = errors * (1 + squares.square()).sqrt() / anchor_scale(size)
-        pixels = errors.square() * math.sqrt(2 / size) + 2 * errors * (squares / size).sqrt()
-        return MIXED * squares.clamp(min=1) + NOISE_UNITS * (anchor + pixels)
-
-    @property
-    def excess(self) -> Tensor:
-        """By how much the mean square of what came back exceeds the q recovered beside it, less what noise adds, (n,).
-
-        Zero for one image, minus the variance among them for several.
-        """
-        return self.images.square().mean(dim=1) - self.squares - self.errors.square()
 
 
 def read_rows(observation: Observation) -> ImprintRows:
@@ -93,60 +75,52 @@ def read_rows(observation: Observation) -> ImprintRows:
     Raises:
         UsageError: the update lacks the layer's gradient.
     """
-    weight = observation.gradient_of(ADDED).double()
+    weight, anchor = observation.gradient_of(ADDED), observation.gradient_of(ANCHOR).double()
     levels = dict(observation.model.named_parameters())[LEVELS].detach().double()
-    rows = weight.unflatten(1, (len(levels), -1))  # (K, J, P)
-    anchor = f"{IMPRINT}.anchor.weight"
-    scale = anchor_scale(rows.shape[2])
-    squares, shares = (observation.gradient_of(anchor).double() / scale).unbind(dim=1)
-    if weight.any() and signs_of(weight) is not None:
-        return _of_signs(rows, shares, levels)
-    noise = message_noise(observation, weight)
-    sends = shares.abs() > max(round_off(observation, anchor), NOISE_UNITS * noise) / scale
+    count, size = len(levels), weight.shape[1] // len(levels)
+    scale, powers = anchor_scale(size), weight.square().mean(dim=1).double()  # (K,)
+    noise, bounds = message_noise(observation, powers), error_bounds(observation, ANCHOR)
     empty = noise**2 * (1 + NOISE_UNITS * math.sqrt(2 / weight.shape[1]))  # the most that a row of noise shows
-    held = (sends & (weight.square().mean(dim=1) >= empty)).nonzero()[:, 0]
-    own = shares[held]
-    images = (rows[held] / own[:, None, None] + levels[:, None]).mean(dim=1)
-    errors = math.sqrt(1 / len(levels) + scale**-2) * noise / own.abs()
-    return ImprintRows(held, images, squares[held] / own, own, errors, noise)
+    sends = anchor[:, 1].abs() > bounds[:, 1].clamp(min=NOISE_UNITS * noise)
+    held = (sends & (powers >= empty) & (powers > 0)).nonzero()[:, 0]
+    squares, own = (anchor[held] / scale).unbind(dim=1)
+    squares, rows = squares / own, weight[held].double()
+    images = (rows.unflatten(1, (count, size)) / own[:, None, None] + levels[:, None]).mean(dim=1)
+    # Errors of a pixel, of the share and of q, each over the share.
+    of_square, of_share = ((noise**2 + bounds[held].square() / 3).sqrt() / scale / own.abs()[:, None]).unbind(dim=1)
+    rounding = _rounding(observation, rows, held) / count**0.5 / own.abs()
+    of_pixel = (noise**2 / count / own.square() + rounding.square()).sqrt()
+    q = squares.abs()
+    beside = of_square + q * of_share + of_pixel.square() * math.sqrt(2 / size) + 2 * of_pixel * (q / size).sqrt()
+    explained = MIXED * q.clamp(min=1) + NOISE_UNITS * beside
+    return ImprintRows(
+        images,
+        own,
+        (of_pixel.square() + of_share.square()).sqrt(),
+        images.square().mean(dim=1) - squares - of_pixel.square(),
+        explained,
+        (rounding < EXACT) & (explained < CLEAR * MIXED * q.clamp(min=1)),
+        noise,
+    )
 
 
-def _of_signs(rows: Tensor, shares: Tensor, levels: Tensor) -> ImprintRows:
-    """What signs say: the middles of the parts of a pixel's range between levels.
-
-    Args:
-        rows: (K, J, P), of which every entry has the same magnitude.
-        shares: (K,) whose signs are those of c.
-        levels: (J,) rising.
-    """
-    above = rows > 0
-    held = (above.any(dim=(1, 2)) & ~above.all(dim=(1, 2))).nonzero()[:, 0]
-    if len(levels) == 1:
-        none = shares[:0]
-        return ImprintRows(held[:0], rows[:0, 0], none, none, none, signs=True, one_level=True)
-    part = float(levels[1] - levels[0])
-    exceeds = above[held] == (shares[held] > 0)[:, None, None]
-    images = levels[0] + part * (exceeds.sum(dim=1) - 0.5)
-    errors = torch.full_like(shares[held], part / math.sqrt(12))
-    squares = images.square().mean(dim=1) - errors.square()
-    return ImprintRows(held, images, squares, shares[held].sign(), errors, signs=True)
+def _rounding(observation: Observation, rows: Tensor, held: Tensor) -> Tensor:
+    """Standard deviation (n,) of what rounding and entries that were left out change in rows (n, J P) of units (n,)."""
+    if not len(held):
+        return rows[:, 0]
+    lost = rounding_of_weights(observation, ADDED)
+    bounds = bounds_of(rows, read_message(observation), None if lost is None else lost[held])
+    return (bounds.square().mean(dim=1) / 3).sqrt()
 
 
-def holds_signs(observation: Observation) -> bool:
-    """Whether most parameters' gradients have entries of one magnitude."""
-    one = [signs_of(gradient.double()) is not None for gradient in observation.gradients.values()]
-    return sum(one) > len(one) / 2
-
-
-def message_noise(observation: Observation, weight: Tensor) -> float:
+def message_noise(observation: Observation, powers: Tensor) -> float:
     """Standard deviation of noise in an entry of the message; 0 where it holds none, or nothing shows it.
 
     Args:
-        weight: (K, P) float64, the rows' gradients.
+        powers: (K,) float64, mean squares of the rows' gradients.
     """
-    empty = len(weight) - observation.num_examples
+    empty = len(powers) - observation.num_examples
     if empty > 0:
-        rows = weight.square().mean(dim=1).sqrt().sort().values
-        return float(rows[(empty - 1) // 2])
+        return float(powers.sort().values[(empty - 1) // 2].sqrt())
     sums = classifier_sums(observation)
     return sums.noise() if sums is not None and sums.is_broken() else 0.0

@@ -148,10 +148,17 @@ def model_as_sent(module: nn.Module, sent: Mapping[str, Tensor]) -> nn.Module:
     """A copy of `module` in evaluation mode with the weights and buffers that were sent, by name.
 
     Layers that a server has added to what it sent (`attacks.active.architecture`) are part of it.
+
+    Raises:
+        UsageError: a name that neither the module nor such a layer has.
     """
     twin = copy.deepcopy(module)
     add_sent_layers(twin, sent)
     state = twin.state_dict()
+    if unknown := [name for name in sent if name not in state]:
+        raise UsageError(
+            f"the model has nothing called {unknown[0]}, which was sent; pass the model that the client has"
+        )
     for name, value in sent.items():
         state[name].copy_(value)
     return twin.eval()

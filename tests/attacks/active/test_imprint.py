@@ -16,10 +16,12 @@ from attacks import Capability, Observation, Reconstruction, ThreatModel, UsageE
 from attacks.active.architecture import change_layers
 from attacks.active.bins import read_bins
 from attacks.active.brightness import PUBLIC
-from attacks.active.imprint import GAIN, Imprint
+from attacks.active.imprint import GAIN, UNTOLD, Imprint
 from attacks.active.imprint_rows import read_rows
 from attacks.active.token_bins import TokenBins
+from attacks.memory import remember
 from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses.chain import read_defense
 from fedmjp.metrics.pixel import psnr
 from fedmjp.models import BuiltModel, build_model
 from tests.attacks.active.contexts import before
@@ -60,12 +62,14 @@ def test_bins_hold_what_a_slow_oracle_says() -> None:
         squares[bin] += own * image.square().mean()
     found = read_rows(observe(built, images, labels))
     held = place.unique()
-    assert torch.equal(found.places, held)
+    assert len(found.images) == len(held)
     assert 0 < len(held) < 8
     assert (place.bincount() > 1).any()
     torch.testing.assert_close(found.shares, shares[held], rtol=1e-6, atol=0)
     torch.testing.assert_close(found.images, inputs[held] / shares[held, None], rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found.squares, squares[held] / shares[held], rtol=1e-6, atol=1e-9)
+    excess = found.images.square().mean(dim=1) - squares[held] / shares[held]
+    torch.testing.assert_close(found.excess, excess, rtol=1e-6, atol=1e-9)
+    assert (found.excess.abs() > found.explained).tolist() == (place.bincount()[held] > 1).tolist()
 
 
 def test_most_of_a_batch_of_64_comes_back_and_mixtures_are_told_apart() -> None:
@@ -81,12 +85,12 @@ def test_most_of_a_batch_of_64_comes_back_and_mixtures_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("amplify", [1.0, 1e3, 1e6])
-@pytest.mark.parametrize("levels", [1, 8])
+@pytest.mark.parametrize("levels", [1, 10])
 def test_the_model_computes_what_it_did(amplify: float, levels: int) -> None:
     built, images = micro(), photographs(32, 4)
     inputs = built.normalise(images)
     change = sent_by(Imprint(amplify=amplify, levels=levels), built).module(inputs) - built.module.eval()(inputs)
-    assert 0 < change.abs().max() < 5e-3
+    assert 0 < change.abs().max() < 5e-5 * levels
 
 
 @pytest.mark.parametrize("withheld", [False, True])
@@ -254,32 +258,89 @@ SIGNS = DEFENSES.get("quantise")(quantise_format="sign")
 
 
 def test_signs_say_where_pixels_lie_between_levels() -> None:
-    """A pixel's error is that of the middle of an eighth of its range, of uniform distribution."""
+    """A pixel's error is that of the middle of a tenth of its range, of uniform distribution."""
     image = photographs(32, 1)
-    found = answer_to(Imprint(levels=8), SIGNS)
-    assert psnr(found.images, image) == pytest.approx(20 * math.log10(8 * math.sqrt(12)), abs=1.0)
-    assert found.known.all()
-    one = answer_to(Imprint(), SIGNS)
-    assert one.images is None
-    assert "the layer measures a pixel against one level" in one.diagnosis
+    for signs in (SIGNS, replace(SIGNS, quantise_per="row")):
+        found = answer_to(Imprint(levels=10), signs)
+        assert psnr(found.images, image) == pytest.approx(20 * math.log10(10 * math.sqrt(12)), abs=1.0)
+        assert found.known.all()
+        assert found.diagnosis == ""
+        one = answer_to(Imprint(), signs)
+        assert one.images is None
+        assert "the layer measures a pixel against one level" in one.diagnosis
+
+
+@pytest.mark.parametrize(
+    "before_signs", ["noise:noise_multiplier=0.0001", "noise:noise_multiplier=0.01", "topk:topk_share=0.01"]
+)
+def test_signs_of_something_else_are_not_vouched_for(before_signs: str) -> None:
+    defence, image = read_defense(f"{before_signs}+quantise:quantise_format=sign"), photographs(32, 1)
+    view = observe(sent_by(Imprint(levels=10), micro()), image)
+    sent, _ = defence.message(dict(view.gradients), torch.Generator().manual_seed(0), {})
+    found = Imprint()([replace(view, gradients=sent)])
+    assert "the signs of some rows contradict each other" in found.diagnosis
+    assert found.known is None or not found.known.any()
 
 
 def test_an_earlier_message_of_signs_brings_levels() -> None:
-    view = observe(micro(), photographs(32, 1))
+    """As a server keeps it, of a client that returns gradients or weights."""
+    rate, view = 0.1, observe(micro(), photographs(32, 1))
     signs = replace(view, gradients=SIGNS.on_update(dict(view.gradients), torch.Generator()))
-    sent = [Imprint().send(replace(before(micro(), SHAPE), history=history)) for history in ([], [view], [view, signs])]
-    assert [one.layers for one in sent] == ["imprint=256", "imprint=256", "imprint=32x8"]
+    weights = dict(view.model.named_parameters())
+    moved = {n: (weights[n].detach() - (weights[n].detach() - rate * g)) / rate for n, g in signs.gradients.items()}
+    returned = replace(signs, gradients=moved, kind="weights", learning_rate=rate)
+    for history, layers in (([], "256"), ([view], "256"), ([view, signs], "25x10"), ([view, returned], "25x10")):
+        context = replace(before(micro(), SHAPE), history=[remember(one) for one in history])
+        assert Imprint().send(context).layers == f"imprint={layers}"
+
+
+def test_a_kept_update_does_not_keep_the_added_layer() -> None:
+    kept = remember(observe(sent_by(Imprint(), micro()), photographs(32, 1)))
+    assert not any(module._forward_pre_hooks for module in kept.model.modules())
+
+
+@pytest.mark.parametrize("defence", ["quantise", "quantise:quantise_format=int4", "quantise:quantise_format=bfloat16"])
+def test_rounding_is_not_taken_for_several_images(defence: str) -> None:
+    """One image alone is vouched for where it is right; of a batch nothing is, because a mixture would not show."""
+    for count in (1, 8):
+        images = photographs(32, count)
+        view = observe(sent_by(Imprint(calibrated=True), micro()), images)
+        sent, _ = read_defense(defence).message(dict(view.gradients), torch.Generator().manual_seed(0), {})
+        found = Imprint()([replace(view, gradients=sent)])
+        right = closest(found.images, images) > 25
+        assert right.any()
+        assert bool(found.known.any()) == (count == 1 and bool(right.all()))
+        assert found.diagnosis == ("" if count == 1 else UNTOLD)
+
+
+def test_images_that_send_little_beside_others_come_back() -> None:
+    """In a model that is sure of one of two images."""
+    built, images = micro(), photographs(32, 2)
+    with torch.no_grad():
+        built.module.head.bias[0] = 16.0
+    found = Imprint()([observe(sent_by(Imprint(), built), images, torch.tensor([0, 1]))])
+    assert (closest(found.images, images) > 60).all()
+
+
+@pytest.mark.parametrize("lacking", ["measure", "anchor"])
+def test_a_layer_of_which_a_part_is_frozen_is_named(lacking: str) -> None:
+    view = observe(sent_by(Imprint(), micro()), photographs(32, 2))
+    zeros = {n: g * (lacking not in n) for n, g in view.gradients.items()}
+    found = Imprint()([replace(view, gradients=zeros)])
+    assert found.images is None
+    assert found.diagnosis.startswith("no image can be read: of the layer in front of the model")
 
 
 def test_levels_keep_images_of_a_batch_apart_and_change_nothing_in_exact_updates() -> None:
     built, images, labels = micro(), photographs(32, 8), torch.arange(8)
-    exact = observe(sent_by(Imprint(levels=8, calibrated=True), built), images, labels)
+    exact = observe(sent_by(Imprint(levels=10, calibrated=True), built), images, labels)
     found = Imprint()([exact])
-    assert (closest(found.images[found.known[:, 0, 0, 0]], images) > 60).all()
+    assert (closest(images, found.images[found.known[:, 0, 0, 0]]) > 60).all()
     assert int((closest(images, found.images) > 60).sum()) >= 4
     signs = Imprint()([replace(exact, gradients=SIGNS.on_update(dict(exact.gradients), torch.Generator()))])
     assert int((closest(images, signs.images) > 25).sum()) >= 4
-    assert not signs.known.any()  # signs do not tell one image from several
+    assert not signs.known.any()
+    assert signs.diagnosis == "the message holds signs, which do not tell one image from several"
 
 
 def test_a_model_of_half_precision_keeps_its_bins() -> None:
