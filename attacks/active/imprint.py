@@ -18,6 +18,9 @@ A client that clips its update before it adds noise, or sends its largest entrie
 norm and the largest entries are. The layer measures less and writes more (`amplify`): the model computes the same, and
 nearly all of the update's norm is the images'.
 
+Of a client that moves patches (MJP) the layer sees what the model is fed: `attacks.active.moved_patches` puts them
+back.
+
 Of a client that sends signs, each entry says on which side of a level a pixel lies. A layer that measures every pixel
 against several levels gives as many bits of it (`levels`).
 """
@@ -33,13 +36,14 @@ import torch
 from torch import Tensor, nn
 
 from attacks.active.architecture import ADDED, ANCHOR, IMPRINT, BinLayer, anchor_scale, layers_with_bins
-from attacks.active.base import MOVED, SendContext, Sending, hides_positions, nobody
+from attacks.active.base import SendContext, Sending, hides_positions, nobody
 from attacks.active.brightness import BrightnessBins
 from attacks.active.imprint_rows import ImprintRows, read_rows
 from attacks.active.imprint_signs import holds_signs, read_signs
+from attacks.active.moved_patches import put_back, seconds
 from attacks.linear.completion import NOISE_SLACK, VOUCHED_DEVIATION
 from attacks.linear.position_rows import unmet_assumptions
-from attacks.observation import Capability, Observation, Reconstruction
+from attacks.observation import ORDER_GUESSED, Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import find_tokenizer
 
@@ -63,6 +67,10 @@ SIGNS = "the message holds signs, which do not tell one image from several"
 CONTRADICTED = (
     "the signs of some rows contradict each other, or their image: noise was added, or entries were left out, before "
     "the signs were taken"
+)
+PUT_BACK = (
+    "the client hides positions (MJP), or sends nothing that would show it: patches that it may have moved are put "
+    "back by their borders, which is a guess"
 )
 UNTOLD = "the message is too coarse to tell one image of a batch from several"
 
@@ -126,6 +134,11 @@ class Imprint(BrightnessBins):
         low, high = float((-mean / std).min()), float(((1 - mean) / std).max())
         return low + (high - low) * (torch.arange(count).double() + 0.5) / count
 
+    def estimated_seconds(self, observations: Sequence[Observation]) -> float:
+        """See `Attack.estimated_seconds`: with the placing of patches that the client may have moved."""
+        moved = hides_positions(observations[-1])
+        return super().estimated_seconds(observations) + (seconds(observations[-1]) if moved else 0.0)
+
     def check_prepared(self, observation: Observation) -> None:
         """See `ActiveAttack.check_prepared`."""
         layer_of(observation)
@@ -185,13 +198,13 @@ def _of_signs(observation: Observation, layer: BinLayer) -> Reconstruction:
 def _answer(
     observation: Observation, images: Tensor, sure: Tensor, words: Sequence[str], held: int, single: int
 ) -> Reconstruction:
-    """Images (n, P), vouched for where `sure` (n,), unless the client moves patches."""
-    moved = hides_positions(observation)
-    known = (sure & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:])
+    """Images (n, P), vouched for where `sure` (n,); where the client moves patches, put back and not vouched for."""
+    moved, pixels = hides_positions(observation), observation.to_pixels(images.reshape(-1, *observation.image_shape))
     return Reconstruction(
-        observation.to_pixels(images.reshape(-1, *observation.image_shape)).float(),
-        known,
-        diagnosis="; ".join([*[MOVED] * moved, *words]),
+        (put_back(observation, pixels) if moved else pixels).float(),
+        (sure & (not moved))[:, None, None, None].expand(-1, 1, *observation.image_shape[1:]),
+        diagnosis="; ".join([*[PUT_BACK] * moved, *words]),
+        flags=(ORDER_GUESSED,) * moved,
         details={"held": held, "single": single},
     )
 

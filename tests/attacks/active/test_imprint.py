@@ -20,8 +20,10 @@ from attacks.active.imprint import GAIN, UNTOLD, Imprint
 from attacks.active.imprint_rows import read_rows
 from attacks.active.token_bins import TokenBins
 from attacks.memory import remember
+from attacks.observation import ORDER_GUESSED
 from fedmjp.defenses import DEFENSES, Defense
 from fedmjp.defenses.chain import read_defense
+from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics.pixel import psnr
 from fedmjp.models import BuiltModel, build_model
 from tests.attacks.active.contexts import before
@@ -104,6 +106,27 @@ def test_of_moved_patches_nothing_is_vouched_for(attack: Imprint | TokenBins, wi
     found = attack([view])
     assert "the client hides positions (MJP)" in found.diagnosis
     assert found.details["single"] or found.details["single_patches"] == 48  # which it would vouch for
+    assert not found.known.any()
+
+
+@pytest.mark.parametrize(("count", "gamma", "least"), [(1, 0.9, 1), (6, 0.5, 4)])
+def test_moved_patches_are_put_back_by_their_borders(count: int, gamma: float, least: int) -> None:
+    """Every image of a batch has a mask of its own, and which it is stands nowhere in the update."""
+    built, images = build_model("vit_mini_64_mjp", num_classes=10, weights="random"), photographs(64, 24)
+    images = images[images.mean(dim=(1, 2, 3)).argsort()][12 // count :: 24 // count]  # of different brightness
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.cat([block_masks(1, built.grid, gamma, generator) for _ in images])
+    fed = torch.cat(
+        [
+            move_patches(image[None], jigsaw_order(mask[None], generator), built.patch_size)
+            for image, mask in zip(images, masks, strict=True)
+        ]
+    )
+    sent = replace(built, module=Imprint().send(before(built, (3, 64, 64))).model(built.module, (3, 64, 64)))
+    found = Imprint()([observe(sent, fed, torch.arange(count), mask=masks)])
+    assert int((closest(found.images, images) > 50).sum()) >= least
+    assert (closest(fed, images) < 30).all()
+    assert found.flags == (ORDER_GUESSED,)
     assert not found.known.any()
 
 
