@@ -49,7 +49,8 @@ from attacks.tokenizer import find_tokenizer
 
 # What the layer adds to a normalised pixel at most: this times the part of all brightnesses that a bin spans.
 GAIN = 1e-3
-LEVELS = 10  # of a pixel, where a client sends signs
+# Levels of a pixel, where a client sends signs, and by how much fewer the bins then are. Signs are short messages.
+LEVELS, FEWER = 10, 4
 ONE_LEVEL = (
     "the message holds signs, and the layer measures a pixel against one level: a client whose earlier message shows "
     "this, or imprint.levels, gets a layer with more"
@@ -80,7 +81,8 @@ class Imprint(BrightnessBins):
     """The images that are alone in their bin.
 
     Args:
-        bins: K; the layer has about K P parameters, P the numbers of an image. With J levels there are K / J bins.
+        bins: K; the layer has about K P parameters, P the numbers of an image. With J levels there are K / 4 bins, and
+            J / 4 times as many parameters.
         amplify: factor by which the layer writes more and measures less. The model computes the same, and the layer's
             gradient is as many times larger than the others. Less where the model's type of numbers would round the
             measure to zero (float16).
@@ -97,8 +99,8 @@ class Imprint(BrightnessBins):
         """Raise `UsageError` for no bins, a factor that is not positive, or a number of levels out of range."""
         if self.bins < 1:
             raise UsageError(f"imprint.bins must be at least 1, not {self.bins}")
-        if not 0 <= self.levels <= self.bins:
-            raise UsageError(f"imprint.levels must lie between 0 and imprint.bins = {self.bins}, not {self.levels}")
+        if self.levels < 0:
+            raise UsageError(f"imprint.levels must not be negative, not {self.levels}")
         if not 0 < self.amplify < math.inf:
             raise UsageError(f"imprint.amplify must be positive, not {self.amplify:g}")
 
@@ -107,7 +109,7 @@ class Imprint(BrightnessBins):
         like = next(context.model.parameters())
         weight, offset = brightness(context.image_shape, context.mean, context.std)
         levels = self._levels(context)
-        count, bins = len(levels), self.bins // len(levels)
+        count, bins = len(levels), self.bins if len(levels) == 1 else max(self.bins // FEWER, 1)
         offset += float(weight.sum() * levels.mean())  # sum_j w / J (x - l_j) = w x - w 1 mean(l)
         amplify = min(self.amplify, GAIN * float(weight.min()) / count / torch.finfo(like.dtype).tiny)
         gain = GAIN / amplify
