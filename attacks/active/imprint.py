@@ -22,7 +22,7 @@ Of a client that moves patches (MJP) the layer sees what the model is fed: `atta
 back.
 
 Of a client that sends signs, each entry says on which side of a level a pixel lies. A layer that measures every pixel
-against several levels gives as many bits of it (`levels`).
+against several levels says between which two of them it lies (`levels`, `attacks.active.imprint_signs`).
 """
 
 from __future__ import annotations
@@ -138,8 +138,11 @@ class Imprint(BrightnessBins):
 
     def estimated_seconds(self, observations: Sequence[Observation]) -> float:
         """See `Attack.estimated_seconds`: with the placing of patches that the client may have moved."""
-        moved = hides_positions(observations[-1])
-        return super().estimated_seconds(observations) + (seconds(observations[-1]) if moved else 0.0)
+        solve = super().estimated_seconds(observations)
+        try:
+            return solve + (seconds(observations[-1]) if hides_positions(observations[-1]) else 0.0)
+        except UsageError:  # no ViT
+            return solve
 
     def check_prepared(self, observation: Observation) -> None:
         """See `ActiveAttack.check_prepared`."""
