@@ -29,6 +29,8 @@ from fedmjp.models import ViT, build_model
 from tests.attacks.mjp.conftest import Nothing
 from tests.conftest import observe, photographs
 
+LONG = pytest.mark.long
+
 
 def masked_update(model, image, gamma: float, seed: int = 0) -> tuple[Observation, torch.Tensor, torch.Tensor]:
     """The update of one jigsawed step, its mask (N,) and the jigsawed image."""
@@ -227,7 +229,7 @@ def test_does_not_vouch_for_a_fit_that_failed() -> None:
     assert found.images is None or not found.known.any()
 
 
-@pytest.mark.parametrize("gamma", [pytest.param(0.9, marks=pytest.mark.long), 1.0])
+@pytest.mark.parametrize("gamma", [pytest.param(0.9, marks=LONG), 1.0])
 def test_more_patches_are_masked_than_one_has_values(gamma: float) -> None:
     """58 and 64 of 64 patches of 48 values span everything; the first MLP singles them out all the same."""
     model = build_model("vit_mini_32_mjp", num_classes=10, weights="auto")
@@ -261,7 +263,7 @@ def found_in(view: Observation, image: torch.Tensor, mask: torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("name", "gamma"), [pytest.param("vit_mini_64_mjp", 0.5, marks=pytest.mark.long), ("vit_mini_32_mjp", 0.9)]
+    ("name", "gamma"), [pytest.param("vit_mini_64_mjp", 0.5, marks=LONG), ("vit_mini_32_mjp", 0.9)]
 )
 def test_the_position_gradient_is_withheld(name: str, gamma: float) -> None:
     """The spans of the first attention say which positions are masked."""
@@ -278,9 +280,7 @@ def test_the_position_gradient_is_withheld(name: str, gamma: float) -> None:
     assert "no position is masked: token_span gives the same answer" in ATTACKS.get("unmix")().obstacle([plain])
 
 
-@pytest.mark.parametrize(
-    ("name", "gamma"), [("vit_mini_64", 0.0), pytest.param("vit_mini_32_mjp", 0.9, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("name", "gamma"), [("vit_mini_64", 0.0), pytest.param("vit_mini_32_mjp", 0.9, marks=LONG)])
 def test_the_first_attention_is_withheld_as_well(name: str, gamma: float) -> None:
     """Every token tells by itself which place's embedding it bears, or that it bears the shared one."""
     model = build_model(name, num_classes=10 if "32" in name else 200, weights="auto")
