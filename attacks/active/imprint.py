@@ -73,7 +73,7 @@ PUT_BACK = (
     "the client hides positions (MJP), or sends nothing that would show it: patches that it may have moved are put "
     "back by their borders, which is a guess"
 )
-UNTOLD = "the message is too coarse to tell one image of a batch from several"
+COARSE = "the message is too coarse to tell one image of a batch from several"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +163,12 @@ class Imprint(BrightnessBins):
             raise UsageError(unmet_assumptions(1, observation.local_steps)[0])
         if not any(observation.gradient_of(name).any() for name in (ADDED, ANCHOR)):
             return nobody(EMPTY, NONE)
-        return _of_signs(observation, layer) if holds_signs(observation) else _of_numbers(observation)
+        return (_of_signs if holds_signs(observation) else _of_numbers)(observation, layer)
 
 
-def _of_numbers(observation: Observation) -> Reconstruction:
+def _of_numbers(observation: Observation, layer: BinLayer) -> Reconstruction:
     """What the rows say of a message that holds numbers, exact, rounded or noised."""
-    found, count = read_rows(observation), observation.num_examples
+    found, count = read_rows(observation, layer), observation.num_examples
     if not len(found.images):
         return nobody(_hidden_by_noise(found) if found.noise else IN_PART, NONE)
     alone = count == 1 and len(found.images) == 1
@@ -178,10 +178,10 @@ def _of_numbers(observation: Observation) -> Reconstruction:
     order = order[torch.argsort(single[order].long(), descending=True, stable=True)]
     # A mixture of halves misses either image by the root of what its mean square misses q by.
     errors = (found.errors.square() + found.explained * (not alone)).sqrt()
-    told = found.clear | alone
-    sure = single & told & (NOISE_SLACK * sum(observation.std) / len(observation.std) * errors < VOUCHED_DEVIATION)
-    several = int((~single & told).sum())
-    words = [_several(several)] * bool(several) + [UNTOLD] * bool((~told).any())
+    clear = found.clear | alone
+    sure = single & clear & (NOISE_SLACK * sum(observation.std) / len(observation.std) * errors < VOUCHED_DEVIATION)
+    several = int((~single & clear).sum())
+    words = [_several(several)] * bool(several) + [COARSE] * bool((~clear).any())
     words += [_hidden_by_noise(found)] * (found.noise > 0 and len(order) < count)
     return _answer(observation, found.images[order], sure[order], words, len(single), int(single.sum()))
 

@@ -23,9 +23,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from attacks.active.architecture import ADDED, ANCHOR, LEVELS, anchor_scale
+from attacks.active.architecture import ADDED, ANCHOR, BinLayer, anchor_scale
 from attacks.identities import classifier_sums
 from attacks.linear.intervals import bounds_of, error_bounds, read_message, rounding_of_weights
 from attacks.observation import Observation
@@ -35,7 +36,7 @@ from attacks.observation import Observation
 MIXED = 1e-3
 # Standard deviations of what noise leaves that count as noise.
 NOISE_UNITS = 4.0
-# One image is told from several of a batch where rounding changes a normalised pixel by less than this, and noise the
+# A mixture would show in a batch where rounding changes a normalised pixel by less than this, and noise the
 # difference of the mean squares by less than so many `MIXED`.
 EXACT, CLEAR = 1e-5, 10.0
 
@@ -69,38 +70,51 @@ class ImprintRows:
         return NOISE_UNITS * self.noise / anchor_scale(self.images.shape[1])
 
 
-def read_rows(observation: Observation) -> ImprintRows:
-    """What an update of a model with a `BinLayer` in front says of its bins.
+def read_rows(observation: Observation, layer: BinLayer) -> ImprintRows:
+    """What an update of a model with a layer of bins in front says of them.
 
     Raises:
         UsageError: the update lacks the layer's gradient.
     """
     weight, anchor = observation.gradient_of(ADDED), observation.gradient_of(ANCHOR).double()
-    levels = dict(observation.model.named_parameters())[LEVELS].detach().double()
-    count, size = len(levels), weight.shape[1] // len(levels)
-    scale, powers = anchor_scale(size), weight.square().mean(dim=1).double()  # (K,)
-    noise, bounds = message_noise(observation, powers), error_bounds(observation, ANCHOR)
+    bounds, levels = error_bounds(observation, ANCHOR), layer.levels.detach().double()
+    # In float64 without a copy of the rows: squares of float16 would vanish.
+    powers = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square() / weight.shape[1]  # (K,)
+    noise = message_noise(observation, powers)
     empty = noise**2 * (1 + NOISE_UNITS * math.sqrt(2 / weight.shape[1]))  # the most that a row of noise shows
     sends = anchor[:, 1].abs() > bounds[:, 1].clamp(min=NOISE_UNITS * noise)
     held = (sends & (powers >= empty) & (powers > 0)).nonzero()[:, 0]
-    squares, own = (anchor[held] / scale).unbind(dim=1)
-    squares, rows = squares / own, weight[held].double()
-    images = (rows.unflatten(1, (count, size)) / own[:, None, None] + levels[:, None]).mean(dim=1)
-    # Errors of a pixel, of the share and of q, each over the share.
-    of_square, of_share = ((noise**2 + bounds[held].square() / 3).sqrt() / scale / own.abs()[:, None]).unbind(dim=1)
-    rounding = _rounding(observation, rows, held) / count**0.5 / own.abs()
-    of_pixel = (noise**2 / count / own.square() + rounding.square()).sqrt()
-    q = squares.abs()
+    scaled, shares = (anchor[held] / layer.scale).unbind(dim=1)
+    rows, sizes = weight[held].double(), shares.abs()
+    images = (rows.unflatten(1, (len(levels), -1)) / shares[:, None, None] + levels[:, None]).mean(dim=1)
+    of_anchors = (noise**2 + bounds[held].square() / 3).sqrt() / layer.scale / sizes[:, None]
+    rounding = _rounding(observation, rows, held) / len(levels) ** 0.5 / sizes
+    of_pixel = (noise**2 / len(levels) / sizes.square() + rounding.square()).sqrt()
+    return _compared(images, scaled / shares, shares, (of_pixel, rounding, of_anchors), noise)
+
+
+def _compared(
+    images: Tensor, squares: Tensor, shares: Tensor, errors: tuple[Tensor, Tensor, Tensor], noise: float
+) -> ImprintRows:
+    """Images (n, P) beside the mean squares (n,) that their anchors give.
+
+    Args:
+        errors: standard deviations of a pixel (n,), the part of it that is rounding (n,), and of the anchors (n, 2), q
+            first and the share second; all over the share.
+    """
+    (of_pixel, rounding, of_anchors), size, q = errors, images.shape[1], squares.abs()
+    of_square, of_share = of_anchors.unbind(dim=1)
     beside = of_square + q * of_share + of_pixel.square() * math.sqrt(2 / size) + 2 * of_pixel * (q / size).sqrt()
-    explained = MIXED * q.clamp(min=1) + NOISE_UNITS * beside
+    least = MIXED * q.clamp(min=1)
+    explained = least + NOISE_UNITS * beside
     return ImprintRows(
-        images,
-        own,
-        (of_pixel.square() + of_share.square()).sqrt(),
-        images.square().mean(dim=1) - squares - of_pixel.square(),
-        explained,
-        (rounding < EXACT) & (explained < CLEAR * MIXED * q.clamp(min=1)),
-        noise,
+        images=images,
+        shares=shares,
+        errors=(of_pixel.square() + of_share.square()).sqrt(),
+        excess=images.square().mean(dim=1) - squares - of_pixel.square(),
+        explained=explained,
+        clear=(rounding < EXACT) & (explained < CLEAR * least),
+        noise=noise,
     )
 
 

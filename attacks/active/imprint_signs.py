@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from attacks.active.architecture import ADDED, LEVELS, BinLayer
+from attacks.active.architecture import ADDED, BinLayer
 from attacks.linear.grids import signs_of
 from attacks.linear.intervals import rounding_of_weights
 from attacks.observation import Observation
@@ -62,7 +63,7 @@ def read_signs(observation: Observation, layer: BinLayer) -> SignedRows:
     Raises:
         UsageError: the update lacks the layer's gradient.
     """
-    levels = dict(observation.model.named_parameters())[LEVELS].detach().double()
+    levels = layer.levels.detach().double()
     rows = observation.gradient_of(ADDED).unflatten(1, (len(levels), -1))  # (K, J, P)
     held = ((rows > 0).any(dim=2).any(dim=1) & (rows < 0).any(dim=2).any(dim=1)).nonzero()[:, 0]
     above = rows[held] > 0
@@ -82,5 +83,5 @@ def _switch(layer: BinLayer, images: Tensor, units: Tensor, part: float) -> Tens
     height = layer.heights(images.to(layer.measure.weight)).detach().double()  # (n, K)
     allowed = SHIFT * part * float(layer.measure.weight.detach()[0].double().sum())
     own = height.gather(1, units[:, None])[:, 0]
-    beyond = torch.nn.functional.pad(height, (0, 1), value=-torch.inf).gather(1, units[:, None] + 1)[:, 0]
+    beyond = functional.pad(height, (0, 1), value=-torch.inf).gather(1, units[:, None] + 1)[:, 0]
     return (own > -allowed) & (beyond <= allowed)

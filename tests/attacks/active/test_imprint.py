@@ -16,7 +16,7 @@ from attacks import Capability, Observation, Reconstruction, ThreatModel, UsageE
 from attacks.active.architecture import change_layers
 from attacks.active.bins import read_bins
 from attacks.active.brightness import PUBLIC
-from attacks.active.imprint import GAIN, UNTOLD, Imprint
+from attacks.active.imprint import COARSE, GAIN, Imprint
 from attacks.active.imprint_rows import read_rows
 from attacks.active.token_bins import TokenBins
 from attacks.memory import remember
@@ -62,7 +62,7 @@ def test_bins_hold_what_a_slow_oracle_says() -> None:
         own = layer.written[0].detach() * at_image.grad.sum()  # every pixel gets what the unit writes
         inputs[bin], shares[bin] = inputs[bin] + own * image.flatten(), shares[bin] + own
         squares[bin] += own * image.square().mean()
-    found = read_rows(observe(built, images, labels))
+    found = read_rows(observe(built, images, labels), layer)
     held = place.unique()
     assert len(found.images) == len(held)
     assert 0 < len(held) < 8
@@ -237,7 +237,7 @@ def test_noise_fills_every_bin_and_images_come_back(bins: int, count: int, level
     """Images send 19, 52 and 69. Of two bins for two images none is empty: the classifier shows the noise."""
     images, attack = photographs(32, 3)[:count], Imprint(bins=bins)
     noisy = with_noise(observe(sent_by(attack, micro()), images), level)
-    assert read_rows(noisy).noise == pytest.approx(level, rel=0.1)
+    assert read_rows(noisy, noisy.model.imprint).noise == pytest.approx(level, rel=0.1)
     found = attack([noisy])
     assert len(found.images) == count
     assert int((closest(found.images, images) > 25).sum()) == clear
@@ -333,7 +333,7 @@ def test_rounding_is_not_taken_for_several_images(defence: str) -> None:
         right = closest(found.images, images) > 25
         assert right.any()
         assert bool(found.known.any()) == (count == 1 and bool(right.all()))
-        assert found.diagnosis == ("" if count == 1 else UNTOLD)
+        assert found.diagnosis == ("" if count == 1 else COARSE)
 
 
 def test_images_that_send_little_beside_others_come_back() -> None:
@@ -367,10 +367,11 @@ def test_levels_keep_images_of_a_batch_apart_and_change_nothing_in_exact_updates
 
 
 def test_a_model_of_half_precision_keeps_its_bins() -> None:
-    built, image = micro(), photographs(32, 1)
+    built, images = micro(), photographs(32, 4)
     built.module.half()
-    found = Imprint()([observe(sent_by(Imprint(), built), image.half())])
-    assert psnr(found.images, image) > 50
+    for image in images.split(1):  # of some, the squares of the gradients are below float16's numbers
+        found = Imprint()([observe(sent_by(Imprint(), built), image.half())])
+        assert psnr(found.images, image) > 50
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from attacks import Observation
 from attacks.mjp.attended_tokens import Attended, AttendedSearch
 from attacks.mjp.known_attention import PatchSweeps
 from attacks.mjp.token_duals import Removed
@@ -24,6 +27,11 @@ def models_of_rounds(count: int) -> list[BuiltModel]:
 def models() -> list[BuiltModel]:
     """Those of four rounds."""
     return models_of_rounds(4)
+
+
+def without(view: Observation, *names: str) -> Observation:
+    """The update without these parameters."""
+    return dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n not in names})
 
 
 class Nothing(AttendedSearch):

@@ -26,7 +26,7 @@ from attacks.mjp.unmix import pixel_limits
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import any_place, score
 from fedmjp.models import ViT, build_model
-from tests.attacks.mjp.conftest import Nothing
+from tests.attacks.mjp.conftest import Nothing, without
 from tests.conftest import observe, photographs
 
 LONG = pytest.mark.long
@@ -38,11 +38,6 @@ def masked_update(model, image, gamma: float, seed: int = 0) -> tuple[Observatio
     mask = block_masks(1, model.grid, gamma, generator)
     moved = move_patches(image, jigsaw_order(mask, generator), model.patch_size)
     return observe(model, moved, mask=mask), mask[0], moved
-
-
-def without(view: Observation, *names: str) -> Observation:
-    """The update without these parameters."""
-    return dataclasses.replace(view, gradients={n: g for n, g in view.gradients.items() if n not in names})
 
 
 def psnr(found, image) -> float:
