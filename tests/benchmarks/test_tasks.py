@@ -127,6 +127,7 @@ def test_speech_writes_its_files(tmp_path) -> None:
     assert 0 <= table["place_accuracy"][1] <= 100
 
 
+@pytest.mark.long
 def test_a_wide_model_with_learned_positions_gives_its_frames_away(tmp_path) -> None:
     options = ["--data", tones(tmp_path / "words"), "--words", "2", "--widths", "128", "--out", str(tmp_path / "out")]
     assert exit_code(leak_command, *options) == 0
