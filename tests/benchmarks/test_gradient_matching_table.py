@@ -35,7 +35,6 @@ def run(out: Path, *options: str) -> int:
         return int(stop.code)
 
 
-@pytest.mark.long
 def test_writes_its_table_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert run(whole, *CELLS) == 0

@@ -213,7 +213,7 @@ def write_lines(rows: Path, lines: list[dict]) -> None:
         (other_rows, "is not the file of the submission"),
         (shift_every_row, "psnr is "),
         (without_a_photograph, "passive_one on vit_mini_32, mean_image: rows are missing, of client"),
-        pytest.param(without_an_attack, "patch_embedding: the submission lacks this row", marks=pytest.mark.long),
+        (without_an_attack, "patch_embedding: the submission lacks this row"),
     ],
 )
 def test_verify_notices_a_tampered_copy(
