@@ -20,11 +20,12 @@ SNIPPET = """
 import sys, fedmjp.data
 print(sorted({"flwr", "flwr_datasets", "datasets", "skimage"} & set(sys.modules)))
 import datasets, time
-begin = time.monotonic()
+waits = []
+time.sleep = waits.append
 try:
     fedmjp.data.load_data("cifar10", size=32)
 finally:
-    print(time.monotonic() - begin)
+    print(sum(waits))
 """
 
 
@@ -112,11 +113,12 @@ def unreachable(tmp_path_factory) -> dict[str, subprocess.Popen]:
 
 
 @pytest.mark.parametrize("offline", ["1", "0"])
-def test_an_unreachable_hub_raises_within_seconds(unreachable, offline):
+def test_an_unreachable_hub_raises_without_waiting(unreachable, offline):
+    """The waits between retries are added up, not waited for: seconds by the clock depend on the machine."""
     stdout, stderr = unreachable[offline].communicate(timeout=120)
-    imported, seconds = stdout.splitlines()
+    imported, waited = stdout.splitlines()
     assert imported == "[]", "importing fedmjp.data must not import these"
-    assert float(seconds) < 10, "the retries of the hub's client, which this must not wait for, take over 20 s"
+    assert float(waited) < 5, "the retries of the hub's client, which this must not wait for, take over 20 s"
     last = stderr.strip().splitlines()[-1]
     assert last.startswith("attacks.registry.UsageError: cannot fetch uoft-cs/cifar10")
     assert "--data-path" in last
