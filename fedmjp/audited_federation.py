@@ -59,7 +59,10 @@ def run_experiment(config: RunConfig, folder: RunFolder, progress: RunProgress) 
         ClientFailure: a client failed.
     """
     ENGINES.get(config.federation.engine)(
-        lambda grid: run_on_grid(grid, config, folder, progress), config.federation.clients, config.client_entropy()
+        lambda grid: run_on_grid(grid, config, folder, progress),
+        config.federation.clients,
+        config.client_entropy(),
+        folder.clients,
     )
 
 
@@ -174,7 +177,8 @@ class FederationAudit:
         self.folder.forget_not_attacked(self.defense, finished)
         rounds = self.config.federation.rounds
         if 0 < finished < rounds:
-            check_resumable(self.task, self.defense, finished + 1, simulated=self.simulated)
+            kept = bool(self.folder.clients.last_rounds(self.defense, finished))
+            check_resumable(self.task, self.defense, finished + 1, kept=kept, simulated=self.simulated)
         if state is not None:
             self.task.load(state.weights)
             self.task.learner.begin(state.kept)

@@ -32,24 +32,25 @@ def check_before_start(config: RunConfig) -> list[str]:
     return list(filter(None, guarantees))
 
 
-def check_resumable(task: ClientTask, defense: str, number: int, *, simulated: bool) -> None:
+def check_resumable(task: ClientTask, defense: str, number: int, *, kept: bool = False, simulated: bool) -> None:
     """Check that an interrupted federation can go on.
 
     Args:
         task: of its clients.
         defense: entry of its defence.
         number: of the round that comes next.
+        kept: what the clients keep is in the run's folder.
         simulated: the clients draw again what they would have drawn without the interruption; nodes do not.
 
     Raises:
-        UsageError: the clients kept what they need, which ended with their processes; or a guarantee counts on one walk
-            over the nodes' images.
+        UsageError: what the clients keep for the next round is not there (that of nodes ends with the run), or a
+            guarantee counts on one walk over the nodes' images.
     """
-    if task.clients_keep:
+    if task.clients_keep and not kept:
         cause = f"--defense {defense}" if task.defense.remembers else f"--objective {task.objective_name}"
         raise UsageError(
-            f"round {number} needs what each client keeps under {cause}, which ended with the interrupted run; start "
-            "again in another --out"
+            f"round {number} needs what each client keeps under {cause}, which is not in the folder of the interrupted "
+            "run; start again in another --out"
         )
     if task.guarantee and not simulated:
         raise UsageError(

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -26,18 +26,20 @@ from fedmjp.detect.clients import received_in
 from fedmjp.entropy import ClientEntropy
 from fedmjp.federation.boundary import DECLINED, NODE_FAILED, REFUSED
 from fedmjp.federation.node import FAILED, LOG, OrderRefused, note_round, order_on_node
-from fedmjp.federation.received_check import ReceivedCheck
+from fedmjp.federation.received_check import LAST, ReceivedCheck
 from fedmjp.federation.wire import KEPT, LAYERS, flat, layout_of, pack, unpack
+from fedmjp.records.client_states import ClientStates, KeptArray
 from fedmjp.records.provenance import source
 
 DRAWN_FROM = "entropy"  # begins the names in a node's state of the keys that it draws from, which no message holds
 
 
-def build_client_app(simulated: ClientEntropy | None = None) -> ClientApp:
+def build_client_app(simulated: ClientEntropy | None = None, states: ClientStates | None = None) -> ClientApp:
     """The app of every client.
 
     Args:
         simulated: what the clients of a simulation draw from; None on SuperNodes, which draw from their own entropy.
+        states: where the clients of a simulation write what they keep between rounds; None: in memory alone.
     """
     built = ClientApp()
 
@@ -51,7 +53,7 @@ def build_client_app(simulated: ClientEntropy | None = None) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         """Train on this node's partition and reply with the update."""
         if simulated is not None:
-            return _train(message, context, str(message.content["instructions"]["config"]), simulated)
+            return _simulated(message, context, simulated, states)
         try:
             instructions = message.content["instructions"]
             given, defense = str(instructions["config"]), str(instructions["defense"])
@@ -80,6 +82,28 @@ def _own_entropy(context: Context, defense: str) -> ClientEntropy:
     if name not in context.state:
         context.state[name] = ConfigRecord({"key": ClientEntropy.fresh().key})
     return ClientEntropy(bytes(context.state[name]["key"]))
+
+
+def _simulated(message: Message, context: Context, entropy: ClientEntropy, states: ClientStates | None) -> Message:
+    """Carry out an order of one's own process, with what the client kept before, even in a run that was interrupted."""
+    instructions = message.content["instructions"]
+    place = str(instructions["defense"]), _partition(context), int(instructions["round"])
+    if states is not None and not _kept_under(place[0], context):
+        for name, arrays in states.read(*place).items():
+            context.state[name] = ArrayRecord({key: Array(*array) for key, array in arrays.items()})
+    reply = _train(message, context, str(instructions["config"]), entropy)
+    if states is not None and (kept := _kept_under(place[0], context)):
+        states.write(*place, kept)
+    return reply
+
+
+def _kept_under(defense: str, context: Context) -> dict[str, dict[str, KeptArray]]:
+    """What a node keeps for its next round under a defence: every defence has a federation of its own."""
+    names = [n for n in context.state if n == f"{KEPT}/{defense}" or n.startswith(f"{LAST}{defense}/")]
+    return {
+        name: {key: KeptArray(a.dtype, tuple(a.shape), a.stype, a.data) for key, a in context.state[name].items()}
+        for name in names
+    }
 
 
 def _train(message: Message, context: Context, order: str, entropy: ClientEntropy) -> Message:

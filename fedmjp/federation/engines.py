@@ -13,22 +13,23 @@ from fedmjp.entropy import ClientEntropy
 from fedmjp.federation.client_app import build_client_app
 from fedmjp.federation.local_grid import LocalGrid
 from fedmjp.federation.server_app import server_app_for
+from fedmjp.records.client_states import ClientStates
 
 GridFunction = Callable[[Grid], None]
-ENGINES: Registry[Callable[[GridFunction, int, ClientEntropy], None]] = Registry("engine")
+ENGINES: Registry[Callable[..., None]] = Registry("engine")  # (run, clients, entropy, states), as `run_local`
 
 # Flower logs every round at INFO, which would duplicate the run's own progress display.
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
 @ENGINES.register("local")
-def run_local(run: GridFunction, clients: int, entropy: ClientEntropy) -> None:
-    """Call `run` with an in-process grid of `clients` nodes that draw from `entropy`."""
-    run(LocalGrid(build_client_app(entropy), clients))
+def run_local(run: GridFunction, clients: int, entropy: ClientEntropy, states: ClientStates | None = None) -> None:
+    """Call `run` with an in-process grid of `clients` nodes, whose `entropy` and `states` are `build_client_app`'s."""
+    run(LocalGrid(build_client_app(entropy, states), clients))
 
 
 @ENGINES.register("ray")
-def run_ray(run: GridFunction, clients: int, entropy: ClientEntropy) -> None:
+def run_ray(run: GridFunction, clients: int, entropy: ClientEntropy, states: ClientStates | None = None) -> None:
     """Call `run` as the ServerApp of Flower's simulation with `clients` nodes, one CPU per client; see `run_local`.
 
     Raises:
@@ -48,7 +49,7 @@ def run_ray(run: GridFunction, clients: int, entropy: ClientEntropy) -> None:
             failures.append(error)
 
     backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"logging_level": "ERROR"}}
-    app = build_client_app(entropy)
+    app = build_client_app(entropy, states)
     run_simulation(server_app_for(main), app, num_supernodes=clients, backend_config=backend)
     if failures:
         raise failures[0]

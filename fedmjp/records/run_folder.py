@@ -1,6 +1,7 @@
 """The folder of a run: rows, rounds, pictures, and the state to resume from.
 
-All file names of a run stand here, but for those of its pictures (`fedmjp.records.images`).
+All file names of a run stand here, but for those of its pictures (`fedmjp.records.images`) and of what its clients keep
+(`fedmjp.records.client_states`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fedmjp.data.partitioning import statistics
 from fedmjp.errors import Incomplete
 from fedmjp.objectives import Objective
 from fedmjp.records import provenance
+from fedmjp.records.client_states import ClientStates
 from fedmjp.records.failures import FailureLog
 from fedmjp.records.files import read_record, read_sealed, write_record, write_sealed, write_whole
 from fedmjp.records.image_digests import ImageDigests
@@ -57,6 +59,7 @@ class RunFolder:
         identity = _identity(config)
         self.run_id = provenance.run_id(identity)
         self.failures = FailureLog(self.out, self.run_id)
+        self.clients = ClientStates(self.out / "state")
         self.description: dict = {"weights": {}, "ran": {}, "not_run": {}, "findings": {}, "not_attacked": []}
         self.description |= {"rows_expected": {}, "digests": {}}
         self._open(identity)
@@ -263,7 +266,7 @@ class RunFolder:
         write_whole(self.out / "rounds.csv", after.encode())
 
     def save_state(self, defense: str, number: int, state: ServerState, expected: int) -> None:
-        """Keep what the server holds after round `number`, in place of what it held before.
+        """Keep what the server holds after round `number`, in place of what it held before, and the clients' of then.
 
         Args:
             expected: rows that the federation has up to this round.
@@ -274,7 +277,10 @@ class RunFolder:
         for part, prefix in PARTS.items():
             whole |= {prefix + name: tensor for name, tensor in getattr(state, part).items()}
         content = save({n: t.contiguous().clone() for n, t in whole.items()})
-        write_sealed(self._state_file(defense), content, {"round": number, "expected": expected})
+        clients = self.clients.last_rounds(defense, number)
+        about = {"round": number, "expected": expected, "clients": sorted(clients.items())}
+        write_sealed(self._state_file(defense), content, about)
+        self.clients.keep_only(defense, clients)
 
     def _state_file(self, defense: str) -> Path:
         return self.out / "state" / f"{defense}.state"
@@ -286,13 +292,18 @@ class RunFolder:
     def load_state(self, defense: str) -> tuple[int, ServerState | None, int]:
         """(last finished round, what the server held after it, rows up to it), or (0, None, 0) where nothing was saved.
 
+        What clients have kept since then is dropped: the round that was interrupted is run again.
+
         Raises:
-            UsageError: the file is damaged.
+            UsageError: a file is damaged, or one of what a client kept is missing.
         """
         path = self._state_file(defense)
         if not path.exists():
             return 0, None, 0
         content, about = read_sealed(path, "the run cannot go on; start it again in another --out")
+        clients = dict(about.get("clients", []))  # older versions kept none
+        self.clients.check(defense, clients)
+        self.clients.keep_only(defense, clients)
         found = load(content)
         parts = {
             part: {name.removeprefix(prefix): found.pop(name) for name in list(found) if name.startswith(prefix)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
+from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig, from_flat
 from fedmjp.federation.boundary import Expected
 from fedmjp.federation.wire import layout_of, pack
@@ -43,3 +44,15 @@ def good() -> tuple[Expected, RecordDict]:
 def changed(config: RunConfig, **options) -> RunConfig:
     """`config` with flat options replaced."""
     return dataclasses.replace(from_flat(options, config))
+
+
+def stop_in_round(number: int, patch: pytest.MonkeyPatch) -> None:
+    """Interrupt a run while client 1 trains in a round, when client 0 has had its turn."""
+    honest = ClientTask.update
+
+    def update(self, client, round, *state):
+        if (client, round) == (1, number):
+            raise KeyboardInterrupt
+        return honest(self, client, round, *state)
+
+    patch.setattr(ClientTask, "update", update)

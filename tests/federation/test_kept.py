@@ -8,12 +8,14 @@ import json
 import pytest
 import torch
 
+from attacks.registry import UsageError
 from fedmjp import simulate
+from fedmjp.before_start import check_resumable
 from fedmjp.client import ClientTask
 from fedmjp.config import RunConfig
 from fedmjp.federation import ENGINES, run_rounds
 from fedmjp.objectives.distillation import Teacher, momentum_at
-from tests.federation.conftest import changed
+from tests.federation.conftest import changed, stop_in_round
 
 MST = "mst:outputs=6,hidden=5,bottleneck=4,local_crops=1,momentum=0.5,teacher={}"
 
@@ -118,16 +120,14 @@ def command(out, teacher: str, *options: str) -> int:
 
 def interrupted(out, teacher: str, monkeypatch, *options: str) -> None:
     """A run that stops in its third round."""
-    honest = ClientTask.update
-
-    def update(self, client, number, *state):
-        if number == 3:
-            raise KeyboardInterrupt
-        return honest(self, client, number, *state)
-
     with monkeypatch.context() as patch:
-        patch.setattr(ClientTask, "update", update)
+        stop_in_round(3, patch)
         assert command(out, teacher, *options) == 130
+
+
+def rounds_of(out) -> list[list[str]]:
+    """Lines of rounds.csv without the seconds."""
+    return [line.split(",")[:-1] for line in (out / "rounds.csv").read_text().splitlines()]
 
 
 def rows_of(out) -> list[dict]:
@@ -135,30 +135,55 @@ def rows_of(out) -> list[dict]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_with_the_servers_teacher_resumes(tmp_path, monkeypatch) -> None:
-    assert command(tmp_path / "whole", "server") == 0
-    interrupted(tmp_path / "run", "server", monkeypatch)
-    assert command(tmp_path / "run", "server", "--resume") == 0
-    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+FEEDBACK = ("--objective", "supervised", "--defense", "topk:topk_feedback=true")
 
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    ("options", "cause"),
+    ("teacher", "options"),
     [
-        ((), "--objective mst"),
-        (("--objective", "supervised", "--defense", "topk:topk_feedback=true"), "--defense topk:topk_feedback=true"),
+        ("server", ()),
+        ("client", ("--audit-clients", "1")),
+        ("client", ("--update", "weights")),
+        ("client", FEEDBACK),
+        ("client", (*FEEDBACK, "--clients", "3", "--clients-per-round", "2")),
     ],
 )
-def test_a_run_whose_clients_keep_something_does_not_resume(tmp_path, monkeypatch, capsys, options, cause: str) -> None:
-    interrupted(tmp_path / "run", "client", monkeypatch, *options)
-    capsys.readouterr()
-    assert command(tmp_path / "run", "client", *options, "--resume") == 2
-    printed = capsys.readouterr().err.strip()
-    assert f"round 3 needs what each client keeps under {cause}" in printed
-    assert "start again in another --out" in printed
-    assert printed.count("\n") == 0
+def test_an_interrupted_run_goes_on_with_what_was_kept(tmp_path, monkeypatch, teacher: str, options) -> None:
+    """Client 0 has finished the round that is run again: what it kept after it is dropped."""
+    assert command(tmp_path / "whole", teacher, *options) == 0
+    interrupted(tmp_path / "run", teacher, monkeypatch, *options)
+    assert command(tmp_path / "run", teacher, *options, "--resume") == 0
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+    assert rounds_of(tmp_path / "run") == rounds_of(tmp_path / "whole")
+    assert not (tmp_path / "run" / "state").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_client_without_what_it_kept_does_not_go_on(tmp_path, monkeypatch, capsys) -> None:
+    interrupted(tmp_path / "run", "client", monkeypatch, *FEEDBACK)
+    (places,) = (tmp_path / "run" / "state").glob("*_clients")
+    (arrays,) = json.loads((places / "1-2.json").read_text())["records"].values()
+    array = places / next(iter(arrays.values()))[-1]
+    whole = array.read_bytes()
+    for content, words in ((whole[:-1] + b"x", "is damaged: it is not as it was written"), (None, "cannot be read")):
+        array.unlink() if content is None else array.write_bytes(content)
+        capsys.readouterr()
+        assert command(tmp_path / "run", "client", *FEEDBACK, "--resume") == 2
+        printed = capsys.readouterr().err.strip()
+        assert f"{array} {words}" in printed
+        assert "start it again in another --out" in printed
+        assert printed.count("\n") == 0
+
+
+def test_a_folder_without_what_clients_keep_is_refused(small) -> None:
+    """Nodes keep it in memory, which ends with the run."""
+    task = ClientTask(changed(small), "topk:topk_feedback=true")
+    with pytest.raises(
+        UsageError, match="round 3 needs what each client keeps under --defense topk:topk_feedback=true"
+    ):
+        check_resumable(task, "topk:topk_feedback=true", 3, simulated=False)
+    check_resumable(task, "topk:topk_feedback=true", 3, kept=True, simulated=True)
 
 
 @pytest.mark.usefixtures("undrawn")

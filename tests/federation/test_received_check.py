@@ -19,6 +19,7 @@ from fedmjp.records.failures import LEFT_OUT, load_failures
 from tests.attacks.active.contexts import before
 from tests.attacks.models import timm_vit
 from tests.conftest import photographs
+from tests.federation.conftest import stop_in_round
 
 GRANTS = ["active_parameters", "model_weights", "position_gradient", "several_rounds"]
 
@@ -71,6 +72,20 @@ def test_too_few_updates_stop_the_run(tmp_path, capsys) -> None:
     assert "error: round 1: client 0 refused the model that it was sent: row_spread 1" in capsys.readouterr().err
     assert run(tmp_path / "run", "--refuse-suspicious", "--resume") == 1
     assert [(failure["round"], failure["client"]) for failure in load_failures(tmp_path / "run")] == [(1, 0)]
+
+
+def test_after_an_interruption_a_model_is_compared_with_the_one_before(tmp_path, undrawn, monkeypatch) -> None:
+    """A server that begins to fish in the third round, which is interrupted and run again."""
+    options = ("--refuse-suspicious", "--least-share", "0.5", "--rounds", "3", "--audit-rounds", "3")
+    honest = ("--learning-rate", "0.001")
+    assert run(tmp_path / "whole", *options, *honest) == 0
+    with monkeypatch.context() as patch:
+        stop_in_round(3, patch)
+        assert run(tmp_path / "run", *options, *honest) == 130
+    assert run(tmp_path / "run", *options, *honest, "--resume") == 0
+    (whole,), (resumed,) = (load_failures(tmp_path / name) for name in ("whole", "run"))
+    assert "row_norms" in whole["reason"]  # which takes the round before
+    assert resumed["reason"] == whole["reason"]
 
 
 def checked_app(model: nn.Module, refuse: bool, labels: Tensor | None) -> ClientApp:
@@ -163,7 +178,7 @@ def test_a_node_that_was_started_so_checks_whatever_the_server_asks(tmp_path, mo
         self._contexts[1].node_config["refuse-suspicious"] = True
 
     monkeypatch.setattr(LocalGrid, "__init__", start)
-    monkeypatch.setattr("fedmjp.federation.engines.build_client_app", lambda entropy: build_client_app())
+    monkeypatch.setattr("fedmjp.federation.engines.build_client_app", lambda entropy, states: build_client_app())
     assert run(tmp_path / "run") == 1
     assert len(load_failures(tmp_path / "run")) == 1
 
