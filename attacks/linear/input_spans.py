@@ -223,13 +223,30 @@ class InputEquations:
             patches: x, (N, P).
             covariance: a square root R of the covariance of each x_i, (P, P): covariance R R^T.
         """
-        inputs, matrix = patches @ self.matrix.T + self.constants, self.matrix
+        inputs, matrix = self._inputs(patches), self.matrix
         if self.free is not None:
-            pull = self._weights() * self.free
-            pull = pull / (pull @ self.free)
-            inputs = inputs - torch.outer(inputs @ pull, self.free)
-            matrix = matrix - torch.outer(self.free, pull @ matrix)
+            matrix = matrix - torch.outer(self.free, self._pull() @ matrix)
         self._set_variance(inputs.square().mean(dim=0) + (matrix @ covariance).square().sum(dim=1))
+
+    def misfit(self, patches: Tensor) -> float:
+        """Rms of the conditions at patches (N, P) over what their errors make it; 0 without conditions.
+
+        At the right patches of messages that are exact, rounded or noisy it is 0.6 to 6, and up to 14 where they were
+        refined by other layers' conditions (small ViTs, ViT-Ti and DeiT-S).
+        """
+        squares = self._inputs(patches).square().mean(dim=0)
+        beyond = squares[self.span.rank :]
+        return float((beyond.mean() / self.span.error(squares)).sqrt()) if len(beyond) else 0.0
+
+    def _inputs(self, patches: Tensor) -> Tensor:
+        """Inputs along the directions, (N, c), without t_i d."""
+        inputs = patches @ self.matrix.T + self.constants
+        return inputs if self.free is None else inputs - torch.outer(inputs @ self._pull(), self.free)
+
+    def _pull(self) -> Tensor:
+        """What t_i is of the inputs along the directions, (c,)."""
+        pull = self._weights() * self.free
+        return pull / (pull @ self.free)
 
     def _set_variance(self, squares: Tensor) -> None:
         """From mean squares along the directions, (c,)."""
