@@ -14,6 +14,7 @@ import pytest
 from experiments.client_recipes import RECIPES, recipe_of, with_recipe
 from experiments.tradeoff import figure
 from experiments.tradeoff.options import Options
+from experiments.tradeoff.protocol import federations
 from experiments.tradeoff.table import (
     markdown,
     placed,
@@ -227,6 +228,14 @@ def test_federations_of_another_image_size(tmp_path, capsys) -> None:
     assert row["psnr"] > 40
     assert run(out, *options) == 2
     assert "federations with another model" in capsys.readouterr().err
+
+
+def test_parts_of_a_chain_have_the_options_that_they_have_alone() -> None:
+    entries = ("noise", "mjp:gamma=0.5+noise:noise_multiplier=0.001")
+    options = Options(defenses=entries, noise_multipliers=(0.001,), partitions=("iid",))
+    alone, chain = (one.config.defence(one.config.defense[0]) for one in federations(options))
+    assert alone.clip_norm == 30
+    assert dict(chain.parts)["noise"] == alone
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ from fedmjp.before_start import check_before_start
 from fedmjp.budgets import AUTO, searches
 from fedmjp.config import AuditConfig, DataConfig, EncoderConfig, FederationConfig, ModelConfig, RunConfig
 from fedmjp.defenses import DEFENSES, Defense
+from fedmjp.defenses.chain import split_chain
 from fedmjp.federation import ClientFailure
 from fedmjp.models import split_name
 from fedmjp.models.weights import shipped_weights
@@ -114,8 +115,10 @@ def _federation(options: Options, config: RunConfig, name: str, defense: Defense
     if name == NOPE:
         config = replace(config, model=replace(config.model, model=f"{options.model}_nope"))
     else:
-        swept = {name: defense} if name in DEFENSES else {}  # other entries hold their options themselves
-        config = replace(config, defense=(name,), options=replace(config.options, **swept))
+        # A strength stands in the options; other entries hold their own, beside what these options say of their parts.
+        parts = [part for part, _ in split_chain(name) if hasattr(options.options, part)]
+        stated = {part: defense if name in DEFENSES else getattr(options.options, part) for part in parts}
+        config = replace(config, defense=(name,), options=replace(config.options, **stated))
     words = Federation(config).title.replace(" = ", "").replace("γ", "gamma").replace("σ", "sigma")
     folder = words.replace(",", "").replace(":", "").replace("=", "").replace(" ", "_")
     return Federation(replace(config, out=options.out / "federations" / folder))
