@@ -31,7 +31,7 @@ LEAST_ENTRIES = 1000
 # The largest relative differences from the gradient that the digits explain: of half precision, in which small entries
 # vanish, and of int8 with one scale for a whole gradient.
 HALF, FEW_BITS = 5e-2, 0.3
-MEANS = "the attacks reach what that precision leaves of the image, about 20 to 45 dB"
+MEANS = "the attacks reach what that precision leaves of the image, about 20 to 60 dB"
 FEW = "the attacks reach what that leaves of the image, about 10 to 25 dB"
 SIGNS = "closed forms need magnitudes"
 
