@@ -50,6 +50,7 @@ from attacks.base import Attack
 from attacks.closed_form.batch_step import Step, describe, images_in, read_step
 from attacks.linear.image_prior import VectorialVariation
 from attacks.linear.normal_equations import Estimate, NormalEquations, Part
+from attacks.linear.position_rows import position_gradient, read_position_rows, unbalanced
 from attacks.linear.views import View, all_shifts, places
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
@@ -66,6 +67,14 @@ NOISE_UNITS, LEAST_MISFIT = 3e3, 1e-5
 OUTLIER = 100
 # Share of the rows that may be taken for masked in every step, which explains anything.
 MOST_UNSEEN = 0.1
+# Share of the projection bias' gradient that the position rows may miss, as for `token_span`.
+LARGEST_IMBALANCE = 0.05
+# Of single images that hide patches, steps of other images match by chance: their few equations too many are those of
+# smooth patches (five to fifteen wrong groups of 16 single updates of the trade-off plane, MJP at gamma 0.5).
+HIDDEN = (
+    "the batch holds one image, and position rows are exactly zero (patches behind MJP's shared position embedding): "
+    "whether the steps that were joined show the same image is not sure; mjp_rounds decides it with what they show"
+)
 # Patches by which an image may be shifted between steps, in each direction; the least share of the two steps' rows, by
 # squared size, that a shift must leave inside; and of the unshifted misfit, what it must bring it down to.
 FARTHEST, LEAST_COMPARED, SHIFTED = 4, 0.1, 1e-2
@@ -253,7 +262,8 @@ class BatchRounds(Attack):
         tolerance: largest relative misfit (of squared norms) of steps that are taken to share an image; less where the
             noise of their messages explains less (`largest_misfit`).
         max_error: largest error that the equations leave possible in an image that is vouched for, root mean square in
-            normalised pixels (0.1 is about 26 dB); an image below it is determined before any prior is applied.
+            normalised pixels (0.1 is about 26 dB); an image below it is determined before any prior is applied. Of a
+            batch of one also the largest by the message's noise in a patch that is vouched for.
         max_trials: most sets of steps tried.
         prior: settles what the equations leave open.
     """
@@ -296,8 +306,12 @@ class BatchRounds(Attack):
         found = torch.cat([*images, *[tokenizer.unpatchify(last.rows[None])] * missing])  # (B, C, H, W)
         pixels = target.to_pixels(found).float()
         known = torch.zeros_like(pixels[:, :1], dtype=torch.bool)
-        for pixel_known, rows in zip(known, shown, strict=False):
-            pixel_known[0] = _by_pixel(rows, tokenizer)
+        alone = last.num_examples == 1
+        doubt = HIDDEN if alone and last.masked else _noise(target, tokenizer)
+        # What steps of several images have in common is told by more equations than the last one's.
+        sure = last.errors <= last.rows.shape[1] * (self.max_error if alone else torch.inf) ** 2
+        for pixel_known, rows in zip(known, [] if doubt else shown, strict=False):
+            pixel_known[0] = _by_pixel(rows & sure, tokenizer)
         details = {
             "steps_read": len(others) + 1,
             "steps_needed": steps_needed(last, others),
@@ -306,7 +320,7 @@ class BatchRounds(Attack):
             "possible_error": max(errors, default=float("inf")),
             "masked": last.masked,
         }
-        diagnosis = _unidentified(target, last, others, len(images)) if missing else ""
+        diagnosis = _unidentified(target, last, others, len(images)) if missing else doubt
         return Reconstruction(pixels, known, diagnosis=diagnosis, details=details)
 
     def _readable(self, earlier: Sequence[Observation], target: Observation) -> list[Step]:
@@ -319,6 +333,14 @@ class BatchRounds(Attack):
                 except UsageError:
                     continue
         return steps
+
+
+def _noise(observation: Observation, tokenizer: Tokenizer) -> str:
+    """That noise makes up too much of the position rows for their errors to be small ones, in words, or ""."""
+    if position_gradient(observation, tokenizer) is None:
+        return ""
+    read = read_position_rows(observation)
+    return "; ".join(unbalanced(read.imbalance, read.rounding)) if read.imbalance > LARGEST_IMBALANCE else ""
 
 
 def _by_pixel(patches: Tensor, tokenizer: Tokenizer) -> Tensor:

@@ -16,6 +16,7 @@ from attacks import ATTACKS, Observation, Reconstruction, find_tokenizer
 from attacks.closed_form import batch_rounds
 from attacks.closed_form.batch_rounds import find_groups, fit, largest_misfit, read_step, steps_needed
 from fedmjp.data import load_data
+from fedmjp.defenses import DEFENSES
 from fedmjp.defenses.masking import block_masks, jigsaw_order, move_patches
 from fedmjp.metrics import score
 from fedmjp.models import build_model
@@ -269,6 +270,36 @@ def test_jigsawed_batches(images, own: bool) -> None:
     found = ATTACKS.get("batch_rounds")()(views)
     assert found.details["identified"] == 2
     assert best_psnr(found.images, images[list(PAIRS[-1])]) > 50
+
+
+@pytest.mark.parametrize(("unit", "size", "words"), [("clip", 1e-3, "(noise, or"), ("entry", 1e-4, "")])
+def test_of_a_noisy_single_image_patches_that_are_sure_are_vouched_for(unit: str, size: float, words: str) -> None:
+    model, image = build_model("vit_mini_32", num_classes=8, weights="auto"), photographs(32, 6)[4:5]
+    view = observe(model, image)
+    noise = DEFENSES.get("noise")(noise_unit=unit, noise_multiplier=size, clip_norm=30.0)
+    sent = noise.on_update(dict(view.gradients), torch.Generator().manual_seed(0))
+    found = ATTACKS.get("batch_rounds")()([dataclasses.replace(view, gradients=sent)])
+    wrong = (found.images - image).square().mean(dim=1, keepdim=True).reshape(8, 4, 8, 4).mean(dim=(1, 3)) > 10**-2.5
+    vouched = found.known.reshape(8, 4, 8, 4)[:, 0, :, 0]
+    assert words in found.diagnosis
+    assert wrong.any()
+    assert not (vouched & wrong).any()
+    assert vouched.any() == (not words)
+
+
+def test_single_images_that_hide_patches_are_joined_and_not_vouched_for(images) -> None:
+    """Another image may fit as well: over many updates of other images one does."""
+    model = build_model("vit_mini_64_mjp", num_classes=8, weights="random", dal="none")
+    model.module.double()
+    generator, views = torch.Generator().manual_seed(0), []
+    for _ in range(3):
+        mask = block_masks(1, model.grid, 0.1, generator)
+        moved = move_patches(images[:1], jigsaw_order(mask, generator), model.patch_size)
+        views.append(observe(model, moved, mask=mask))
+    found = ATTACKS.get("batch_rounds")()(views)
+    assert found.details["identified"] == 1
+    assert "mjp_rounds decides it" in found.diagnosis
+    assert not found.known.any()
 
 
 def test_float32_above_50_db(mini) -> None:
