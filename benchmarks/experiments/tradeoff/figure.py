@@ -24,6 +24,7 @@ PANELS = 3  # a line of the figure
 NEAR = np.array([0.1, 0.07])  # shares of the range of an axis
 LABEL = np.array([0.4, 0.06])  # of the longest label, in such shares
 NARROW = 13  # characters in a line of a column's label
+LONGEST = 56  # characters in a line of a federation's name
 MOST_PANELS = 12  # with more points than these, a line for each
 _MARKERS = ("o", "s", "^", "D")  # a partition each
 
@@ -89,7 +90,7 @@ def lines_figure(table: pd.DataFrame, path: Path, measured: str) -> None:
     for axes, (label, name, scale) in zip(columns, shown, strict=True):
         _draw_lines(axes, found, name, scale)
         axes.set_xlabel(fill(label, NARROW), fontsize=SMALL)
-    columns[0].set_yticks(range(len(found)), _numbered(found), fontsize=SMALL)
+    columns[0].set_yticks(range(len(found)), _numbered(found), fontsize=SMALL, linespacing=0.9)
     columns[0].set_ylim(len(found) - 0.5, -0.5)
     for axes, (label, name, scale) in zip(planes, shown[1:], strict=True):
         _draw_numbers(axes, found, name, scale)
@@ -109,7 +110,17 @@ def _numbered(found: pd.DataFrame) -> list[str]:
     """Point, strongest attack and number of each line, with its partition where there are several."""
     several = found["partition"].nunique() > 1
     names = [f"{line.partition}, {line.point}" if several else line.point for line in found.itertuples()]
-    return [f"{name}: {attack}  {n}" for n, (name, attack) in enumerate(zip(names, found["attack"], strict=True), 1)]
+    pairs = enumerate(zip(names, found["attack"], strict=True), 1)
+    return [f"{_in_lines(f'{name}: {attack}')}  {n}" for n, (name, attack) in pairs]
+
+
+def _in_lines(name: str) -> str:
+    """A long name in several lines, broken between the parts and options of a chain; a short one as it is."""
+    return (
+        name
+        if len(name) <= LONGEST
+        else fill(name.replace("+", " + ").replace(",", ", ").replace(",  ", ", "), LONGEST)
+    )
 
 
 def _draw_lines(axes: Axes, found: pd.DataFrame, name: str, scale: float) -> None:
