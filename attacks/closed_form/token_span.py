@@ -45,7 +45,7 @@ from attacks.linear.image_prior import Settled, VectorialVariation
 from attacks.linear.input_spans import InputEquations, attention_gradient, count_inputs, layer_gradient, span_of_inputs
 from attacks.linear.intervals import COARSE, coarseness
 from attacks.linear.normal_equations import SETTLED, Estimate
-from attacks.linear.position_rows import position_gradient, read_position_rows, unmet_assumptions
+from attacks.linear.position_rows import LARGEST_IMBALANCE, position_gradient, read_position_rows, unmet_assumptions
 from attacks.observation import Capability, Observation, Reconstruction
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
@@ -56,9 +56,9 @@ CHANGE, FEWEST, MOST = 0.05, 3, 12
 STRENGTH = 20.0
 # Below this share of equations to unknowns the prior settles too much to be trusted.
 LEAST_KNOWN = 0.8
-# For the position rows to serve `patch_embedding`: the share of the projection bias' gradient that they may miss, and
-# the least singular value, relative to the largest, that counts as a direction of its own.
-LARGEST_IMBALANCE, LEAST_SINGULAR = 0.05, 1e-7
+# For the position rows to serve `patch_embedding`, the least singular value, relative to the largest, that counts as a
+# direction of its own.
+LEAST_SINGULAR = 1e-7
 # Share of the tokens that may lie outside the span of the update; round-off leaves 1e-8 to 3e-2 at the right image.
 LARGEST_RESIDUAL = 0.1
 # Expected error of a pixel in [0, 1], on average, above which the positions are not those that were sent, or nearly so.

@@ -46,6 +46,8 @@ LEAST_SHARE = 1e-3
 # Share of dL/db by which the rows may differ from it before they are taken for something else than token gradients, and
 # the same in units of what the message's precision explains.
 IMBALANCE, ROUNDED = 1e-4, 4.0
+# The same share above which the rows are no use to attacks that take their errors for small ones.
+LARGEST_IMBALANCE = 0.05
 # Above `NOISY` of dL/db an update counts as noisy. Float32 leaves 5e-8 to 2.4e-7 (six photographs, five models, also
 # MJP at gamma 0.1 to 0.9), noise of 1e-6 of an update's rms entry 6e-6 to 2e-5, of 3e-6 2e-5 to 6e-5.
 # Share of dL/db by which added noise may make them differ: up to there rounds are joined as without noise (it is 0.01

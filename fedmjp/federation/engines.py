@@ -16,7 +16,8 @@ from fedmjp.federation.server_app import server_app_for
 from fedmjp.records.client_states import ClientStates
 
 GridFunction = Callable[[Grid], None]
-ENGINES: Registry[Callable[..., None]] = Registry("engine")  # (run, clients, entropy, states), as `run_local`
+Engine = Callable[[GridFunction, int, ClientEntropy, ClientStates | None], None]  # as `run_local`
+ENGINES: Registry[Engine] = Registry("engine")
 
 # Flower logs every round at INFO, which would duplicate the run's own progress display.
 logging.getLogger("flwr").setLevel(logging.ERROR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -116,11 +117,7 @@ def _numbered(found: pd.DataFrame) -> list[str]:
 
 def _in_lines(name: str) -> str:
     """A long name in several lines, broken between the parts and options of a chain; a short one as it is."""
-    return (
-        name
-        if len(name) <= LONGEST
-        else fill(name.replace("+", " + ").replace(",", ", ").replace(",  ", ", "), LONGEST)
-    )
+    return name if len(name) <= LONGEST else fill(re.sub(r",(?=\S)", ", ", name.replace("+", " + ")), LONGEST)
 
 
 def _draw_lines(axes: Axes, found: pd.DataFrame, name: str, scale: float) -> None:
