@@ -10,12 +10,13 @@ from torch.nn import functional
 
 from attacks import ATTACKS, UsageError
 from attacks.gradient_matching.unrolled import math_attention
+from attacks.linear.completion import VOUCHED_DEVIATION
 from fedmjp.client import ClientTask
 from fedmjp.config import DataConfig, ModelConfig, RunConfig
 from fedmjp.defenses import DEFENSES
 from fedmjp.defenses.chain import read_defense
 from fedmjp.federation_options import FederationConfig
-from fedmjp.metrics import psnr
+from fedmjp.metrics import patch_recovery, psnr
 from fedmjp.models import build_model
 from fedmjp.models.low_rank import LowRankLinear, merged_state
 from fedmjp.models.vit import attend_to_context
@@ -127,10 +128,25 @@ def test_rounds_of_one_photograph_recover_it() -> None:
     assert float(psnr(late.images, image)) > 25
     assert late.details["updates"] == 11
     assert 8 < late.details["directions"] <= 65
+    assert not late.known.any()
+    assert "directions that the updates show of the 65 tokens" in late.diagnosis
     kept = {n: g for n, g in views[-1].gradients.items() if not n.startswith("head.")}
     blind = ATTACKS.get("lora_span")()([*views[:-1], dataclasses.replace(views[-1], gradients=kept, labels=None)])
     assert "could not be checked: grant labels, or send the classifier's gradient" in blind.diagnosis
     assert not blind.known.any()
+
+
+@pytest.mark.parametrize(("rank", "rounds", "client", "complete"), [(16, 10, 3, False), (32, 8, 3, True)])
+def test_answers_of_incomplete_spans_are_not_vouched_for(rank: int, rounds: int, client: int, complete: bool) -> None:
+    """Trained weights; where directions are missing, patches are wrong whose expected error is small."""
+    task = task_of(f"lora:lora_rank={rank}", clients=4, model="vit_mini_32", weights="auto")
+    views = [observed_update(task, sent, r[client], number) for number, sent, r in federated_rounds(task, rounds)]
+    found = ATTACKS.get("lora_span")()(views)
+    right = patch_recovery(found.images, task.batch(client, 1, 0).images, patch_size=4)
+    assert (found.details["directions"] > 60) == complete
+    assert found.details["deviation"] < VOUCHED_DEVIATION
+    assert (float(right) == 1) == complete
+    assert bool(found.known.any()) == bool(found.known.all()) == complete
 
 
 def test_updates_of_two_images_are_not_vouched_for() -> None:
