@@ -192,9 +192,10 @@ def idle(tier: Tier, knowing: Sequence[str]) -> str:
     """
     if Capability.AUXILIARY_DATA not in tier.grants:
         return ""
-    threat, plain = ThreatModel(frozenset(tier.grants)), ThreatModel(frozenset(PLAIN))
+    grants = frozenset(tier.grants)
+    threat, without = ThreatModel(grants), ThreatModel(grants - {Capability.AUXILIARY_DATA})
     own = [ATTACKS.get(name)() for name in knowing if name in ATTACKS]
-    uses = any(attack.granted(threat) != attack.granted(plain) for attack in own)
+    uses = any(attack.granted(threat) != attack.granted(without) for attack in own)
     return "" if uses else "no attack that knows the defence makes use of auxiliary data"
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from attacks import Capability
 from fedmjp.leaderboard import measure, protocol, schema
 from fedmjp.leaderboard.coverage import uncovered
+from fedmjp.leaderboard.tiers import TIERS
 from fedmjp.leaderboard.verify import expected_rows
 from fedmjp.records.rows import load_rows
 from tests.leaderboard.test_submissions import COMMITTED, rows_beside
@@ -142,3 +144,14 @@ def test_rows_of_a_rerun_that_the_protocol_does_not_ask_for_are_left_out(submiss
 def parts_of(document: dict[str, Any], out) -> list[protocol.Part]:
     """The federations of a submission."""
     return list(protocol.parts(document["entry"], protocol.track_of(document["track"]), out))
+
+
+@pytest.mark.parametrize(
+    ("knowing", "run"), [(("undo_policy", "patch_embedding"), False), (("unmix",), True), ((), False)]
+)
+def test_auxiliary_data_are_granted_where_an_attack_that_knows_the_defence_uses_them(
+    knowing: tuple[str, ...], run: bool
+) -> None:
+    """`undo_policy` differs with several updates, not with public images."""
+    tier = next(tier for tier in TIERS if Capability.AUXILIARY_DATA in tier.grants)
+    assert (protocol.idle(tier, knowing) == "") == run
