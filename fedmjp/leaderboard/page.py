@@ -158,7 +158,7 @@ def _cells(number: int, document: Document) -> list[str]:
     if line is not None:
         share = (line[name] for name in ("patches", "reidentified", "certified"))
         psnr = (_figure(line[name], 1) for name in ("psnr_median", "psnr_worst"))
-        leak = [str(line["count"]), *psnr, _figure(line["ssim"], 2), _figure(line["lpips"], 2), *map(_percent, share)]
+        leak = [_images(line), *psnr, _figure(line["ssim"], 2), _figure(line["lpips"], 2), *map(_percent, share)]
     return [
         str(number),
         f"[{title(document)}](#{anchor(document)})",
@@ -234,7 +234,7 @@ def _card(document: Document, usual: Document | None) -> str:
 
 
 def _tier_cells(result: Document, track: protocol.Track) -> list[str]:
-    """A tier and model in a card: the attack that decides, on all images that it was run on, with intervals."""
+    """A tier and model in a card: the attack that decides, with intervals."""
     line, tier = measure.line_of(result), tier_called(result["tier"])
     prepared = tier.prepared_for(result["worst"]["attack"])
     updates = protocol.layout(tier, track, (), prepared).rounds if prepared else result["updates"]
@@ -244,7 +244,13 @@ def _tier_cells(result: Document, track: protocol.Track) -> list[str]:
     psnr = [_bounded(line, name, 1, 1) for name in ("psnr_median", "psnr_worst")]
     other = [_bounded(line, name, 1, 2) for name in ("ssim", "lpips")]
     shares = [_bounded(line, name, 100, 0) for name in ("patches", "reidentified", "certified")]
-    return [*cells, f"`{line['attack']}`", str(line["count"]), *psnr, *other, *shares]
+    return [*cells, f"`{line['attack']}`", _images(line), *psnr, *other, *shares]
+
+
+def _images(line: Document) -> str:
+    """How many images the attack was run on, and for how many of them it returned one where that is not for all."""
+    answered = line["count"] - line["failed"]
+    return f"{answered} of {line['count']}" if line["failed"] else str(answered)
 
 
 def _bounded(line: Document, name: str, factor: float, digits: int) -> str:
