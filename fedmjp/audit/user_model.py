@@ -116,7 +116,7 @@ def _attacked(
         attacks=suite.chosen,
         baselines=guesses,
         score_images=score_images,
-        weights_granted=True,
+        weights_granted=observation.weights_granted,
         findings=[*findings, *added],
     )
     answers = list(scored)

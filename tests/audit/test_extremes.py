@@ -95,6 +95,19 @@ def test_without_the_position_gradient_granted_an_attack_that_needs_none_is_run(
     assert (audit.verdict.answer, audit.verdict.attack) == (Answer.LEAKS, "token_span")
 
 
+def test_without_weights_no_answer_is_certified(mini) -> None:
+    """Whether an answer reproduces the update cannot be computed then, however near it is."""
+    images = photographs(64, 1)
+    given = {"mean": mini.mean, "std": mini.std, "attacks": ("patch_embedding",)}
+    for grants in ({Capability.POSITION_GRADIENT}, {Capability.POSITION_GRADIENT, Capability.MODEL_WEIGHTS}):
+        audit = audit_gradient(
+            mini.module, images, observe(mini, images).gradients, threat_model=ThreatModel(frozenset(grants)), **given
+        )
+        line = audit.table.set_index("attack").loc["patch_embedding"]
+        assert line["psnr"] > 50
+        assert line["certified"] == (Capability.MODEL_WEIGHTS in grants)
+
+
 def test_fixed_positions_are_explained() -> None:
     torch.manual_seed(0)
     model, images = FixedPositions(), photographs(32, 1)
