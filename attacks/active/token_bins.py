@@ -132,7 +132,7 @@ class TokenBins(BrightnessBins):
             return nobody("no bin of the first MLP holds an image: its units send no gradient", details)
         shown = found[: observation.num_examples]
         patches = torch.stack([image.whole(codes) for image in shown])
-        known = torch.stack([image.known(codes) for image in shown])
+        known = torch.stack([image.known(codes, observation.std) for image in shown])
         several, moved = len(found) - len(single), hides_positions(observation)
         return Reconstruction(
             observation.to_pixels(codes.tokenizer.unpatchify(patches)).float(),
@@ -174,11 +174,11 @@ class _Image:
         found[self.places] = self.patches
         return found
 
-    def known(self, codes: TokenCodes) -> Tensor:
-        """(1, H, W) bool."""
+    def known(self, codes: TokenCodes, std: tuple[float, ...]) -> Tensor:
+        """(1, H, W) bool, the patches of one image whose tokens hold all that matters of them."""
         t = codes.tokenizer
         found = torch.zeros(t.num_patches, dtype=torch.bool, device=self.alone.device)
-        found[self.places] = self.alone
+        found[self.places] = self.alone & codes.holds(self.patches, std)
         grid = found.reshape(t.grid).repeat_interleave(t.patch_size, 0).repeat_interleave(t.patch_size, 1)
         return grid[None]
 

@@ -28,6 +28,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from attacks.linear.completion import VOUCHED_DEVIATION
 from attacks.registry import UsageError
 from attacks.tokenizer import Tokenizer, find_tokenizer
 
@@ -41,6 +42,10 @@ STEEPNESS = 1e4
 WRITTEN = 1e-10
 # `TokenCodes.spread` above which a token is that of several images.
 MIXED = 1e-3
+# Rms of the coefficients that a token lacks, over that of the last quarter of those that it holds. Of 16,000 patches of
+# 16 by 16 pixels (160 ImageNet photographs of 160 pixels) 454 lie below 25 dB without what 192 channels lack: by this
+# factor 11,498 are vouched for, and none of those 454. With 384 channels none lies below.
+LACKING = 0.7
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,17 @@ class TokenCodes:
         """Patches (n, P) float64, normalised pixels, of `readable` tokens (n, D) float64 after the norm."""
         content = self._before_norm(normed)[:, self.first : self.first + self.coefficients]
         return content / self.scale @ self.basis.to(content)
+
+    def holds(self, patches: Tensor, std: tuple[float, ...]) -> Tensor:
+        """(n,) bool, whether the coefficients that tokens lack are expected to be too small to matter in `patches`.
+
+        Args:
+            patches: (n, P) float64, as `patches` gives them.
+            std: of the normalisation.
+        """
+        lacking = (self.tokenizer.patch_dim - self.coefficients) / self.tokenizer.patch_dim
+        last = patches @ self.basis[-(self.coefficients // 4) :].to(patches).T
+        return max(std) * LACKING * (last.square().mean(dim=1) * lacking).sqrt() < VOUCHED_DEVIATION
 
     def misses(self, normed: Tensor, places: Tensor) -> Tensor:
         """What tokens miss the angles of their places by, cosine and sine, (n, 2) float64: as errors of normalised

@@ -136,7 +136,7 @@ class TokenTrap(ActiveAttack):
             )
         elif not alone.all() and not reasons:
             reasons.append(f"{int((~alone).sum())} patches are known badly, or not those of one image")
-        known = (alone & read & (last.num_examples == 1)).reshape(t.grid)
+        known = (alone & read & codes.holds(patches, last.std) & (last.num_examples == 1)).reshape(t.grid)
         known = known.repeat_interleave(t.patch_size, 0).repeat_interleave(t.patch_size, 1)[None, None]
         images = last.to_pixels(t.unpatchify(patches[None])).float()
         return Reconstruction(images, known, diagnosis="; ".join(reasons), details=details)
