@@ -77,8 +77,7 @@ class Watcher:
             show that it does. Within several local steps it cannot be undone.
         batch_size, local_steps: as the clients train; they decide what the closed forms can promise.
         attacks: "auto", "all", or names and instances (`MJPSubspace(prior=VectorialVariation(strength=20))`).
-        threat_model: what the adversary is granted. Answers are certified with the model's weights in any case: the
-            auditor has them, and without originals nothing else shows that an answer is right.
+        threat_model: what the adversary is granted; answers are certified by the auditor, who has the weights anyway.
         budget: seconds of one CPU core that "auto" may plan for each update.
         out: folder for pictures, rows and page; with a number added where it holds results already.
 

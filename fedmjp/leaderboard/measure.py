@@ -181,6 +181,12 @@ def line_of(result: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((line for line in result["attacks"] if line["attack"] == result["worst"]["attack"]), None)
 
 
+def images_of(line: Mapping[str, Any]) -> str:
+    """How many images an attack was run on, and for how many of them it returned one where that is not for all."""
+    answered = line["count"] - line["failed"]
+    return f"{answered} of {line['count']}" if line["failed"] else str(answered)
+
+
 def accuracy(share: float, images: int) -> dict[str, Any]:
     """A top-1 accuracy in [0, 1] with Wilson's 95 % interval over the test images."""
     low, high = wilson(share, images)

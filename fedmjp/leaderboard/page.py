@@ -156,9 +156,9 @@ def _cells(number: int, document: Document) -> list[str]:
     worst, line, cost = document["worst"], measure.line_of(worst_result(document)), document["cost"]
     leak = [NONE] * 8
     if line is not None:
-        share = (line[name] for name in ("patches", "reidentified", "certified"))
-        psnr = (_figure(line[name], 1) for name in ("psnr_median", "psnr_worst"))
-        leak = [_images(line), *psnr, _figure(line["ssim"], 2), _figure(line["lpips"], 2), *map(_percent, share)]
+        share = (_percent(line[name]) for name in ("patches", "reidentified", "certified"))
+        digits = {"psnr_median": 1, "psnr_worst": 1, "ssim": 2, "lpips": 2}
+        leak = [measure.images_of(line), *(_figure(line[name], n) for name, n in digits.items()), *share]
     return [
         str(number),
         f"[{title(document)}](#{anchor(document)})",
@@ -244,13 +244,7 @@ def _tier_cells(result: Document, track: protocol.Track) -> list[str]:
     psnr = [_bounded(line, name, 1, 1) for name in ("psnr_median", "psnr_worst")]
     other = [_bounded(line, name, 1, 2) for name in ("ssim", "lpips")]
     shares = [_bounded(line, name, 100, 0) for name in ("patches", "reidentified", "certified")]
-    return [*cells, f"`{line['attack']}`", _images(line), *psnr, *other, *shares]
-
-
-def _images(line: Document) -> str:
-    """How many images the attack was run on, and for how many of them it returned one where that is not for all."""
-    answered = line["count"] - line["failed"]
-    return f"{answered} of {line['count']}" if line["failed"] else str(answered)
+    return [*cells, f"`{line['attack']}`", measure.images_of(line), *psnr, *other, *shares]
 
 
 def _bounded(line: Document, name: str, factor: float, digits: int) -> str:
